@@ -1,0 +1,274 @@
+"""OPT (arXiv 2205.01068) in Flax NNX, over packed rows with a read-only KV cache."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from os import PathLike
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import pallas_kernels
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int32
+
+from emsjax.cache import KeysValues, KVCache
+from emsjax.packing import PackedRows
+
+POSITION_OFFSET = 2  # the position table's first two entries are never used
+LAYER_NORM_EPSILON = 1e-5
+ACTIVATIONS = {"relu": jax.nn.relu, "gelu": lambda x: jax.nn.gelu(x, approximate=False)}
+
+
+@dataclasses.dataclass(frozen=True)
+class OPTConfig:
+    """Architecture of an OPT model; fields are named, and default, as in transformers.
+
+    Raises:
+        ValueError: sizes below 1, heads that do not divide hidden_size, an
+            unknown activation, or an untied head.
+    """
+
+    vocab_size: int = 50272
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    ffn_dim: int = 3072
+    max_position_embeddings: int = 2048
+    num_attention_heads: int = 12
+    word_embed_proj_dim: int | None = None  # None: hidden_size
+    do_layer_norm_before: bool = True
+    _remove_final_layer_norm: bool = False
+    enable_bias: bool = True
+    layer_norm_elementwise_affine: bool = True
+    activation_function: str = "relu"
+    init_std: float = 0.02
+    tie_word_embeddings: bool = True
+    pad_token_id: int | None = 1
+    bos_token_id: int | None = 2
+    eos_token_id: int | tuple[int, ...] | None = 2
+
+    def __post_init__(self):
+        if self.word_embed_proj_dim is None:
+            object.__setattr__(self, "word_embed_proj_dim", self.hidden_size)
+        if isinstance(self.eos_token_id, list):
+            object.__setattr__(self, "eos_token_id", tuple(self.eos_token_id))
+        for field in dataclasses.fields(self):
+            if field.type in (int, int | None) and not field.name.endswith("_token_id"):
+                size = getattr(self, field.name)
+                if not isinstance(size, int) or size < 1:
+                    raise ValueError(f"{field.name} must be an integer of at least 1, not {size!r}")
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size ({self.hidden_size}) must be a multiple of "
+                f"num_attention_heads ({self.num_attention_heads})"
+            )
+        if self.activation_function not in ACTIVATIONS:
+            raise ValueError(
+                f"activation_function must be one of {sorted(ACTIVATIONS)}, "
+                f"not {self.activation_function!r}"
+            )
+        if not self.tie_word_embeddings:
+            raise ValueError("tie_word_embeddings must be true: OPT's head is its embedding table")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """From the contents of a transformers config.json; training-only fields are ignored.
+
+        Raises:
+            ValueError: `model_type` is not "opt".
+        """
+        if values.get("model_type") != "opt":
+            raise ValueError(
+                f"unknown model type {values.get('model_type')!r}: emsjax reads models whose "
+                'config.json says "model_type": "opt"'
+            )
+        names = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in names})
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def has_projections(self) -> bool:
+        """Whether embeddings are narrower or wider than the layers (350m)."""
+        return self.word_embed_proj_dim != self.hidden_size
+
+    @property
+    def has_final_layer_norm(self) -> bool:
+        return self.do_layer_norm_before and not self._remove_final_layer_norm
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        ids = self.eos_token_id
+        return () if ids is None else ids if isinstance(ids, tuple) else (ids,)
+
+
+def matmul_precision(dtype) -> lax.Precision | None:
+    """float32 means float32: not TF32, which a GPU would choose by default."""
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+
+class OPTLayer(nnx.Module):
+    """One decoder layer: attention and feed-forward, normalised before or after each."""
+
+    def __init__(self, config: OPTConfig, *, dtype, rngs: nnx.Rngs):
+        size, init = config.hidden_size, nnx.initializers.normal(config.init_std)
+        linear = lambda inputs, outputs: nnx.Linear(
+            inputs,
+            outputs,
+            use_bias=config.enable_bias,
+            kernel_init=init,
+            dtype=dtype,
+            param_dtype=dtype,
+            precision=matmul_precision(dtype),
+            rngs=rngs,
+        )
+        self.config = config
+        self.qkv_proj = linear(size, 3 * size)  # one product instead of three
+        self.out_proj = linear(size, size)
+        self.fc1 = linear(size, config.ffn_dim)
+        self.fc2 = linear(config.ffn_dim, size)
+        self.self_attn_layer_norm = layer_norm(config, dtype, rngs)
+        self.final_layer_norm = layer_norm(config, dtype, rngs)
+
+    def __call__(self, x: Float[Array, "r e"], attend: Callable):
+        """`attend(query, key, value)` sees [r, h, d] each. Returns [r, e] and fresh key, value."""
+        before = self.config.do_layer_norm_before
+        h = self.self_attn_layer_norm(x) if before else x
+        heads = (3, self.config.num_attention_heads, self.config.head_dim)
+        query, key, value = jnp.unstack(self.qkv_proj(h).reshape(-1, *heads), axis=1)
+        x = x + self.out_proj(attend(query, key, value).reshape(x.shape))
+        x = x if before else self.self_attn_layer_norm(x)
+
+        h = self.final_layer_norm(x) if before else x
+        h = ACTIVATIONS[self.config.activation_function](self.fc1(h))
+        x = x + self.fc2(h)
+        return (x if before else self.final_layer_norm(x)), key, value
+
+
+def layer_norm(config: OPTConfig, dtype, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    return nnx.LayerNorm(
+        config.hidden_size,
+        epsilon=LAYER_NORM_EPSILON,
+        use_bias=config.layer_norm_elementwise_affine,
+        use_scale=config.layer_norm_elementwise_affine,
+        use_fast_variance=False,
+        dtype=dtype,
+        param_dtype=dtype,
+        rngs=rngs,
+    )
+
+
+class OPT(nnx.Module):
+    """A decoder-only OPT language model.
+
+    One forward serves prefill, catch-up of a draft model and verification: it
+    reads the cache, never writes it, and hands back the fresh K/V to commit.
+
+    Args:
+        config: the architecture.
+        rngs: for the random initial weights.
+        dtype: of weights, activations and cache. In float32, products are
+            computed in full float32.
+    """
+
+    def __init__(self, config: OPTConfig, *, rngs: nnx.Rngs, dtype=jnp.bfloat16):
+        dtype = jnp.dtype(dtype)
+        init = nnx.initializers.normal(config.init_std)
+        options = {"dtype": dtype, "param_dtype": dtype, "rngs": rngs}
+        projection = {
+            **options,
+            "use_bias": False,
+            "kernel_init": init,
+            "precision": matmul_precision(dtype),
+        }
+        width, size = config.word_embed_proj_dim, config.hidden_size
+        positions = config.max_position_embeddings + POSITION_OFFSET
+        self.config = config
+        self.dtype = dtype
+        self.embed_tokens = nnx.Embed(config.vocab_size, width, embedding_init=init, **options)
+        self.embed_positions = nnx.Embed(positions, size, embedding_init=init, **options)
+        projected, normalised = config.has_projections, config.has_final_layer_norm
+        self.project_in = nnx.Linear(width, size, **projection) if projected else None
+        self.project_out = nnx.Linear(size, width, **projection) if projected else None
+        self.final_layer_norm = layer_norm(config, dtype, rngs) if normalised else None
+        self.layers = nnx.List(
+            OPTLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)
+        )
+
+    def __call__(
+        self,
+        token_ids: Int32[Array, "r"],
+        rows: PackedRows,
+        cache: KVCache,
+        *,
+        attention: Callable = pallas_kernels.ragged_attention,
+        max_rows_per_sample: int | None = None,
+    ) -> tuple[Float[Array, "r e"], KeysValues]:
+        """Final hidden states of the packed rows, and every layer's fresh K/V.
+
+        Args:
+            token_ids: the rows' tokens; padding rows may hold any.
+            rows: the rows' samples and positions.
+            cache: committed K/V, only read; rows of sample s start at cache.lengths[s].
+            attention: a callable with the signature of `pallas_kernels.ragged_attention`.
+            max_rows_per_sample: static bound of rows per sample; None: all rows.
+        """
+        x = self.embed_tokens(jnp.clip(token_ids, 0, self.config.vocab_size - 1))
+        x = x if self.project_in is None else self.project_in(x)
+        x = x + self.embed_positions(rows.positions + POSITION_OFFSET)
+        keys, values = [], []
+        for layer, *old in zip(self.layers, cache.layers.keys, cache.layers.values, strict=True):
+            attend = lambda query, key, value, old=old: attention(
+                query,
+                key,
+                value,
+                *old,
+                rows.segment_ids,
+                rows.positions,
+                cache.lengths,
+                max_rows_per_sample=max_rows_per_sample,
+            )
+            x, key, value = layer(x, attend)
+            keys.append(key)
+            values.append(value)
+        return x, KeysValues(tuple(keys), tuple(values))
+
+    def logits(self, hidden: Float[Array, "r e"]) -> Float[Array, "r v"]:
+        """float32 logits of hidden states."""
+        x = hidden if self.final_layer_norm is None else self.final_layer_norm(hidden)
+        x = x if self.project_out is None else self.project_out(x)
+        return jnp.einsum(
+            "rw,vw->rv",
+            x,
+            self.embed_tokens.embedding[...],
+            precision=matmul_precision(self.dtype),
+            preferred_element_type=jnp.float32,
+        )
+
+    def init_cache(self, batch: int, max_len: int) -> KVCache:
+        """An empty cache for this model: `max_len` tokens for each of `batch` samples."""
+        return KVCache.init(
+            batch,
+            max_len,
+            num_layers=self.config.num_hidden_layers,
+            num_heads=self.config.num_attention_heads,
+            head_dim=self.config.head_dim,
+            dtype=self.dtype,
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls, path_or_repo_id: str | PathLike, *, dtype=jnp.bfloat16, revision: str | None = None
+    ) -> Self:
+        """Load a Hugging Face checkpoint: see `emsjax.checkpoint.load`."""
+        from emsjax import checkpoint
+
+        return checkpoint.load(cls, path_or_repo_id, dtype=dtype, revision=revision)
+
+    def save_pretrained(self, path: str | PathLike) -> None:
+        """Write a folder that transformers loads: see `emsjax.checkpoint.save`."""
+        from emsjax import checkpoint
+
+        checkpoint.save(self, path)

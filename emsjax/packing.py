@@ -1,0 +1,91 @@
+"""Ragged batches as packed rows: all samples' tokens on one axis, no padding between.
+
+The axis legend of the library, used in every shape annotation:
+
+    b = batch (slots)            r = packed rows        t = tokens of a sequence buffer
+    k = max_draft_tokens         v = vocabulary         e = hidden size
+    l = cache length             h = heads              d = head_dim
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int32
+
+MAX_BUCKETS = 4
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PackedRows:
+    """Where each row of the packed axis belongs; padding rows come last.
+
+    Attributes:
+        segment_ids: sample of each row; `batch` for padding rows.
+        positions: position of each row within its sample; 0 for padding rows.
+        offsets: first row of each sample.
+        counts: rows of each sample.
+    """
+
+    segment_ids: Int32[Array, "r"]
+    positions: Int32[Array, "r"]
+    offsets: Int32[Array, "b"]
+    counts: Int32[Array, "b"]
+
+    def gather(self, blocks: Array) -> Array:
+        """Per-sample values `blocks` [b, n, ...] of the samples' rows, as [r, ...].
+
+        Row i of sample s is blocks[s, i]; padding rows hold an arbitrary value.
+        """
+        batch, width = blocks.shape[:2]
+        sample = jnp.minimum(self.segment_ids, batch - 1)
+        within = jnp.arange(self.segment_ids.shape[0]) - self.offsets[sample]
+        return blocks[sample, jnp.clip(within, 0, width - 1)]
+
+    def scatter(self, rows: Array, width: int) -> Array:
+        """Values of packed rows [r, ...] as per-sample blocks [b, width, ...].
+
+        Entries beyond a sample's count are arbitrary.
+        """
+        row = self.offsets[:, None] + jnp.arange(width)
+        return rows[jnp.minimum(row, rows.shape[0] - 1)]
+
+
+def pack(starts: Int32[Array, "b"], counts: Int32[Array, "b"], num_rows: int) -> PackedRows:
+    """Concatenate rows starts[s] .. starts[s] + counts[s] - 1 of every sample s.
+
+    Rows beyond `num_rows` are cut off, last samples first, so a long run of
+    rows can be fed in chunks: the result's `counts` tell what went in.
+    """
+    batch = starts.shape[0]
+    ends = jnp.minimum(jnp.cumsum(counts, dtype=jnp.int32), num_rows)
+    offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
+    row = jnp.arange(num_rows, dtype=jnp.int32)
+    segment_ids = jnp.searchsorted(ends, row, side="right", method="compare_all").astype(jnp.int32)
+    sample = jnp.minimum(segment_ids, batch - 1)
+    positions = jnp.where(segment_ids < batch, starts[sample] + row - offsets[sample], 0)
+    return PackedRows(segment_ids, positions, offsets, ends - offsets)
+
+
+def row_buckets(batch: int, max_rows_per_sample: int) -> tuple[int, ...]:
+    """Static row counts that a step may be padded up to, ascending.
+
+    Doubling from one row per sample, at most `MAX_BUCKETS` of them: each bucket
+    is compiled once, and rows are nearly free on a GPU below 150 or so.
+    """
+    most = batch * max_rows_per_sample
+    buckets = [most]
+    while len(buckets) < MAX_BUCKETS and buckets[0] > batch:
+        buckets.insert(0, max(batch, -(-buckets[0] // 2)))
+    return tuple(buckets)
+
+
+def round_up_length(length: int) -> int:
+    """A static width that holds `length` tokens: few widths, so few compilations.
+
+    Powers of two from 64 to 512, then multiples of 512.
+    """
+    if length > 512:
+        return -(-length // 512) * 512
+    return max(64, 1 << (length - 1).bit_length())

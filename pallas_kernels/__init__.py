@@ -1,0 +1,11 @@
+"""Attention and KV-cache kernels over packed rows; depends on jax alone.
+
+`reference` holds every operation in dense jnp: the specification that the
+other implementations are tested against.
+"""
+
+from pallas_kernels import reference
+from pallas_kernels.ragged_attention import ragged_attention
+from pallas_kernels.update_kv_cache import update_kv_cache
+
+__all__ = ["ragged_attention", "reference", "update_kv_cache"]

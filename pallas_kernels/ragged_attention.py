@@ -1,0 +1,70 @@
+"""Attention of packed rows over each sample's committed cache and its own fresh rows."""
+
+from jax import Array
+
+from pallas_kernels import ragged_attention_xla, reference
+from pallas_kernels.implementations import choose
+
+
+def ragged_attention(
+    query: Array,  # [rows, heads, head_dim]
+    key: Array,  # [rows, heads, head_dim]
+    value: Array,  # [rows, heads, head_dim]
+    key_cache: Array,  # [batch, max_len, heads, head_dim]
+    value_cache: Array,  # [batch, max_len, heads, head_dim]
+    segment_ids: Array,  # int32 [rows]
+    positions: Array,  # int32 [rows]
+    cache_lengths: Array,  # int32 [batch]
+    *,
+    max_rows_per_sample: int | None = None,
+    scale: float | None = None,
+    implementation: str | None = None,
+    interpret: bool = False,
+) -> Array:  # [rows, heads, head_dim]
+    """Segment-indexed attention: every row attends within its own sample only.
+
+    Row r of sample s = segment_ids[r] sees the committed entries
+    `key_cache[s, :cache_lengths[s]]` and the fresh rows of s at positions not
+    after its own:
+
+        out[r] = softmax(scale * query[r] @ K(r).T) @ V(r)
+
+    Rows of one sample are contiguous, at positions cache_lengths[s],
+    cache_lengths[s] + 1, ...; samples may have no rows and come in any order.
+    Padding rows carry segment id `batch`, come last, and yield zeros. Cache
+    entries at or beyond cache_lengths, and K/V of padding rows, may hold
+    anything, NaN included.
+
+    Args:
+        max_rows_per_sample: static upper bound of the rows that one sample has
+            in this call; None: all of them. Small bounds (decoding) take a path
+            that serves all samples at once.
+        scale: of the scores; None: head_dim ** -0.5.
+        implementation: "xla", "reference", or None to let the device decide.
+        interpret: run Pallas kernels in interpret mode; the others ignore it.
+
+    Returns:
+        Attention outputs in the query's dtype.
+
+    Raises:
+        ValueError: unknown implementation.
+
+    Reference: the unpadded input tokens of EMS-SD, arXiv 2405.07542, section 3.
+    """
+    implementations = {
+        "xla": ragged_attention_xla.ragged_attention,
+        "reference": reference.ragged_attention,
+    }
+    attention = implementations[choose(implementation, implementations)]
+    return attention(
+        query,
+        key,
+        value,
+        key_cache,
+        value_cache,
+        segment_ids,
+        positions,
+        cache_lengths,
+        max_rows_per_sample=max_rows_per_sample,
+        scale=scale,
+    )

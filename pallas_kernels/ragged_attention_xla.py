@@ -1,0 +1,120 @@
+"""Segment-indexed attention in plain XLA operations, for devices without Pallas kernels.
+
+The cache is never gathered per row. Few rows per sample (decoding): one tile
+per sample, all tiles in one batched product over the cache as it lies. Many
+rows (prefill): tiles of up to `TILE` rows of one sample, one after the other.
+
+Axis legend: r = packed rows, b = batch, l = cache length, h = heads,
+d = head_dim, q = rows of a tile, f = fresh rows a tile may see.
+"""
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+TILE = 128
+MAX_DECODE_ROWS = 64
+
+
+def ragged_attention(
+    query: Array,  # [r, h, d]
+    key: Array,  # [r, h, d]
+    value: Array,  # [r, h, d]
+    key_cache: Array,  # [b, l, h, d]
+    value_cache: Array,  # [b, l, h, d]
+    segment_ids: Array,  # int32 [r]
+    positions: Array,  # int32 [r]
+    cache_lengths: Array,  # int32 [b]
+    *,
+    max_rows_per_sample: int | None = None,
+    scale: float | None = None,
+) -> Array:  # [r, h, d]
+    """See `pallas_kernels.ragged_attention`."""
+    rows, batch = query.shape[0], key_cache.shape[0]
+    tile = min(rows, max_rows_per_sample or rows)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    real = (segment_ids < batch)[:, None, None]
+    fresh = [jnp.where(real, x, 0).astype(key_cache.dtype) for x in (query, key, value)]
+    path = _all_samples_at_once if tile <= MAX_DECODE_ROWS else _tile_by_tile
+    tensors = (*fresh, key_cache, value_cache)
+    out = path(*tensors, segment_ids, positions, cache_lengths, min(tile, TILE), scale)
+    return out.astype(query.dtype)
+
+
+def _all_samples_at_once(
+    query, key, value, key_cache, value_cache, segment_ids, positions, cache_lengths, tile, scale
+):
+    batch = key_cache.shape[0]
+    first, counts = _extents(segment_ids, batch)
+    row = jnp.minimum(first[:, None] + jnp.arange(tile), query.shape[0] - 1)  # [b, q]
+    index = jnp.arange(tile)
+    visible = (index[:, None] >= index) & (index < counts[:, None, None])  # [b, q, f=q]
+    tiles = (query[row], key[row], value[row])
+    out = _attend(*tiles, key_cache, value_cache, visible, cache_lengths, scale)
+    sample = jnp.minimum(segment_ids, batch - 1)
+    within = jnp.clip(positions - cache_lengths[sample], 0, tile - 1)
+    return jnp.where((segment_ids < batch)[:, None, None], out[sample, within], 0)
+
+
+def _tile_by_tile(
+    query, key, value, key_cache, value_cache, segment_ids, positions, cache_lengths, tile, scale
+):
+    rows, batch = query.shape[0], key_cache.shape[0]
+    first, counts = _extents(segment_ids, batch)
+    tiles_through = jnp.cumsum((counts + tile - 1) // tile)  # [b]
+
+    def attend_tile(i, out):
+        sample = jnp.searchsorted(tiles_through, i, side="right")
+        tiles_before = jnp.where(sample > 0, tiles_through[sample - 1], 0)
+        start = first[sample] + (i - tiles_before) * tile
+        # The slice may begin earlier than the tile, to stay inside the array.
+        row = jnp.minimum(start, rows - tile) + jnp.arange(tile)
+        mine = (row >= start) & (segment_ids[row] == sample)
+        visible = (segment_ids == sample) & (positions <= positions[row][:, None])
+        visible |= ~mine[:, None] & (jnp.arange(rows) == row[:, None])  # no empty softmax
+        result = _attend(
+            query[row][None],
+            key[None],
+            value[None],
+            lax.dynamic_index_in_dim(key_cache, sample),
+            lax.dynamic_index_in_dim(value_cache, sample),
+            visible[None],
+            lax.dynamic_index_in_dim(cache_lengths, sample),
+            scale,
+        )[0]
+        result = jnp.where(mine[:, None, None], result, out[row])
+        return lax.dynamic_update_slice_in_dim(out, result, row[0], axis=0)
+
+    return lax.fori_loop(0, tiles_through[-1], attend_tile, jnp.zeros_like(query))
+
+
+def _extents(segment_ids, batch):
+    """First row and row count of each sample. [b], [b]"""
+    belongs = segment_ids == jnp.arange(batch)[:, None]  # [b, r]
+    first = jnp.argmax(belongs, axis=1).astype(jnp.int32)
+    return first, jnp.sum(belongs, axis=1, dtype=jnp.int32)
+
+
+def _attend(query, key, value, key_cache, value_cache, visible, cache_lengths, scale):
+    """query [b, q, h, d]; key, value [b, f, h, d]; visible [b, q, f] -> [b, q, h, d]."""
+    precision = lax.Precision.HIGHEST if key_cache.dtype == jnp.float32 else None
+
+    def dot(spec, x, y):
+        return jnp.einsum(spec, x, y, precision=precision, preferred_element_type=jnp.float32)
+
+    def scores(keys, mask):  # mask: broadcastable to [b, h, q, keys]
+        return jnp.where(mask, scale * dot("bqhd,blhd->bhql", query, keys), -jnp.inf)
+
+    committed = jnp.arange(key_cache.shape[1]) < cache_lengths[:, None]  # [b, l]
+    old = scores(key_cache, committed[:, None, None])
+    new = scores(key, visible[:, None])
+    highest = jnp.maximum(jnp.max(old, axis=-1, initial=-jnp.inf), jnp.max(new, axis=-1))
+    # Rows that see nothing (tile padding) must not turn into inf - inf.
+    highest = jnp.maximum(highest, jnp.finfo(jnp.float32).min)[..., None]
+    old, new = jnp.exp(old - highest), jnp.exp(new - highest)
+    total = jnp.sum(old, axis=-1) + jnp.sum(new, axis=-1)  # [b, h, q]
+    # Zeroed, not only weighted by zero: 0 * NaN is NaN.
+    values = jnp.where(committed[..., None, None], value_cache, 0)
+    out = dot("bhql,blhd->bqhd", old.astype(value.dtype), values)
+    out += dot("bhqf,bfhd->bqhd", new.astype(value.dtype), value)
+    total = jnp.where(total > 0, total, 1).swapaxes(1, 2)[..., None]
+    return (out / total).astype(value.dtype)
