@@ -1,5 +1,29 @@
 """Lossless batched speculative decoding in JAX, unpadded (EMS-SD)."""
 
+from emsjax import verification
+from emsjax.decoding import DecodeState, StepInfo, step
+from emsjax.draft_length import FixedLength
+from emsjax.drafting import Draft, Drafter, PromptLookup
+from emsjax.generation import generate, init_state
 from emsjax.opt import OPT, OPTConfig
+from emsjax.output import GenerateOutput, Stats
+from emsjax.sampling import Sampling
 
-__all__ = ["OPT", "OPTConfig"]
+__version__ = "0.1.0"
+__all__ = [
+    "OPT",
+    "DecodeState",
+    "Draft",
+    "Drafter",
+    "FixedLength",
+    "GenerateOutput",
+    "OPTConfig",
+    "PromptLookup",
+    "Sampling",
+    "Stats",
+    "StepInfo",
+    "generate",
+    "init_state",
+    "step",
+    "verification",
+]

@@ -2,13 +2,12 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Self
 
 import jax
 import jax.numpy as jnp
-import pallas_kernels
 from jaxtyping import Array, Float, Int32
 
+import pallas_kernels
 from emsjax.packing import PackedRows
 
 
@@ -35,7 +34,7 @@ class KVCache:
     @classmethod
     def init(
         cls, batch: int, max_len: int, *, num_layers: int, num_heads: int, head_dim: int, dtype
-    ) -> Self:
+    ) -> "KVCache":
         """An empty cache of `max_len` tokens per sample."""
         empty = lambda: tuple(
             jnp.zeros((batch, max_len, num_heads, head_dim), dtype) for _ in range(num_layers)
@@ -48,7 +47,7 @@ class KVCache:
         rows: PackedRows,
         counts: Int32[Array, "b"],
         update: Callable = pallas_kernels.update_kv_cache,
-    ) -> Self:
+    ) -> "KVCache":
         """Append the first `counts[s]` of sample s's fresh rows; the others leave no trace."""
         batch = self.lengths.shape[0]
         sample = jnp.minimum(rows.segment_ids, batch - 1)
@@ -65,6 +64,6 @@ class KVCache:
             self, layers=KeysValues(keys, values), lengths=self.lengths + counts
         )
 
-    def fork(self, samples: Int32[Array, "n"]) -> Self:
+    def fork(self, samples: Int32[Array, "n"]) -> "KVCache":
         """A cache whose slot i starts as a copy of this one's slot samples[i]."""
         return jax.tree.map(lambda x: jnp.take(x, samples, axis=0), self)

@@ -3,15 +3,15 @@
 import dataclasses
 from collections.abc import Callable, Mapping
 from os import PathLike
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import pallas_kernels
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
+import pallas_kernels
 from emsjax.cache import KeysValues, KVCache
 from emsjax.packing import PackedRows
 
@@ -71,7 +71,7 @@ class OPTConfig:
             raise ValueError("tie_word_embeddings must be true: OPT's head is its embedding table")
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+    def from_dict(cls, values: Mapping[str, Any]) -> "OPTConfig":
         """From the contents of a transformers config.json; training-only fields are ignored.
 
         Raises:
@@ -261,7 +261,7 @@ class OPT(nnx.Module):
     @classmethod
     def from_pretrained(
         cls, path_or_repo_id: str | PathLike, *, dtype=jnp.bfloat16, revision: str | None = None
-    ) -> Self:
+    ) -> "OPT":
         """Load a Hugging Face checkpoint: see `emsjax.checkpoint.load`."""
         from emsjax import checkpoint
 

@@ -1,0 +1,55 @@
+"""Checks of what users pass in; each failure is a ValueError naming the argument and limit."""
+
+from typing import Any
+
+import numpy as np
+
+
+def check_at_least(name: str, value: Any, minimum: int) -> int:
+    """`value` as an int.
+
+    Raises:
+        ValueError: not an integer, or below `minimum`.
+    """
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        raise ValueError(f"{name} must be an integer of at least {minimum}, not {value!r}")
+    if value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, not {value}")
+    return int(value)
+
+
+def as_token_ids(name: str, tokens: Any, vocab_size: int | None = None) -> np.ndarray:
+    """`tokens` as an int32 array [n].
+
+    Raises:
+        ValueError: empty, not 1-D, not integers, negative, or not below `vocab_size`.
+    """
+    ids = np.asarray(tokens)
+    if ids.ndim != 1:
+        raise ValueError(f"{name} must be a 1-D sequence of token ids, not of shape {ids.shape}")
+    if ids.size == 0:
+        raise ValueError(f"{name} is empty: at least one token id is needed")
+    if not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"{name} must hold integer token ids, not {ids.dtype}")
+    limit = np.iinfo(np.int32).max if vocab_size is None else vocab_size - 1
+    outside = ids[(ids < 0) | (ids > limit)]
+    if outside.size:
+        raise ValueError(f"{name} holds the token id {outside[0]}, outside 0..{limit}")
+    return ids.astype(np.int32)
+
+
+def per_prompt(name: str, value: Any, num_prompts: int) -> list[Any]:
+    """A scalar for every prompt, or the given one value per prompt.
+
+    Raises:
+        ValueError: a sequence of another length.
+    """
+    if np.ndim(value) == 0:
+        return [value] * num_prompts
+    values = list(value)
+    if len(values) != num_prompts:
+        raise ValueError(
+            f"{name} must be one value or one per prompt: got {len(values)} for "
+            f"{num_prompts} prompts"
+        )
+    return values

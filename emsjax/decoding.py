@@ -1,0 +1,265 @@
+"""One step of speculative decoding, and the device loop around it.
+
+state -> draft -> pack -> forward (cache is read-only) -> verify -> commit -> state
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32, Key
+
+from emsjax.cache import KVCache
+from emsjax.draft_length import DraftLength
+from emsjax.drafting import Draft, Drafter
+from emsjax.kernels import Kernels, resolve_kernels
+from emsjax.opt import OPT
+from emsjax.packing import pack, row_buckets
+from emsjax.sampling import Purpose, Sampling, draw, position_keys, warp
+from emsjax.verification import accepted_counts, first_end, usable_counts
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Counters:
+    """What has happened so far; everything but the row totals is per sample."""
+
+    num_steps: Int32[Array, "b"]  # steps the sample took part in
+    num_drafted: Int32[Array, "b"]  # draft tokens fed to the target
+    num_accepted: Int32[Array, "b"]
+    accepted_histogram: Int32[Array, "b k1"]  # steps by number of accepted tokens, 0..k
+    model_calls: Int32[Array, ""]
+    real_rows: Int32[Array, ""]
+    padding_rows: Int32[Array, ""]
+
+    @classmethod
+    def init(cls, batch: int, max_draft_tokens: int) -> "Counters":
+        per_sample = lambda: jnp.zeros(batch, jnp.int32)
+        total = lambda: jnp.zeros((), jnp.int32)
+        histogram = jnp.zeros((batch, max_draft_tokens + 1), jnp.int32)
+        return cls(per_sample(), per_sample(), per_sample(), histogram, total(), total(), total())
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """Everything the next step needs. `cache` always holds `lengths - 1` tokens of a sample.
+
+    Attributes:
+        tokens: prompt and emitted tokens; arbitrary from `lengths` on.
+        logprobs: of the emitted tokens, at the same places; arbitrary elsewhere.
+        lengths: tokens of each sample so far, prompt included.
+        prompt_lengths: tokens of each prompt.
+        length_limits: the length at which a sample stops.
+        active: samples that still decode.
+        ended: samples that emitted an end token.
+        sequence_ids: the sequence each slot serves; -1 for an idle slot.
+        end_token_ids: tokens that end a sequence.
+        keys: the random key of each slot's sequence.
+        sampling: one value per slot, or None when all decode greedily.
+        cache: the target model's committed K/V.
+        drafter_state: whatever the drafter keeps.
+        policy_state: whatever the draft-length policy keeps.
+        counters: statistics.
+    """
+
+    tokens: Int32[Array, "b t"]
+    logprobs: Float[Array, "b t"]
+    lengths: Int32[Array, "b"]
+    prompt_lengths: Int32[Array, "b"]
+    length_limits: Int32[Array, "b"]
+    active: Bool[Array, "b"]
+    ended: Bool[Array, "b"]
+    sequence_ids: Int32[Array, "b"]
+    end_token_ids: Int32[Array, "m"]
+    keys: Key[Array, "b"]
+    sampling: Sampling | None
+    cache: KVCache
+    drafter_state: Any
+    policy_state: Any
+    counters: Counters
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StepInfo:
+    """What one step did: diagnostics, not needed by the next step."""
+
+    tokens: Int32[Array, "b k1"]  # the first num_emitted of each row were emitted
+    num_drafted: Int32[Array, "b"]
+    num_accepted: Int32[Array, "b"]
+    num_emitted: Int32[Array, "b"]
+    num_rows: Int32[Array, ""]  # of the bucket, padding included
+
+
+def step(
+    model: OPT,
+    drafter: Drafter | None,
+    state: DecodeState,
+    *,
+    draft_length: DraftLength | None = None,
+    attention_implementation: str | Callable | None = None,
+) -> tuple[DecodeState, StepInfo]:
+    """Draft, verify and commit once for every active sample; pure, to be traced.
+
+    Args:
+        model: the target.
+        drafter: the draft source; None: plain decoding.
+        state: as `init_state` or an earlier step returned it.
+        draft_length: a policy that limits drafting; None: the drafter's own limit.
+        attention_implementation: as for `generate`.
+    """
+    kernels = resolve_kernels(attention_implementation)
+    batch = state.lengths.shape[0]
+    draft, drafter_state = _propose(model, drafter, state, draft_length)
+    draft_rows = jnp.where(state.active, draft.counts, 0)
+    counts = jnp.where(state.active, draft_rows + 1, 0)
+
+    last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
+    block = jnp.concatenate([last, draft.tokens], axis=1)  # [b, k1]
+    buckets = row_buckets(batch, block.shape[1])
+    branches = [
+        functools.partial(_forward_bucket, model, state, block, counts, kernels, num_rows, buckets)
+        for num_rows in buckets
+    ]
+    bucket = jnp.searchsorted(jnp.asarray(buckets), jnp.sum(counts))
+    target_tokens, logprobs, fresh = lax.switch(bucket, branches)
+
+    num_accepted = accepted_counts(target_tokens, draft.tokens, draft_rows)
+    num_emitted = jnp.where(state.active, num_accepted + 1, 0)
+    num_emitted, ended = first_end(target_tokens, num_emitted, state.end_token_ids)
+    num_accepted = jnp.minimum(num_accepted, num_emitted)
+
+    # A step commits exactly as many rows as it emits; rejected rows leave no trace.
+    rows = pack(state.lengths - 1, counts, buckets[-1])
+    cache = state.cache.commit(fresh, rows, num_emitted, kernels.update)
+    lengths = state.lengths + num_emitted
+    if drafter is not None:
+        drafter_state = drafter.commit(drafter_state, lengths)
+    policy_state = state.policy_state
+    if draft_length is not None:
+        policy_state = draft_length.update(policy_state, draft_rows, num_accepted)
+
+    num_rows = jnp.asarray(buckets, jnp.int32)[bucket]
+    info = StepInfo(target_tokens, draft_rows, num_accepted, num_emitted, num_rows)
+    new_state = dataclasses.replace(
+        state,
+        tokens=_append(state.tokens, target_tokens, state.lengths, num_emitted),
+        logprobs=_append(state.logprobs, logprobs, state.lengths, num_emitted),
+        lengths=lengths,
+        active=state.active & ~ended & (lengths < state.length_limits),
+        ended=state.ended | ended,
+        cache=cache,
+        drafter_state=drafter_state,
+        policy_state=policy_state,
+        counters=_count(state, info),
+    )
+    return new_state, info
+
+
+@functools.partial(jax.jit, static_argnames="attention_implementation", donate_argnames=("state",))
+def decode_loop(
+    model: OPT,
+    drafter: Drafter | None,
+    state: DecodeState,
+    draft_length: DraftLength | None,
+    max_steps: Int32[Array, ""],
+    *,
+    attention_implementation: str | Callable | None,
+) -> DecodeState:
+    """Steps until all samples have finished, `max_steps` at most: one compiled call."""
+    last_call = state.counters.model_calls + max_steps
+
+    def unfinished(state: DecodeState) -> Bool[Array, ""]:
+        return jnp.any(state.active) & (state.counters.model_calls < last_call)
+
+    def advance(state: DecodeState) -> DecodeState:
+        return step(
+            model,
+            drafter,
+            state,
+            draft_length=draft_length,
+            attention_implementation=attention_implementation,
+        )[0]
+
+    return lax.while_loop(unfinished, advance, state)
+
+
+def _propose(model, drafter, state, draft_length) -> tuple[Draft, Any]:
+    """The step's draft, cut to what can be used, and the drafter's new state."""
+    batch = state.lengths.shape[0]
+    k = state.counters.accepted_histogram.shape[1] - 1
+    if drafter is None:
+        return Draft(jnp.zeros((batch, 0), jnp.int32), jnp.zeros(batch, jnp.int32)), ()
+    remaining = state.length_limits - state.lengths
+    limits = jnp.where(state.active, jnp.minimum(remaining - 1, k), 0)
+    if draft_length is not None:
+        limits = jnp.minimum(limits, draft_length.lengths(state.policy_state, state.active))
+    draft, drafter_state = drafter.propose(
+        state.drafter_state, state.tokens, state.lengths, limits, state.keys, state.sampling
+    )
+    counts = usable_counts(
+        draft.tokens, draft.counts, limits, state.end_token_ids, model.config.vocab_size
+    )
+    return dataclasses.replace(draft, counts=counts), drafter_state
+
+
+def _forward_bucket(model, state, block, counts, kernels: Kernels, num_rows, buckets):
+    """The target's choices [b, k1], their log-probabilities, and fresh K/V of buckets[-1] rows."""
+    width = block.shape[1]
+    rows = pack(state.lengths - 1, counts, num_rows)
+    hidden, fresh = model(
+        rows.gather(block),
+        rows,
+        state.cache,
+        attention=kernels.attention,
+        max_rows_per_sample=width,
+    )
+    tokens, logprobs = _choose(model.logits(hidden), rows, state)
+    pad = ((0, buckets[-1] - num_rows), (0, 0), (0, 0))
+    fresh = jax.tree.map(lambda x: jnp.pad(x, pad), fresh)
+    return rows.scatter(tokens, width), rows.scatter(logprobs, width), fresh
+
+
+def _choose(logits, rows, state):
+    """Each row's next token under the target, and its log-probability. [r], [r]"""
+    if state.sampling is None:
+        log_probs = jax.nn.log_softmax(logits)
+        # Of the logits: rounding in the softmax could merge two candidates.
+        tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    else:
+        sample = jnp.minimum(rows.segment_ids, state.lengths.shape[0] - 1)
+        sampling = jax.tree.map(lambda x: x[sample], state.sampling)
+        log_probs = warp(logits, sampling)
+        keys = position_keys(state.keys[sample], rows.positions + 1, Purpose.TARGET)
+        tokens = draw(log_probs, sampling.temperature, keys)
+    return tokens, jnp.take_along_axis(log_probs, tokens[:, None], axis=1)[:, 0]
+
+
+def _append(buffer, block, lengths, counts):
+    """Write block[s, :counts[s]] into buffer[s] from lengths[s] on."""
+    index = jnp.arange(block.shape[1])
+    # Distinct out-of-range places keep the promise of unique indices.
+    at = jnp.where(index < counts[:, None], lengths[:, None] + index, buffer.shape[1] + index)
+    sample = jnp.arange(buffer.shape[0])[:, None]
+    return buffer.at[sample, at].set(block, mode="drop", unique_indices=True)
+
+
+def _count(state: DecodeState, info: StepInfo) -> Counters:
+    old, active = state.counters, state.active.astype(jnp.int32)
+    k1 = old.accepted_histogram.shape[1]
+    hit = (jnp.arange(k1) == info.num_accepted[:, None]) & state.active[:, None]
+    real_rows = jnp.sum(info.num_drafted + active)
+    return Counters(
+        num_steps=old.num_steps + active,
+        num_drafted=old.num_drafted + info.num_drafted,
+        num_accepted=old.num_accepted + info.num_accepted,
+        accepted_histogram=old.accepted_histogram + hit.astype(jnp.int32),
+        model_calls=old.model_calls + 1,
+        real_rows=old.real_rows + real_rows,
+        padding_rows=old.padding_rows + info.num_rows - real_rows,
+    )

@@ -1,0 +1,71 @@
+"""The protocol of a draft source."""
+
+import dataclasses
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+from jaxtyping import Array, Float, Int32, Key
+
+from emsjax.sampling import Sampling
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """Proposed continuations, each sample with its own number of tokens.
+
+    Attributes:
+        tokens: the proposals; entries at or beyond `counts` are ignored.
+        counts: proposed tokens per sample, 0 allowed.
+        probs: the distributions the tokens were drawn from, or None when the
+            drafter is deterministic.
+    """
+
+    tokens: Int32[Array, "b k"]
+    counts: Int32[Array, "b"]
+    probs: Float[Array, "b k v"] | None = None
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """What proposes draft tokens inside the device loop.
+
+    All methods are pure functions on arrays, traced once into the loop. The
+    drafter may be a pytree (its arrays are then arguments of the compiled loop)
+    or any other object (then it is a constant of it). Whatever it proposes, the
+    output tokens are those of plain decoding: proposals beyond a sample's limit,
+    outside the vocabulary, or behind an end token are cut off before
+    verification.
+
+    Attributes:
+        max_draft_tokens: static upper limit k of tokens per sample and step.
+    """
+
+    max_draft_tokens: int
+
+    def init(
+        self, prompts: Int32[Array, "b t"], prompt_lengths: Int32[Array, "b"], max_len: int
+    ) -> Any:
+        """State for a batch; `prompts` is padded, `max_len` bounds every sample's length."""
+        ...
+
+    def propose(
+        self,
+        state: Any,
+        tokens: Int32[Array, "b t"],
+        lengths: Int32[Array, "b"],
+        draft_lengths: Int32[Array, "b"],
+        keys: Key[Array, "b"],
+        sampling: Sampling | None,
+    ) -> tuple[Draft, Any]:
+        """Continue tokens[s, :lengths[s]] by up to draft_lengths[s] <= k tokens.
+
+        `keys` are the sequences' random keys: derive bits with
+        `emsjax.sampling.position_keys`. `sampling` is None for greedy decoding,
+        otherwise holds one value per sample. A draft length of 0 asks for nothing.
+        """
+        ...
+
+    def commit(self, state: Any, lengths: Int32[Array, "b"]) -> Any:
+        """Told after verification: tokens[s, :lengths[s]] stand. By default changes nothing."""
+        return state

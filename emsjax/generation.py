@@ -1,0 +1,312 @@
+"""`generate`: ragged prompts in, the target model's own continuations out."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from time import monotonic
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from emsjax.checks import check_at_least
+from emsjax.decoding import Counters, DecodeState, decode_loop
+from emsjax.draft_length import DraftLength
+from emsjax.drafting import Drafter
+from emsjax.kernels import resolve_kernels
+from emsjax.memory import check_fits
+from emsjax.opt import OPT
+from emsjax.output import GenerateOutput, PaddingRatio, Stats
+from emsjax.prefill import prefill
+from emsjax.requests import Requests, check_requests
+from emsjax.sampling import Sampling
+
+BUDGET_CHECK_STEPS = 16  # device steps between two looks at the clock
+
+
+def generate(
+    model: OPT,
+    prompts: Sequence[Sequence[int]],
+    drafter: Drafter | None = None,
+    draft_length: DraftLength | None = None,
+    max_new_tokens: int | Sequence[int] = 128,
+    sampling: Sampling | None = None,
+    num_sequences: int = 1,
+    batch_size: int | None = None,
+    eos_token_ids: Sequence[int] | None = None,
+    key: jax.Array | None = None,
+    time_budget_s: float | None = None,
+    attention_implementation: str | Callable | None = None,
+) -> GenerateOutput:
+    """Complete ragged prompts by batched, unpadded, lossless speculative decoding.
+
+    The tokens are those of plain decoding (`drafter=None`) whatever the drafter
+    proposes: greedily, or sampled under the same keys.
+
+    Args:
+        model: the target model.
+        prompts: 1-D integer token-id sequences of any lengths.
+        drafter: what proposes tokens; None: plain decoding.
+        draft_length: a policy limiting draft tokens per step; None: as many as the
+            drafter proposes.
+        max_new_tokens: tokens to emit at most, for all prompts or one per prompt.
+        sampling: temperature, top-k and top-p; None: greedy.
+        num_sequences: sequences per prompt; the prompt is prefilled once.
+        batch_size: decode this many sequences at a time; None: all at once.
+        eos_token_ids: tokens that end a sequence; None: the config's; (): none.
+        key: one typed key (sequence i uses fold_in(key, i)) or one per sequence;
+            needed when a temperature is above 0.
+        time_budget_s: seconds after which unfinished sequences are returned as they
+            are; checked between chunks of device steps.
+        attention_implementation: "xla", "reference", a callable with the signature of
+            `pallas_kernels.ragged_attention`, or None to let the device decide.
+
+    Returns:
+        A `GenerateOutput`, prompt-major.
+
+    Raises:
+        ValueError: an empty list or prompt, ids that are no integers or outside the
+            vocabulary, a count below 1, a wrong number of per-prompt values or keys,
+            a prompt whose length + max_new_tokens - 1 exceeds the model's positions,
+            sampling values out of range, a missing or legacy key, a budget that is
+            not positive, or a run that does not fit into memory. Nothing has been
+            allocated then.
+
+    Reference: EMS-SD, arXiv 2405.07542.
+    """
+    if time_budget_s is not None and not time_budget_s > 0:
+        raise ValueError(f"time_budget_s must be above 0, not {time_budget_s}")
+    deadline = math.inf if time_budget_s is None else monotonic() + time_budget_s
+    requests = check_requests(
+        model.config,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        num_sequences=num_sequences,
+        eos_token_ids=eos_token_ids,
+        key=key,
+    )
+    slots = requests.total_sequences
+    if batch_size is not None:
+        slots = check_at_least("batch_size", batch_size, 1)
+    resolve_kernels(attention_implementation)
+    groups = [
+        np.arange(first, min(first + slots, requests.total_sequences))
+        for first in range(0, requests.total_sequences, slots)
+    ]
+    # Every group is checked before the first one runs.
+    drafters = [_drafter_for(drafter, requests, group, slots) for group in groups]
+    check_fits(
+        model.config,
+        model.dtype,
+        slots=slots,
+        prompt_slots=_prompt_slots(slots, requests.num_sequences),
+        max_len=requests.max_len,
+        max_draft_tokens=_max_draft_tokens(drafter),
+    )
+    results = []
+    for group, group_drafter in zip(groups, drafters, strict=True):
+        state = _init_group(
+            model, group_drafter, requests, group, slots, draft_length, attention_implementation
+        )
+        run = functools.partial(decode_loop, attention_implementation=attention_implementation)
+        if time_budget_s is None:
+            state = run(model, group_drafter, state, draft_length, np.iinfo(np.int32).max // 2)
+        while time_budget_s is not None and monotonic() < deadline:
+            state = run(model, group_drafter, state, draft_length, BUDGET_CHECK_STEPS)
+            if not np.asarray(state.active).any():
+                break
+        results.append(_collect(state, len(group)))
+        del state  # two groups' caches must not exist at once
+    return _output(model, requests, results)
+
+
+def init_state(
+    model: OPT,
+    drafter: Drafter | None,
+    prompts: Sequence[Sequence[int]],
+    *,
+    draft_length: DraftLength | None = None,
+    max_new_tokens: int | Sequence[int] = 128,
+    sampling: Sampling | None = None,
+    num_sequences: int = 1,
+    eos_token_ids: Sequence[int] | None = None,
+    key: jax.Array | None = None,
+    attention_implementation: str | Callable | None = None,
+) -> DecodeState:
+    """The state before the first `step`: prompts prefilled, nothing emitted.
+
+    Arguments and errors are those of `generate`; every sequence gets a slot.
+    """
+    requests = check_requests(
+        model.config,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        num_sequences=num_sequences,
+        eos_token_ids=eos_token_ids,
+        key=key,
+    )
+    slots = requests.total_sequences
+    group = np.arange(slots)
+    drafter = _drafter_for(drafter, requests, group, slots)
+    return _init_group(
+        model, drafter, requests, group, slots, draft_length, attention_implementation
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _ConstantDrafter:
+    """A drafter that is no pytree, as a constant of the compiled loop."""
+
+    drafter: Drafter
+
+    def __getattr__(self, name):
+        return getattr(self.drafter, name)
+
+
+jax.tree_util.register_dataclass(_ConstantDrafter, data_fields=[], meta_fields=["drafter"])
+
+
+def _drafter_for(drafter, requests: Requests, group: np.ndarray, slots: int):
+    """The drafter as it serves the group's prompts: a pytree for the compiled loop."""
+    if drafter is None:
+        return None
+    check_at_least("drafter.max_draft_tokens", drafter.max_draft_tokens, 1)
+    if hasattr(drafter, "for_prompts"):
+        # Idle slots of a partial group repeat the last prompt; they draft nothing.
+        served = np.minimum(group[0] + np.arange(slots), group[-1]) // requests.num_sequences
+        drafter = drafter.for_prompts(served, requests.num_prompts)
+    is_leaf = jax.tree_util.all_leaves([drafter])
+    return _ConstantDrafter(drafter) if is_leaf else drafter
+
+
+def _max_draft_tokens(drafter: Drafter | None) -> int:
+    return 0 if drafter is None else int(drafter.max_draft_tokens)
+
+
+def _prompt_slots(slots: int, num_sequences: int) -> int:
+    """How many prompts `slots` consecutive sequences can belong to."""
+    return slots if num_sequences == 1 else min(slots, (slots - 2) // num_sequences + 2)
+
+
+def _init_group(
+    model, drafter, requests: Requests, group, slots, draft_length, attention_implementation
+) -> DecodeState:
+    """The state of one group of sequences; slots beyond the group stay idle."""
+    prompt_slots = _prompt_slots(slots, requests.num_sequences)
+    first_prompt = group[0] // requests.num_sequences
+    served = np.minimum(group[0] + np.arange(slots), group[-1])  # idle slots repeat the last
+    prompt_of_slot = served // requests.num_sequences
+    tokens = np.zeros((prompt_slots, requests.max_len), np.int32)
+    lengths = np.ones(prompt_slots, np.int32)  # idle: a prompt of one token has nothing to prefill
+    for row, prompt in enumerate(requests.prompts[first_prompt : prompt_of_slot[-1] + 1]):
+        tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
+    sampling = requests.sampling
+    if sampling is not None:
+        sampling = jax.tree.map(lambda x: x[prompt_of_slot], sampling)
+    return _init_arrays(
+        model,
+        drafter,
+        draft_length,
+        tokens,
+        lengths,
+        (prompt_of_slot - first_prompt).astype(np.int32),
+        requests.max_new_tokens[prompt_of_slot],
+        np.where(np.arange(slots) < len(group), served, -1).astype(np.int32),
+        requests.end_token_ids,
+        requests.keys[served],
+        sampling,
+        max_draft_tokens=_max_draft_tokens(drafter),
+        fork=requests.num_sequences > 1,
+        attention_implementation=attention_implementation,
+    )
+
+
+@functools.partial(
+    jax.jit, static_argnames=("max_draft_tokens", "fork", "attention_implementation")
+)
+def _init_arrays(
+    model,
+    drafter,
+    draft_length,
+    tokens,
+    prompt_lengths,
+    prompt_of_slot,
+    max_new_tokens,
+    sequence_ids,
+    end_token_ids,
+    keys,
+    sampling,
+    *,
+    max_draft_tokens,
+    fork,
+    attention_implementation,
+) -> DecodeState:
+    """Prefill each prompt once, all but its last token, and hand a copy to each of its slots."""
+    kernels = resolve_kernels(attention_implementation)
+    prompt_slots, max_len = tokens.shape
+    cache = prefill(
+        model, model.init_cache(prompt_slots, max_len), tokens, prompt_lengths - 1, kernels=kernels
+    )
+    if fork:
+        cache = cache.fork(prompt_of_slot)
+        tokens, prompt_lengths = tokens[prompt_of_slot], prompt_lengths[prompt_of_slot]
+    slots = tokens.shape[0]
+    return DecodeState(
+        tokens=tokens,
+        logprobs=jnp.zeros(tokens.shape, jnp.float32),
+        lengths=prompt_lengths,
+        prompt_lengths=prompt_lengths,
+        length_limits=prompt_lengths + max_new_tokens,
+        active=sequence_ids >= 0,
+        ended=jnp.zeros(slots, bool),
+        sequence_ids=sequence_ids,
+        end_token_ids=end_token_ids,
+        keys=keys,
+        sampling=sampling,
+        cache=cache,
+        drafter_state=() if drafter is None else drafter.init(tokens, prompt_lengths, max_len),
+        policy_state=() if draft_length is None else draft_length.init(slots),
+        counters=Counters.init(slots, max_draft_tokens),
+    )
+
+
+def _collect(state: DecodeState, count: int) -> dict[str, np.ndarray]:
+    """The first `count` slots' results on the host; totals as they are."""
+    names = ("tokens", "logprobs", "lengths", "prompt_lengths", "active", "ended")
+    arrays = {name: getattr(state, name) for name in names} | vars(state.counters)
+    return {name: x[:count] if x.ndim else x for name, x in jax.device_get(arrays).items()}
+
+
+def _output(model: OPT, requests: Requests, results: list[dict[str, np.ndarray]]) -> GenerateOutput:
+    gather = lambda name: np.concatenate([result[name] for result in results])
+    tokens, logprobs = gather("tokens"), gather("logprobs")
+    prompt_lengths, lengths = gather("prompt_lengths"), gather("lengths")
+    emitted = (lengths - prompt_lengths).astype(np.int32)
+    width = int(requests.max_new_tokens.max())
+    at = prompt_lengths[:, None] + np.arange(width)
+    at = np.minimum(at, tokens.shape[1] - 1)
+    real = np.arange(width) < emitted[:, None]
+    pad = model.config.pad_token_id or 0
+    reasons = [
+        "eos" if ended else "time" if active else "length"
+        for ended, active in zip(gather("ended"), gather("active"), strict=True)
+    ]
+    total = lambda name: int(sum(result[name] for result in results))
+    return GenerateOutput(
+        tokens=np.where(real, np.take_along_axis(tokens, at, 1), pad).astype(np.int32),
+        lengths=emitted,
+        logprobs=np.where(real, np.take_along_axis(logprobs, at, 1), 0).astype(np.float32),
+        finish_reasons=reasons,
+        stats=Stats(
+            num_steps=gather("num_steps"),
+            num_drafted=gather("num_drafted"),
+            num_accepted=gather("num_accepted"),
+            num_emitted=emitted,
+            accepted_histogram=gather("accepted_histogram"),
+            model_calls=total("model_calls"),
+            padding_ratio=PaddingRatio(total("padding_rows") / max(total("real_rows"), 1), 0.0),
+        ),
+    )

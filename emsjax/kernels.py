@@ -1,0 +1,36 @@
+"""Which kernels a forward and a commit use."""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pallas_kernels
+from pallas_kernels.implementations import choose
+
+IMPLEMENTATIONS = ("reference", "xla")
+
+
+class Kernels(NamedTuple):
+    """The attention and the cache update of one run."""
+
+    attention: Callable
+    update: Callable
+
+
+def resolve_kernels(attention_implementation: str | Callable | None) -> Kernels:
+    """Kernels by name, the device's default for None, or the user's own attention.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if callable(attention_implementation):
+        return Kernels(attention_implementation, pallas_kernels.update_kv_cache)
+    try:
+        name = choose(attention_implementation, IMPLEMENTATIONS)
+    except ValueError as error:
+        raise ValueError(f"attention_{error}") from None
+    bind = functools.partial
+    return Kernels(
+        bind(pallas_kernels.ragged_attention, implementation=name),
+        bind(pallas_kernels.update_kv_cache, implementation=name),
+    )

@@ -1,0 +1,151 @@
+"""Bytes of a run, computed before anything is allocated."""
+
+import dataclasses
+import os
+
+import jax
+import jax.numpy as jnp
+
+from emsjax.opt import POSITION_OFFSET, OPTConfig
+from emsjax.packing import row_buckets
+from emsjax.prefill import chunk_rows
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPlan:
+    """What a run of `slots` samples of up to `max_len` tokens needs, in bytes."""
+
+    weights: int
+    caches: int
+    prefill_chunk: int
+    logits: int
+
+    @classmethod
+    def for_run(
+        cls,
+        config: OPTConfig,
+        dtype,
+        *,
+        slots: int,
+        prompt_slots: int,
+        max_len: int,
+        max_draft_tokens: int,
+    ) -> "MemoryPlan":
+        """Plan `slots` decode slots, filled from `prompt_slots` prefilled prompts."""
+        item, size = jnp.dtype(dtype).itemsize, config.hidden_size
+        per_token = 2 * config.num_hidden_layers * size * item
+        # The prompts' cache and its fork to more sequences exist side by side.
+        cached = slots if prompt_slots == slots else slots + prompt_slots
+        chunk = chunk_rows(prompt_slots, max_len)
+        activations = (6 * size + config.ffn_dim) * item
+        rows = row_buckets(slots, max_draft_tokens + 1)[-1]
+        return cls(
+            weights=weight_bytes(config, dtype),
+            caches=cached * max_len * per_token,
+            prefill_chunk=chunk * (per_token + activations),
+            # Logits, their log-softmax, the step's fresh K/V and activations.
+            logits=rows * (2 * config.vocab_size * 4 + per_token + activations),
+        )
+
+    @property
+    def total(self) -> int:
+        """Prefill and verification follow one another; the larger counts."""
+        return self.weights + self.caches + max(self.prefill_chunk, self.logits)
+
+    def describe(self) -> str:
+        parts = [
+            ("weights", self.weights),
+            ("KV caches", self.caches),
+            ("prefill chunk", self.prefill_chunk),
+            ("logits", self.logits),
+        ]
+        listed = ", ".join(f"{name} {readable(size)}" for name, size in parts)
+        return f"{readable(self.total)} ({listed})"
+
+
+def check_fits(
+    config: OPTConfig,
+    dtype,
+    *,
+    slots: int,
+    prompt_slots: int,
+    max_len: int,
+    max_draft_tokens: int,
+) -> MemoryPlan:
+    """The plan of a run whose weights are loaded already.
+
+    Raises:
+        ValueError: it does not fit; names the sum and the largest batch that does.
+    """
+
+    def plan(slots: int, prompt_slots: int) -> MemoryPlan:
+        return MemoryPlan.for_run(
+            config,
+            dtype,
+            slots=slots,
+            prompt_slots=prompt_slots,
+            max_len=max_len,
+            max_draft_tokens=max_draft_tokens,
+        )
+
+    wanted, available = plan(slots, prompt_slots), available_bytes()
+    fits = lambda plan: available is None or plan.total - plan.weights <= available
+    if fits(wanted):
+        return wanted
+    largest = slots - 1
+    while largest > 0 and not fits(plan(largest, min(largest, prompt_slots))):
+        largest -= 1
+    raise ValueError(
+        f"batch_size {slots} with max_len {max_len} needs {wanted.describe()}, but only "
+        f"{readable(available)} are free beside the weights; "
+        + (
+            f"the largest batch_size that fits is {largest}"
+            if largest
+            else "not even batch_size 1 fits"
+        )
+    )
+
+
+def weight_bytes(config: OPTConfig, dtype) -> int:
+    """Bytes of the model's weights."""
+    size, ffn, width = config.hidden_size, config.ffn_dim, config.word_embed_proj_dim
+    biases, affine = int(config.enable_bias), int(config.layer_norm_elementwise_affine)
+    layer = 4 * size * (size + biases) + 2 * size * ffn + biases * (size + ffn) + affine * 4 * size
+    count = config.num_hidden_layers * layer + config.vocab_size * width
+    count += (config.max_position_embeddings + POSITION_OFFSET) * size
+    count += 2 * width * size if config.has_projections else 0
+    count += affine * 2 * size if config.has_final_layer_norm else 0
+    return count * jnp.dtype(dtype).itemsize
+
+
+def available_bytes() -> int | None:
+    """Free memory of the default device; None where it cannot be told."""
+    device = jax.local_devices()[0]
+    stats = device.memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    if device.platform == "cpu" and "SC_AVPHYS_PAGES" in os.sysconf_names:
+        return _available_host_bytes()
+    return None
+
+
+def _available_host_bytes() -> int:
+    """What the system can hand out, file caches included where it says so."""
+    try:
+        with open("/proc/meminfo") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def readable(size: int) -> str:
+    """Bytes with a binary unit."""
+    value = float(size)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.2f} GiB"

@@ -1,0 +1,44 @@
+"""Filling a cache with tokens that are known already, in chunks of packed rows."""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int32
+
+from emsjax.cache import KVCache
+from emsjax.kernels import Kernels
+from emsjax.opt import OPT
+from emsjax.packing import pack
+
+MAX_CHUNK_ROWS = 1024
+
+
+def chunk_rows(batch: int, width: int) -> int:
+    """Static rows of a chunk for a token buffer [batch, width]."""
+    return min(MAX_CHUNK_ROWS, batch * width)
+
+
+def prefill(
+    model: OPT,
+    cache: KVCache,
+    tokens: Int32[Array, "b t"],
+    lengths: Int32[Array, "b"],
+    *,
+    kernels: Kernels,
+) -> KVCache:
+    """Commit tokens[s, cache.lengths[s] : lengths[s]] of every sample; computes no logits.
+
+    One chunk's activations exist at a time, however long the prompts are.
+    """
+    rows_per_chunk = chunk_rows(*tokens.shape)
+
+    def advance(cache: KVCache) -> KVCache:
+        rows = pack(cache.lengths, lengths - cache.lengths, rows_per_chunk)
+        sample = jnp.minimum(rows.segment_ids, tokens.shape[0] - 1)
+        token_ids = tokens[sample, rows.positions]
+        _, fresh = model(token_ids, rows, cache, attention=kernels.attention)
+        return cache.commit(fresh, rows, rows.counts, kernels.update)
+
+    unfinished: Callable = lambda cache: jnp.any(cache.lengths < lengths)
+    return lax.while_loop(unfinished, advance, cache)

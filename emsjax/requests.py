@@ -1,0 +1,117 @@
+"""What a call of `generate` asks for, checked as a whole before any work starts."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from emsjax.checks import as_token_ids, check_at_least, per_prompt
+from emsjax.opt import OPTConfig
+from emsjax.packing import round_up_length
+from emsjax.sampling import Sampling
+
+
+@dataclasses.dataclass(frozen=True)
+class Requests:
+    """Checked requests; sequence i continues prompt i // num_sequences.
+
+    Attributes:
+        prompts: token ids, one array per prompt.
+        max_new_tokens: int32 [prompts].
+        sampling: one value per prompt as host arrays, or None when all is greedy.
+        num_sequences: sequences per prompt.
+        end_token_ids: int32 [m].
+        keys: typed keys [sequences].
+        max_len: static width that holds every prompt and its continuation.
+    """
+
+    prompts: list[np.ndarray]
+    max_new_tokens: np.ndarray
+    sampling: Sampling | None
+    num_sequences: int
+    end_token_ids: np.ndarray
+    keys: jax.Array
+    max_len: int
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def total_sequences(self) -> int:
+        return self.num_prompts * self.num_sequences
+
+
+def check_requests(
+    config: OPTConfig,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int | Sequence[int] = 128,
+    sampling: Sampling | None = None,
+    num_sequences: int = 1,
+    eos_token_ids: Sequence[int] | int | None = None,
+    key: jax.Array | None = None,
+) -> Requests:
+    """Check everything a user passed in.
+
+    Raises:
+        ValueError: see `generate`.
+    """
+    if isinstance(prompts, (str, bytes)) or not hasattr(prompts, "__len__"):
+        raise ValueError("prompts must be a sequence of token-id sequences")
+    if len(prompts) == 0:
+        raise ValueError("prompts is empty: at least one prompt is needed")
+    ids = [as_token_ids(f"prompts[{i}]", p, config.vocab_size) for i, p in enumerate(prompts)]
+    new = per_prompt("max_new_tokens", max_new_tokens, len(ids))
+    new = [check_at_least("max_new_tokens", value, 1) for value in new]
+    limit = config.max_position_embeddings
+    for i, (prompt, extra) in enumerate(zip(ids, new, strict=True)):
+        if len(prompt) + extra - 1 > limit:
+            raise ValueError(
+                f"prompts[{i}] has {len(prompt)} tokens and max_new_tokens is {extra}: "
+                f"{len(prompt) + extra - 1} positions are needed, but the model's limit "
+                f"max_position_embeddings is {limit}"
+            )
+    num_sequences = check_at_least("num_sequences", num_sequences, 1)
+    sampling = (Sampling() if sampling is None else sampling).expand(len(ids))
+    sampled = bool((sampling.temperature > 0).any())
+    return Requests(
+        prompts=ids,
+        max_new_tokens=np.array(new, np.int32),
+        sampling=sampling if sampled else None,
+        num_sequences=num_sequences,
+        end_token_ids=_end_token_ids(config, eos_token_ids),
+        keys=_sequence_keys(key, len(ids) * num_sequences, needed=sampled),
+        max_len=round_up_length(max(len(p) + extra for p, extra in zip(ids, new, strict=True))),
+    )
+
+
+def _end_token_ids(config: OPTConfig, eos_token_ids: Any) -> np.ndarray:
+    ids = config.eos_token_ids if eos_token_ids is None else eos_token_ids
+    ids = [ids] if np.ndim(ids) == 0 else list(ids)
+    if not ids:
+        return np.zeros(0, np.int32)
+    return as_token_ids("eos_token_ids", ids, config.vocab_size)
+
+
+def _sequence_keys(key: jax.Array | None, count: int, *, needed: bool) -> jax.Array:
+    """One typed key per sequence."""
+    if key is None:
+        if needed:
+            raise ValueError("key is needed when a temperature is above 0: pass jax.random.key(n)")
+        key = jax.random.key(0)
+    dtype = getattr(key, "dtype", None)
+    if dtype is None or not jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        raise ValueError(
+            "key must be a typed key from jax.random.key(seed), not a legacy uint32 key "
+            f"or {type(key).__name__}"
+        )
+    if key.ndim == 0:
+        return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, np.arange(count))
+    if key.shape != (count,):
+        raise ValueError(
+            f"key must be one key or one per sequence: got shape {key.shape} for {count} sequences"
+        )
+    return key

@@ -1,0 +1,25 @@
+"""Shapes in annotations are checked at run time: the library promises what it documents."""
+
+import jax
+import jaxtyping
+import pytest
+
+# Before the first import of emsjax. What users pass in (checks, requests,
+# generation) must get past the annotations to the library's own errors.
+CHECKED = ["cache", "decoding", "drafting", "opt", "output", "packing", "prefill", "verification"]
+jaxtyping.install_import_hook([f"emsjax.{name}" for name in CHECKED], "beartype.beartype")
+
+from hypothesis import HealthCheck, settings  # noqa: E402
+
+# The first example of a shape compiles; later ones do not.
+settings.register_profile(
+    "emsjax", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+settings.load_profile("emsjax")
+
+
+@pytest.fixture(autouse=True)
+def strict_dtypes():
+    """Implicit promotion between dtypes is a mistake."""
+    with jax.numpy_dtype_promotion("strict"):
+        yield

@@ -1,0 +1,297 @@
+"""The promise: whatever is drafted, the tokens are those of plain decoding."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toy import CarelessDrafter, ScriptedDrafter, ragged_prompts, script_of, tiny_model
+
+import emsjax
+from emsjax import generation
+from emsjax.decoding import decode_loop
+
+NEW = 20
+ragged_lengths = st.lists(st.integers(1, 40), min_size=4, max_size=4)
+
+
+def drafters(prompts, plain):
+    script = script_of(prompts, plain)
+    yield ScriptedDrafter(script)
+    yield ScriptedDrafter(script, offset=1)
+    yield CarelessDrafter()
+    yield emsjax.PromptLookup(match_length=1, max_draft_tokens=4, search_generated=True)
+
+
+@settings(max_examples=8)
+@given(lengths=ragged_lengths, seed=st.integers(0, 99))
+def test_every_drafter_gives_the_plain_tokens(lengths, seed):
+    model, prompts = tiny_model(), ragged_prompts(lengths, seed)
+    plain = emsjax.generate(model, prompts, max_new_tokens=NEW)
+    for drafter in drafters(prompts, plain):
+        out = emsjax.generate(model, prompts, drafter, max_new_tokens=NEW)
+        np.testing.assert_array_equal(out.tokens, plain.tokens, err_msg=repr(drafter))
+        np.testing.assert_allclose(out.logprobs, plain.logprobs, atol=1e-4)
+
+
+def test_right_drafts_are_all_accepted_and_wrong_ones_never():
+    model, prompts = tiny_model(), ragged_prompts([5, 1, 30])
+    plain = emsjax.generate(model, prompts, max_new_tokens=NEW)
+    script = script_of(prompts, plain)
+    right = emsjax.generate(model, prompts, ScriptedDrafter(script), max_new_tokens=NEW).stats
+    wrong = emsjax.generate(model, prompts, ScriptedDrafter(script, offset=1), max_new_tokens=NEW)
+    assert right.acceptance_rate == 1
+    assert right.num_steps.tolist() == [NEW // 4] * 3
+    assert right.model_calls == NEW // 4
+    assert wrong.stats.acceptance_rate == 0
+    assert wrong.stats.mean_acceptance_length == 1
+    # Drafts are cut at remaining - 1 tokens: 3 per step until 3, 2, 1 remain.
+    assert wrong.stats.num_drafted.tolist() == [3 * (NEW - 3) + 2 + 1] * 3
+
+
+@settings(max_examples=4)
+@given(lengths=ragged_lengths)
+def test_a_sample_does_not_depend_on_the_batch_around_it(lengths):
+    model, prompts = tiny_model(), ragged_prompts(lengths)
+    drafter = emsjax.PromptLookup(match_length=1, search_generated=True)
+    together = emsjax.generate(model, prompts, drafter, max_new_tokens=NEW)
+    for i, prompt in enumerate(prompts):
+        alone = emsjax.generate(model, [prompt], drafter, max_new_tokens=NEW)
+        np.testing.assert_array_equal(alone.tokens[0], together.tokens[i])
+        assert alone.stats.num_steps[0] == together.stats.num_steps[i]
+        assert alone.stats.num_drafted[0] == together.stats.num_drafted[i]
+
+
+def stepped(model, drafter, state, steps, poison=False):
+    advance = jax.jit(lambda model, drafter, state: emsjax.step(model, drafter, state)[0])
+    for _ in range(steps):
+        if poison:
+            beyond = jnp.arange(state.cache.layers.keys[0].shape[1]) >= state.cache.lengths[:, None]
+            spoil = lambda x, beyond=beyond: jnp.where(beyond[..., None, None], jnp.nan, x)
+            layers = jax.tree.map(spoil, state.cache.layers)
+            state = state.__class__(
+                **{**vars(state), "cache": emsjax.cache.KVCache(layers, state.cache.lengths)}
+            )
+        state = advance(model, drafter, state)
+    return state
+
+
+def test_the_cache_after_ragged_acceptance_is_that_of_a_fresh_prefill():
+    model, prompts = tiny_model(), ragged_prompts([9, 2, 31, 17])
+    drafter = emsjax.PromptLookup(match_length=1, search_generated=True)
+    state = emsjax.init_state(model, drafter, prompts, max_new_tokens=24)
+    state = stepped(model, drafter, state, 12)
+    assert len(set(np.asarray(state.lengths - state.prompt_lengths).tolist())) > 1  # ragged
+    np.testing.assert_array_equal(state.cache.lengths, state.lengths - 1)
+    grown = [
+        row[:length]
+        for row, length in zip(np.asarray(state.tokens), np.asarray(state.lengths), strict=True)
+    ]
+    fresh = emsjax.init_state(model, None, grown, max_new_tokens=1)
+    for old, new in zip(
+        jax.tree.leaves(state.cache.layers), jax.tree.leaves(fresh.cache.layers), strict=True
+    ):
+        for i, length in enumerate(np.asarray(state.lengths)):
+            np.testing.assert_allclose(old[i, : length - 1], new[i, : length - 1], atol=2e-5)
+
+
+def test_nan_beyond_the_committed_lengths_changes_nothing():
+    model, prompts = tiny_model(), ragged_prompts([9, 2, 31])
+    drafter = emsjax.PromptLookup(match_length=1, search_generated=True)
+    start = functools.partial(emsjax.init_state, model, drafter, prompts, max_new_tokens=16)
+    clean = stepped(model, drafter, start(), 6)
+    poisoned = stepped(model, drafter, start(), 6, poison=True)
+    np.testing.assert_array_equal(clean.lengths, poisoned.lengths)
+    for i, length in enumerate(np.asarray(clean.lengths)):
+        np.testing.assert_array_equal(clean.tokens[i, :length], poisoned.tokens[i, :length])
+
+
+def test_ten_ragged_batches_compile_the_loop_at_most_twice(monkeypatch):
+    model, rng = tiny_model(), np.random.default_rng(0)
+    counted = chex.assert_max_traces(decode_loop.__wrapped__, n=2)
+    jitted = jax.jit(counted, static_argnames="attention_implementation")
+    monkeypatch.setattr(generation, "decode_loop", jitted)
+    for batch in range(10):
+        prompts = ragged_prompts(rng.integers(1, 50, rng.integers(1, 5)), seed=batch)
+        drafter = emsjax.PromptLookup(references=[prompt[::-1] for prompt in prompts])
+        new = rng.integers(1, 14, len(prompts)).tolist()
+        emsjax.generate(model, prompts, drafter, max_new_tokens=new, batch_size=4)
+
+
+def test_the_loop_is_one_compiled_call_without_callbacks(monkeypatch):
+    model, calls = tiny_model(), []
+
+    def spy(*args, **kwargs):
+        calls.append(str(jax.make_jaxpr(functools.partial(decode_loop, **kwargs))(*args)))
+        return decode_loop(*args, **kwargs)
+
+    monkeypatch.setattr(generation, "decode_loop", spy)
+    drafter = emsjax.PromptLookup()
+    out = emsjax.generate(model, ragged_prompts([4, 9]), drafter, max_new_tokens=NEW)
+    assert out.stats.model_calls > 5
+    assert len(calls) == 1
+    assert "while[" in calls[0]
+    assert "callback" not in calls[0]
+
+
+def test_every_sample_stops_at_its_own_end_token_and_limit():
+    model, prompts = tiny_model(), ragged_prompts([5, 9, 20, 3])
+    plain = emsjax.generate(model, prompts, max_new_tokens=NEW)
+    end = int(plain.tokens[0, 6])
+    limits = [NEW, 3, 11, 1]
+    for drafter in (None, *drafters(prompts, plain)):
+        out = emsjax.generate(
+            model, prompts, drafter, max_new_tokens=limits, eos_token_ids=[end, 59]
+        )
+        for i, limit in enumerate(limits):
+            row = plain.tokens[i, :limit].tolist()
+            ends = [j for j, token in enumerate(row) if token in (end, 59)]
+            expected = row[: ends[0] + 1] if ends else row
+            assert out.tokens[i, : out.lengths[i]].tolist() == expected
+            assert (out.tokens[i, out.lengths[i] :] == model.config.pad_token_id).all()
+            assert (out.logprobs[i, out.lengths[i] :] == 0).all()
+            assert out.finish_reasons[i] == ("eos" if ends else "length")
+        assert out.finish_reasons[0] == "eos"
+
+
+def test_the_configs_end_token_is_the_default():
+    model = tiny_model(eos_token_id=(11, 12))
+    out = emsjax.generate(model, ragged_prompts([5, 9, 20, 3]), max_new_tokens=40)
+    free = emsjax.generate(
+        model, ragged_prompts([5, 9, 20, 3]), max_new_tokens=40, eos_token_ids=()
+    )
+    for i, row in enumerate(free.tokens):
+        ends = np.flatnonzero(np.isin(row, [11, 12]))
+        assert out.lengths[i] == (ends[0] + 1 if ends.size else 40)
+
+
+def test_groups_and_copies_give_the_same_tokens():
+    model, prompts = tiny_model(), ragged_prompts([5, 9, 20, 3, 14])
+    references = [prompt[::-1] for prompt in prompts]
+    drafter = emsjax.PromptLookup(match_length=1, references=references)
+    limits = [7, 20, 3, 12, 9]
+    plain = emsjax.generate(model, prompts, max_new_tokens=limits)
+    whole = emsjax.generate(model, prompts, drafter, max_new_tokens=limits)
+    for batch_size in (1, 2, 4, 9):
+        out = emsjax.generate(model, prompts, drafter, max_new_tokens=limits, batch_size=batch_size)
+        np.testing.assert_array_equal(out.tokens, plain.tokens)
+        np.testing.assert_array_equal(out.stats.num_drafted, whole.stats.num_drafted)
+    for batch_size in (None, 4):
+        out = emsjax.generate(
+            model, prompts, drafter, max_new_tokens=limits, num_sequences=3, batch_size=batch_size
+        )
+        np.testing.assert_array_equal(out.tokens, plain.tokens.repeat(3, axis=0))
+        np.testing.assert_array_equal(out.stats.num_drafted, whole.stats.num_drafted.repeat(3))
+
+
+def test_the_last_position_is_used_and_none_beyond():
+    model = tiny_model()
+    prompts = ragged_prompts([64, 60])
+    out = emsjax.generate(model, prompts, emsjax.PromptLookup(), max_new_tokens=[1, 5])
+    assert out.lengths.tolist() == [1, 5]
+    with pytest.raises(ValueError, match=r"prompts\[1\].*max_position_embeddings is 64"):
+        emsjax.generate(model, prompts, max_new_tokens=[1, 6])
+
+
+def test_statistics_add_up():
+    model, prompts = tiny_model(), ragged_prompts([9, 2, 31, 17])
+    drafter = emsjax.PromptLookup(match_length=1, max_draft_tokens=4, search_generated=True)
+    stats = emsjax.generate(model, prompts, drafter, max_new_tokens=[20, 5, 9, 30]).stats
+    assert stats.num_emitted.tolist() == [20, 5, 9, 30]
+    np.testing.assert_array_equal(stats.num_accepted + stats.num_steps, stats.num_emitted)
+    np.testing.assert_array_equal(stats.accepted_histogram.sum(1), stats.num_steps)
+    np.testing.assert_array_equal(stats.accepted_histogram @ np.arange(5), stats.num_accepted)
+    assert stats.accepted_histogram.shape == (4, 5)
+    assert stats.model_calls == stats.num_steps.max()
+    assert stats.num_accepted.sum() > 0
+    assert stats.padding_ratio.kv == 0
+    assert stats.padding_ratio.inputs > 0
+
+
+def test_a_policy_limits_drafts_without_changing_tokens():
+    model, prompts = tiny_model(), ragged_prompts([9, 2])
+    plain = emsjax.generate(model, prompts, max_new_tokens=NEW)
+    drafter = ScriptedDrafter(script_of(prompts, plain))
+    for k, steps in ((0, 20), (1, 10), (9, 5)):
+        out = emsjax.generate(model, prompts, drafter, emsjax.FixedLength(k), max_new_tokens=NEW)
+        np.testing.assert_array_equal(out.tokens, plain.tokens)
+        assert out.stats.num_steps.tolist() == [steps, steps]
+
+
+def test_a_spent_time_budget_returns_what_there_is(monkeypatch):
+    model, prompts = tiny_model(), ragged_prompts([9, 2, 7])
+    plain = emsjax.generate(model, prompts, max_new_tokens=40)
+    clock = iter([0.0, 1.0, 9.0, 9.5, 9.9])
+    monkeypatch.setattr(generation, "monotonic", lambda: next(clock))
+    out = emsjax.generate(model, prompts, max_new_tokens=40, time_budget_s=5, batch_size=2)
+    steps = generation.BUDGET_CHECK_STEPS
+    assert out.lengths.tolist() == [steps, steps, 0]
+    assert out.finish_reasons == ["time"] * 3
+    np.testing.assert_array_equal(out.tokens[:2, :steps], plain.tokens[:2, :steps])
+
+
+def test_own_attention_runs_in_the_loop():
+    import pallas_kernels
+
+    model, prompts = tiny_model(), ragged_prompts([9, 2])
+    plain = emsjax.generate(model, prompts, max_new_tokens=NEW)
+    own = functools.partial(pallas_kernels.reference.ragged_attention)
+    blind = lambda query, *args, **kwargs: jnp.zeros_like(query)
+    for attention, same in (("reference", True), ("xla", True), (own, True), (blind, False)):
+        out = emsjax.generate(
+            model, prompts, max_new_tokens=NEW, attention_implementation=attention
+        )
+        assert (out.tokens == plain.tokens).all() == same
+
+
+legacy = np.array([0, 1], np.uint32)
+too_many_keys = lambda: jax.random.split(jax.random.key(0), 3)
+BAD = {
+    "no prompts": ({"prompts": []}, "prompts is empty"),
+    "prompts is text": ({"prompts": "abc"}, "prompts must be a sequence"),
+    "empty prompt": ({"prompts": [[5], []]}, r"prompts\[1\] is empty"),
+    "2-D prompt": ({"prompts": [[[5]]]}, r"prompts\[0\] must be a 1-D"),
+    "id too large": ({"prompts": [[5, 61]]}, r"prompts\[0\] .* 61, outside 0\.\.60"),
+    "negative id": ({"prompts": [[-1]]}, r"-1, outside 0\.\.60"),
+    "float ids": ({"prompts": [[1.0]]}, "integer token ids"),
+    "no new tokens": ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
+    "float new tokens": ({"max_new_tokens": 2.0}, "max_new_tokens must be an integer"),
+    "wrong number of limits": ({"max_new_tokens": [1, 2, 3]}, "got 3 for 2 prompts"),
+    "no sequences": ({"num_sequences": 0}, "num_sequences must be at least 1"),
+    "batch size 0": ({"batch_size": 0}, "batch_size must be at least 1"),
+    "end token outside": ({"eos_token_ids": [61]}, "eos_token_ids"),
+    "legacy key": ({"key": legacy}, "legacy uint32"),
+    "wrong number of keys": ({"key": too_many_keys}, "for 2 sequences"),
+    "no key": ({"sampling": emsjax.Sampling(temperature=1.0)}, "key is needed"),
+    "temperature": ({"sampling": emsjax.Sampling(temperature=-1.0)}, "sampling.temperature"),
+    "top_k": ({"sampling": emsjax.Sampling(top_k=-1)}, "sampling.top_k"),
+    "top_p": ({"sampling": emsjax.Sampling(top_p=0.0)}, "sampling.top_p"),
+    "sampling values": ({"sampling": emsjax.Sampling(top_k=[1])}, "got 1 for 2 prompts"),
+    "budget": ({"time_budget_s": 0}, "time_budget_s must be above 0"),
+    "unknown attention": ({"attention_implementation": "flash"}, "attention_implementation"),
+    "references": ({"drafter": emsjax.PromptLookup(references=[[1]])}, "got 1 for 2 prompts"),
+}
+
+
+@pytest.mark.parametrize("arguments", BAD.values(), ids=BAD)
+def test_bad_input_is_named_before_any_work(arguments, monkeypatch):
+    def no_work(*args, **kwargs):
+        raise AssertionError("work began")
+
+    monkeypatch.setattr(generation, "_init_arrays", no_work)
+    changes, message = arguments
+    call = {"prompts": [[5], [6, 7]], "max_new_tokens": 4} | changes
+    if call.get("key") is too_many_keys:
+        call["key"] = too_many_keys()
+    with pytest.raises(ValueError, match=message):
+        emsjax.generate(tiny_model(), **call)
+
+
+@pytest.mark.parametrize("name", ["match_length", "max_draft_tokens"])
+def test_prompt_lookup_names_a_bad_length(name):
+    with pytest.raises(ValueError, match=f"{name} must be at least 1"):
+        emsjax.PromptLookup(**{name: 0})

@@ -1,0 +1,101 @@
+"""Sampled tokens: right distribution, and the same whatever was drafted."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toy import CarelessDrafter, ragged_prompts, tiny_model
+
+import emsjax
+from emsjax.sampling import Purpose, Sampling, draw, position_keys, warp
+
+
+def expected_probs(logits, temperature, top_k, top_p):
+    """Warping by sorting, in float64."""
+    logits = np.asarray(logits, np.float64)
+    if temperature > 0:
+        logits = logits / temperature
+    probs = np.exp(logits - logits.max())
+    probs /= probs.sum()
+    if temperature > 0 and top_k:
+        kth = np.sort(probs)[::-1][min(top_k, len(probs)) - 1]
+        probs = np.where(probs >= kth, probs, 0)
+        probs /= probs.sum()
+    if temperature > 0 and top_p < 1:
+        ordered = np.sort(probs)[::-1]
+        last = ordered[np.argmax(np.cumsum(ordered) >= top_p)]
+        probs = np.where(probs >= last, probs, 0)
+        probs /= probs.sum()
+    return probs
+
+
+@settings(max_examples=60)
+@given(
+    logits=st.lists(st.integers(-12, 12), min_size=7, max_size=7),
+    temperature=st.sampled_from([0.0, 0.5, 1.0, 2.0]),
+    top_k=st.integers(0, 9),
+    top_p=st.sampled_from([0.11, 0.53, 0.871, 1.0]),
+)
+def test_warped_distribution_equals_the_sorted_one(logits, temperature, top_k, top_p):
+    logits = np.array(logits, np.float32) / 4  # ties are frequent
+    one = lambda value, dtype: jnp.full(1, value, dtype)
+    sampling = Sampling(one(temperature, "float32"), one(top_k, "int32"), one(top_p, "float32"))
+    probs = np.exp(warp(jnp.asarray(logits)[None], sampling)[0])
+    np.testing.assert_allclose(probs, expected_probs(logits, temperature, top_k, top_p), atol=1e-6)
+
+
+def test_draws_follow_the_distribution():
+    count = 20000
+    log_probs = jnp.log(jnp.array([0.5, 0.3, 0.15, 0.05, 0.0]))
+    keys = position_keys(
+        jnp.broadcast_to(jax.random.key(3), count), jnp.arange(count), Purpose.TARGET
+    )
+    drawn = draw(jnp.tile(log_probs, (count, 1)), jnp.ones(count), keys)
+    expected = np.array([0.5, 0.3, 0.15, 0.05]) * count
+    observed = np.bincount(drawn, minlength=5)
+    assert observed[4] == 0
+    chi_square = ((observed[:4] - expected) ** 2 / expected).sum()
+    assert chi_square < 16.3  # 3 degrees of freedom, p = 0.001
+
+
+def test_bits_depend_on_key_position_and_purpose():
+    key, other = jax.random.split(jax.random.key(0))
+    keys = jnp.stack([key, key, other, key])
+    positions = jnp.array([1, 2, 1, 1])
+    bits = jax.vmap(jax.random.bits)(position_keys(keys, positions, Purpose.TARGET))
+    draft_bits = jax.vmap(jax.random.bits)(position_keys(keys, positions, Purpose.DRAFT))
+    assert bits[0] == bits[3]
+    assert len({int(b) for b in (*bits, *draft_bits)}) == 6
+
+
+def test_sampled_tokens_do_not_depend_on_drafts_or_batches():
+    model, prompts = tiny_model(), ragged_prompts([5, 9, 20, 3])
+    sampling = Sampling([0.0, 1.0, 0.5, 1.5], [0, 0, 5, 0], [1.0, 1.0, 0.9, 0.7])
+    options = {"max_new_tokens": 20, "sampling": sampling, "key": jax.random.key(5)}
+    plain = emsjax.generate(model, prompts, num_sequences=3, **options)
+    assert len({tuple(row) for row in plain.tokens[3:6]}) == 3  # own keys
+    greedy = emsjax.generate(model, prompts[:1], max_new_tokens=20)
+    np.testing.assert_array_equal(plain.tokens[0], greedy.tokens[0])
+    lookup = emsjax.PromptLookup(match_length=1, search_generated=True)
+    for drafter in (lookup, CarelessDrafter()):
+        out = emsjax.generate(model, prompts, drafter, num_sequences=3, batch_size=5, **options)
+        np.testing.assert_array_equal(out.tokens, plain.tokens)
+        np.testing.assert_allclose(out.logprobs, plain.logprobs, atol=1e-4)
+
+
+def test_logprobs_are_those_of_the_warped_distribution():
+    model, prompt = tiny_model(), ragged_prompts([6])[0]
+    sampling = Sampling(0.7, 4, 0.9)
+    out = emsjax.generate(
+        model, [prompt], max_new_tokens=3, sampling=sampling, key=jax.random.key(1)
+    )
+    first = emsjax.generate(
+        model, [prompt], max_new_tokens=1, sampling=Sampling(0.0), key=jax.random.key(1)
+    )
+    assert first.logprobs[0, 0] < 0
+    state = emsjax.init_state(model, None, [prompt], max_new_tokens=1)
+    rows = emsjax.packing.pack(state.lengths - 1, jnp.ones(1, jnp.int32), 1)
+    hidden, _ = model(jnp.asarray(prompt[-1:], jnp.int32), rows, state.cache)
+    probs = expected_probs(model.logits(hidden)[0], 0.7, 4, 0.9)
+    np.testing.assert_allclose(np.exp(out.logprobs[0, 0]), probs[out.tokens[0, 0]], rtol=1e-4)

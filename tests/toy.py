@@ -1,0 +1,85 @@
+"""A tiny random model and drafters of known behaviour."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import emsjax
+
+VOCAB = 61
+POSITIONS = 64
+
+
+@functools.cache
+def tiny_model(**overrides) -> emsjax.OPT:
+    """Random weights, scaled up so that greedy continuations vary with the prompt."""
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "ffn_dim": 48,
+        "num_attention_heads": 4,
+        "max_position_embeddings": POSITIONS,
+        "init_std": 0.3,
+        "eos_token_id": None,
+    }
+    config = emsjax.OPTConfig(**(sizes | overrides))
+    return emsjax.OPT(config, rngs=nnx.Rngs(7), dtype=jnp.float32)
+
+
+def ragged_prompts(lengths, seed=0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, VOCAB, length) for length in lengths]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ScriptedDrafter:
+    """Proposes script[s, position] (+ offset): the right token, or always a wrong one."""
+
+    script: jax.Array  # [b, t]
+    max_draft_tokens: int = dataclasses.field(default=3, metadata={"static": True})
+    offset: int = dataclasses.field(default=0, metadata={"static": True})
+
+    def init(self, prompts, prompt_lengths, max_len):
+        return ()
+
+    def propose(self, state, tokens, lengths, draft_lengths, keys, sampling):
+        at = lengths[:, None] + jnp.arange(self.max_draft_tokens)
+        at = jnp.minimum(at, self.script.shape[1] - 1)
+        proposed = (jnp.take_along_axis(self.script, at, axis=1) + self.offset) % VOCAB
+        return emsjax.Draft(proposed, draft_lengths), state
+
+    def commit(self, state, lengths):
+        return state
+
+
+def script_of(prompts, out) -> jax.Array:
+    """Each prompt followed by its completion, padded. [b, t]"""
+    script = np.zeros((len(prompts), POSITIONS + 1), np.int32)
+    for row, prompt, tokens in zip(script, prompts, out.tokens, strict=True):
+        row[: len(prompt)] = prompt
+        end = min(len(prompt) + len(tokens), len(row))
+        row[len(prompt) : end] = tokens[: end - len(prompt)]
+    return jnp.asarray(script)
+
+
+class CarelessDrafter:
+    """No pytree, keeps a step count as state, and proposes more than it may, ids out of range."""
+
+    max_draft_tokens = 5
+
+    def init(self, prompts, prompt_lengths, max_len):
+        return jnp.zeros((), jnp.int32)
+
+    def propose(self, state, tokens, lengths, draft_lengths, keys, sampling):
+        noise = (tokens[:, :5] * 31 + lengths[:, None] * 17 + state) % (VOCAB + 9) - 4
+        counts = jnp.full(lengths.shape, 99, jnp.int32)
+        return emsjax.Draft(noise, counts), state + 1
+
+    def commit(self, state, lengths):
+        return state
