@@ -1,5 +1,13 @@
 """Shapes in annotations are checked at run time: the library promises what it documents."""
 
+import os
+
+# Tests compile much and compute little.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "")
+    + " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+)
+
 import jax
 import jaxtyping
 import pytest

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy import CarelessDrafter, ScriptedDrafter, ragged_prompts, script_of, tiny_model
+from toy import CARELESS, ScriptedDrafter, ragged_prompts, script_of, tiny_model
 
 import emsjax
 from emsjax import generation
@@ -23,7 +23,7 @@ def drafters(prompts, plain):
     script = script_of(prompts, plain)
     yield ScriptedDrafter(script)
     yield ScriptedDrafter(script, offset=1)
-    yield CarelessDrafter()
+    yield CARELESS
     yield emsjax.PromptLookup(match_length=1, max_draft_tokens=4, search_generated=True)
 
 

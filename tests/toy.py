@@ -83,3 +83,7 @@ class CarelessDrafter:
 
     def commit(self, state, lengths):
         return state
+
+
+# One instance: a drafter that is no pytree is a constant of the compiled loop.
+CARELESS = CarelessDrafter()

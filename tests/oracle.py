@@ -1,0 +1,32 @@
+"""Attention in float64 numpy, row by row: written from the definition, shares no code."""
+
+import math
+
+import numpy as np
+
+
+def ragged_attention(query, key, value, key_cache, value_cache, segment_ids, positions, lengths):
+    """Every row by itself: gather what it may see, exponentiate, divide."""
+    out = np.zeros(query.shape, np.float64)
+    for row, sample in enumerate(segment_ids):
+        if sample == len(lengths):
+            continue
+        mine = [
+            other
+            for other in range(len(segment_ids))
+            if segment_ids[other] == sample and positions[other] <= positions[row]
+        ]
+        length = int(lengths[sample])
+        for head in range(query.shape[1]):
+            keys = [*key_cache[sample, :length, head], *key[mine, head]]
+            values = [*value_cache[sample, :length, head], *value[mine, head]]
+            scores = [
+                math.fsum(
+                    np.float64(a) * np.float64(b) for a, b in zip(query[row, head], k, strict=True)
+                )
+                / math.sqrt(query.shape[2])
+                for k in keys
+            ]
+            weights = np.exp(np.array(scores) - max(scores))
+            out[row, head] = weights / weights.sum() @ np.array(values, np.float64)
+    return out

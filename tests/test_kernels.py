@@ -1,0 +1,144 @@
+"""One conformance suite that every implementation of the kernels passes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pallas_kernels
+from pallas_kernels import ragged_attention_xla
+
+IMPLEMENTATIONS = ["reference", "xla"]
+BATCH, MAX_LEN, HEADS, HEAD_DIM, ROWS = 4, 24, 2, 8, 40
+every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+
+
+@functools.cache
+def compiled(implementation, max_rows_per_sample):
+    return jax.jit(
+        functools.partial(
+            pallas_kernels.ragged_attention,
+            implementation=implementation,
+            max_rows_per_sample=max_rows_per_sample,
+        )
+    )
+
+
+def case(counts, lengths, order=range(BATCH), seed=0, dtype=np.float32, head_dim=HEAD_DIM):
+    """Random inputs; everything that must not be read is NaN."""
+    rng = np.random.default_rng(seed)
+    normal = lambda *shape: rng.normal(size=shape).astype(dtype)
+    query, key, value = (normal(ROWS, HEADS, head_dim) for _ in range(3))
+    key_cache, value_cache = (normal(BATCH, MAX_LEN, HEADS, head_dim) for _ in range(2))
+    segment_ids, positions = np.full(ROWS, BATCH, np.int32), np.zeros(ROWS, np.int32)
+    row = 0
+    for sample in order:
+        count = counts[sample]
+        segment_ids[row : row + count] = sample
+        positions[row : row + count] = lengths[sample] + np.arange(count)
+        row += count
+    query[row:], key[row:], value[row:] = np.nan, np.nan, np.nan
+    for cache in (key_cache, value_cache):
+        for sample, length in enumerate(lengths):
+            cache[sample, length:] = np.nan
+    lengths = np.array(lengths, np.int32)
+    return query, key, value, key_cache, value_cache, segment_ids, positions, lengths
+
+
+def check(implementation, inputs, max_rows_per_sample, rtol=2e-6):
+    out = compiled(implementation, max_rows_per_sample)(*map(jnp.asarray, inputs))
+    assert out.dtype == inputs[0].dtype
+    expected = oracle.ragged_attention(*inputs)
+    np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=rtol, atol=rtol * 4)
+
+
+@every_implementation
+@pytest.mark.parametrize("bound", [10, None], ids=["decode", "unbounded"])
+@settings(max_examples=12)
+@given(
+    counts=st.lists(st.sampled_from([0, 1, 2, 9, 10]), min_size=BATCH, max_size=BATCH),
+    lengths=st.lists(st.sampled_from([0, 1, 7, 8, 9, MAX_LEN]), min_size=BATCH, max_size=BATCH),
+    order=st.permutations(range(BATCH)),
+)
+def test_equals_the_float64_oracle_and_reads_no_poison(
+    implementation, bound, counts, lengths, order
+):
+    check(implementation, case(counts, lengths, order), bound)
+
+
+@every_implementation
+@pytest.mark.parametrize("tile", [4, 5, 64])
+def test_long_segments_are_tiled_correctly(implementation, tile, monkeypatch):
+    monkeypatch.setattr(ragged_attention_xla, "MAX_DECODE_ROWS", 3)
+    monkeypatch.setattr(ragged_attention_xla, "TILE", tile)
+    compiled.cache_clear()
+    for counts in ([13, 0, 4, 5], [0, 0, 0, 40], [10, 10, 10, 10], [0, 0, 0, 0]):
+        check(implementation, case(counts, [3, 24, 0, 8], order=[2, 0, 3, 1]), None)
+    compiled.cache_clear()
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
+def test_every_dtype_and_head_dim(implementation, dtype, head_dim):
+    inputs = case([3, 1, 0, 8], [17, 0, 24, 5], dtype=jnp.dtype(dtype), head_dim=head_dim)
+    # Probabilities are rounded to the cache's dtype before they weigh the values.
+    tolerance = {"float32": 1e-5, "bfloat16": 2**-7, "float16": 2**-10}[dtype]
+    check(implementation, inputs, 8, rtol=tolerance)
+
+
+@every_implementation
+def test_one_causal_segment_equals_jax_nn_attention(implementation):
+    inputs = case([0, 20, 0, 0], [0, 0, 0, 0])
+    query, key, value = (jnp.asarray(x[None, :20]) for x in inputs[:3])
+    expected = jax.nn.dot_product_attention(query, key, value, is_causal=True)[0]
+    out = compiled(implementation, None)(*map(jnp.asarray, inputs))
+    np.testing.assert_allclose(out[:20], expected, rtol=1e-5, atol=1e-5)
+    assert (out[20:] == 0).all()
+
+
+@every_implementation
+@settings(max_examples=15)
+@given(
+    counts=st.lists(st.integers(0, 10), min_size=BATCH, max_size=BATCH),
+    starts=st.lists(st.integers(0, MAX_LEN - 10), min_size=BATCH, max_size=BATCH),
+    kept=st.integers(0, 10),
+)
+def test_update_writes_real_rows_and_nothing_else(implementation, counts, starts, kept):
+    inputs = case(counts, starts)
+    _, key, value, key_cache, value_cache, segment_ids, positions, _ = inputs
+    dropped = positions - np.array([*starts, 0])[segment_ids] >= kept
+    segment_ids = np.where(dropped, BATCH, segment_ids).astype(np.int32)
+    expected = [key_cache.copy(), value_cache.copy()]
+    for row, sample in enumerate(segment_ids):
+        if sample < BATCH:
+            expected[0][sample, positions[row]] = key[row]
+            expected[1][sample, positions[row]] = value[row]
+    update = functools.partial(pallas_kernels.update_kv_cache, implementation=implementation)
+    out = jax.jit(update)(
+        *map(jnp.asarray, (key_cache, value_cache, key, value, segment_ids, positions))
+    )
+    for new, old in zip(out, expected, strict=True):
+        # Bit for bit, NaN payloads included.
+        np.testing.assert_array_equal(np.asarray(new).view(np.int32), old.view(np.int32))
+
+
+def test_the_xla_path_gathers_no_cache_row_by_row():
+    inputs = [jnp.asarray(x) for x in case([8, 8, 8, 8], [8, 8, 8, 8])]
+    for bound in (8, None):
+        text = compiled("xla", bound).lower(*inputs).as_text()
+        assert f"tensor<{ROWS}x{MAX_LEN}x{HEADS}x{HEAD_DIM}x" not in text
+    text = compiled("reference", None).lower(*inputs).as_text()
+    assert f"tensor<{ROWS}x{MAX_LEN}x{HEADS}x{HEAD_DIM}x" in text
+
+
+@pytest.mark.parametrize("call", [pallas_kernels.ragged_attention, pallas_kernels.update_kv_cache])
+def test_an_unknown_implementation_is_named(call):
+    arguments = [None] * (8 if call is pallas_kernels.ragged_attention else 6)
+    with pytest.raises(ValueError, match=r"implementation must be None or one of .* not 'fast'"):
+        call(*arguments, implementation="fast")

@@ -1,0 +1,59 @@
+"""The plan counts what is allocated, and refuses in time."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from toy import ragged_prompts, tiny_model
+
+import emsjax
+from emsjax import generation, memory
+from emsjax.memory import MemoryPlan, weight_bytes
+
+VARIANTS = {
+    "125m": {},
+    "350m": {"do_layer_norm_before": False, "word_embed_proj_dim": 16},
+    "plain": {"enable_bias": False, "layer_norm_elementwise_affine": False},
+    "no final norm": {"_remove_final_layer_norm": True},
+}
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+def test_weight_bytes_are_those_of_the_module(changes):
+    config = emsjax.OPTConfig(
+        vocab_size=50, hidden_size=24, num_hidden_layers=2, ffn_dim=40, num_attention_heads=2,
+        max_position_embeddings=30, **changes,
+    )  # fmt: skip
+    build = lambda: emsjax.OPT(config, rngs=nnx.Rngs(0), dtype=jnp.float16)
+    leaves = jax.tree.leaves(nnx.eval_shape(build))
+    assert weight_bytes(config, jnp.float16) == sum(x.size * x.dtype.itemsize for x in leaves)
+
+
+def test_cache_bytes_are_those_of_the_cache():
+    model = tiny_model()
+    leaves = jax.tree.leaves(model.init_cache(3, 64).layers)
+    sizes = {"slots": 3, "prompt_slots": 3, "max_len": 64, "max_draft_tokens": 7}
+    plan = MemoryPlan.for_run(model.config, model.dtype, **sizes)
+    assert plan.caches == sum(x.nbytes for x in leaves)
+
+
+def test_what_does_not_fit_names_the_sum_and_the_largest_batch(monkeypatch):
+    model, prompts = tiny_model(), ragged_prompts([5] * 6)
+    sizes = {"max_len": 64, "max_draft_tokens": 0}
+    four = MemoryPlan.for_run(model.config, model.dtype, slots=4, prompt_slots=4, **sizes)
+    monkeypatch.setattr(memory, "available_bytes", lambda: four.total - four.weights)
+    with monkeypatch.context() as patch:
+        patch.setattr(generation, "_init_arrays", None)  # nothing may be allocated
+        with pytest.raises(ValueError, match=r"KV caches .* largest batch_size that fits is 4"):
+            emsjax.generate(model, prompts, max_new_tokens=4)
+    emsjax.generate(model, prompts, max_new_tokens=4, batch_size=4)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 10)
+    with pytest.raises(ValueError, match="not even batch_size 1 fits"):
+        emsjax.generate(model, prompts, max_new_tokens=4)
+
+
+def test_opt_6_7b_weighs_what_is_published():
+    config = emsjax.OPTConfig(
+        hidden_size=4096, num_hidden_layers=32, ffn_dim=16384, num_attention_heads=32
+    )
+    assert weight_bytes(config, jnp.float16) == 2 * 6_658_473_984

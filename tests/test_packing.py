@@ -1,0 +1,96 @@
+"""Packed rows, buckets, caches, and what verification cuts."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from emsjax.cache import KeysValues, KVCache
+from emsjax.packing import pack, round_up_length, row_buckets
+from emsjax.verification import accepted_counts, first_end, usable_counts
+
+small = st.lists(st.integers(0, 6), min_size=3, max_size=3)
+
+
+@given(starts=small, counts=small, num_rows=st.sampled_from([1, 7, 20]))
+def test_packing_lists_each_samples_rows_in_order(starts, counts, num_rows):
+    rows = pack(jnp.array(starts, jnp.int32), jnp.array(counts, jnp.int32), num_rows)
+    wanted = [(s, starts[s] + i) for s in range(3) for i in range(counts[s])][:num_rows]
+    wanted += [(3, 0)] * (num_rows - len(wanted))
+    listed = zip(rows.segment_ids.tolist(), rows.positions.tolist(), strict=True)
+    assert list(listed) == wanted
+    assert rows.counts.tolist() == [sum(s == i for s, _ in wanted) for i in range(3)]
+
+
+@given(counts=small)
+def test_gather_and_scatter_are_inverse_on_real_rows(counts):
+    rows = pack(jnp.zeros(3, jnp.int32), jnp.array(counts, jnp.int32), 20)
+    blocks = jnp.arange(18).reshape(3, 6)
+    back = rows.scatter(rows.gather(blocks), 6)
+    for sample, count in enumerate(counts):
+        assert back[sample, :count].tolist() == blocks[sample, :count].tolist()
+
+
+@given(batch=st.integers(1, 64), width=st.integers(1, 33))
+def test_buckets_ascend_to_hold_every_step(batch, width):
+    buckets = row_buckets(batch, width)
+    assert buckets[-1] == batch * width
+    assert list(buckets) == sorted(set(buckets))
+    assert len(buckets) <= 4
+
+
+def test_rounded_lengths_are_few_and_large_enough():
+    rounded = {round_up_length(n) for n in range(1, 2049)}
+    assert all(round_up_length(n) >= n for n in range(1, 2049))
+    assert sorted(rounded) == [64, 128, 256, 512, 1024, 1536, 2048]
+
+
+@given(counts=small, kept=small)
+def test_commit_appends_only_what_stands(counts, kept):
+    kept = [min(pair) for pair in zip(counts, kept, strict=True)]
+    cache = KVCache.init(3, 8, num_layers=2, num_heads=1, head_dim=1, dtype=jnp.float32)
+    cache = dataclasses.replace(cache, lengths=jnp.array([2, 0, 1], jnp.int32))
+    rows = pack(cache.lengths, jnp.array(counts, jnp.int32), 20)
+    values = jnp.arange(1.0, 21.0)[:, None, None]
+    fresh = KeysValues((values, values * 2), (values * 3, values * 4))
+    after = cache.commit(fresh, rows, jnp.array(kept, jnp.int32))
+    assert after.lengths.tolist() == [2 + kept[0], kept[1], 1 + kept[2]]
+    expected = np.zeros((3, 8))
+    for sample, start in enumerate([2, 0, 1]):
+        first = sum(counts[:sample])
+        expected[sample, start : start + kept[sample]] = 1 + first + np.arange(kept[sample])
+    for layer, factor in zip((*after.layers.keys, *after.layers.values), (1, 2, 3, 4), strict=True):
+        np.testing.assert_array_equal(layer[..., 0, 0], expected * factor)
+
+
+tokens = st.lists(st.integers(0, 3), min_size=5, max_size=5)
+
+
+@given(target=tokens, draft=tokens, count=st.integers(0, 4))
+def test_the_longest_equal_prefix_is_accepted(target, draft, count):
+    accepted = 0
+    while accepted < count and draft[accepted] == target[accepted]:
+        accepted += 1
+    as_row = lambda row: jnp.array([row], jnp.int32)
+    got = accepted_counts(as_row(target), as_row(draft[:4]), jnp.array([count], jnp.int32))
+    assert got.tolist() == [accepted]
+
+
+@given(row=tokens, count=st.integers(0, 5), ends=st.lists(st.integers(0, 4), max_size=2))
+def test_rows_are_cut_behind_the_first_end_token(row, count, ends):
+    at = [i for i, token in enumerate(row[:count]) if token in ends]
+    counts, ended = first_end(
+        jnp.array([row], jnp.int32), jnp.array([count], jnp.int32), jnp.array(ends, jnp.int32)
+    )
+    assert counts.tolist() == [at[0] + 1 if at else count]
+    assert ended.tolist() == [bool(at)]
+
+
+def test_drafts_are_cut_at_limits_foreign_ids_and_end_tokens():
+    draft = jnp.array([[1, 2, 3], [1, 9, 3], [-1, 2, 3], [1, 5, 3], [1, 2, 3]], jnp.int32)
+    counts = jnp.array([9, 3, 3, 3, -2], jnp.int32)
+    limits = jnp.array([2, 3, 3, 3, 3], jnp.int32)
+    usable = usable_counts(draft, counts, limits, jnp.array([5], jnp.int32), vocab_size=9)
+    assert usable.tolist() == [2, 1, 0, 2, 0]
