@@ -106,6 +106,20 @@ def check_fits(
     )
 
 
+def check_weights_fit(config: OPTConfig, dtype) -> None:
+    """To be called before weights are loaded.
+
+    Raises:
+        ValueError: the device has no room for them.
+    """
+    needed, available = weight_bytes(config, dtype), available_bytes()
+    if available is not None and needed > available:
+        raise ValueError(
+            f"the model's weights need {readable(needed)} in {jnp.dtype(dtype).name}, but only "
+            f"{readable(available)} are free"
+        )
+
+
 def weight_bytes(config: OPTConfig, dtype) -> int:
     """Bytes of the model's weights."""
     size, ffn, width = config.hidden_size, config.ffn_dim, config.word_embed_proj_dim

@@ -57,3 +57,14 @@ def test_opt_6_7b_weighs_what_is_published():
         hidden_size=4096, num_hidden_layers=32, ffn_dim=16384, num_attention_heads=32
     )
     assert weight_bytes(config, jnp.float16) == 2 * 6_658_473_984
+
+
+def test_weights_that_do_not_fit_are_not_loaded(monkeypatch, tmp_path):
+    model = tiny_model()
+    model.save_pretrained(tmp_path)
+    needed = weight_bytes(model.config, jnp.float32)
+    monkeypatch.setattr(memory, "available_bytes", lambda: needed)
+    emsjax.OPT.from_pretrained(tmp_path, dtype=jnp.float32)
+    monkeypatch.setattr(memory, "available_bytes", lambda: needed - 1)
+    with pytest.raises(ValueError, match=r"weights need .* in float32"):
+        emsjax.OPT.from_pretrained(tmp_path, dtype=jnp.float32)

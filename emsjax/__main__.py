@@ -1,0 +1,7 @@
+"""`python -m emsjax`, the same as the command `emsjax`."""
+
+import sys
+
+from emsjax.cli import main
+
+sys.exit(main())

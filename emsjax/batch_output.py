@@ -1,0 +1,113 @@
+"""The output of `emsjax generate`: append-only JSON Lines beside the run's configuration.
+
+`OUT.run.json` says which run the results of `OUT` belong to. It is written before
+the first result, so results without it, or with another one, are not this run's.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from io import BufferedWriter
+from pathlib import Path
+
+
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """An open output: the ids it held when opened, and how to add to it."""
+
+    done: frozenset[str | int]
+    file: BufferedWriter
+
+    def append(self, results: Sequence[Mapping]) -> None:
+        """Write results durably; a kill leaves at most one unfinished line, the last."""
+        lines = [json.dumps(result, ensure_ascii=False) + "\n" for result in results]
+        self.file.write("".join(lines).encode())
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
+
+@contextlib.contextmanager
+def open_results(path: Path, configuration: Mapping, ids: set[str | int]) -> Iterator[Results]:
+    """Open an output to append to, cutting off an unfinished last line.
+
+    Raises:
+        ValueError: as `read_results`, or another process has it open.
+    """
+    with path.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"another run is writing {path}") from error
+        done, size = read_results(path, configuration, ids)
+        if size == 0:
+            write_atomically(configuration_path(path), json.dumps(configuration, indent=2) + "\n")
+        file.truncate(size)
+        yield Results(frozenset(done), file)
+
+
+def read_results(path: Path, configuration: Mapping, ids: set[str | int]) -> tuple[set, int]:
+    """The ids that an output holds, and the bytes of its finished lines.
+
+    A last line that has no end or is no JSON is what a killed run left: not counted.
+
+    Raises:
+        ValueError: the output belongs to another run, or was changed by hand.
+    """
+    content = path.read_bytes() if path.exists() else b""
+    if content:
+        check_configuration(path, configuration)
+    done: set[str | int] = set()
+    size = 0
+    *finished, unfinished = content.split(b"\n")
+    for number, line in enumerate(finished, start=1):
+        try:
+            result_id = json.loads(line)["id"]
+            known = result_id in ids
+        except (ValueError, TypeError, KeyError) as error:
+            if number == len(finished) and not unfinished:
+                break
+            raise ValueError(f"{path}, line {number}: not a result of emsjax") from error
+        if not known:
+            raise ValueError(f"{path}, line {number}: id {result_id!r} is not in the input")
+        if result_id in done:
+            raise ValueError(f"{path}, line {number}: id {result_id!r} appears twice")
+        done.add(result_id)
+        size += len(line) + 1
+    return done, size
+
+
+def check_configuration(path: Path, configuration: Mapping) -> None:
+    sidecar = configuration_path(path)
+    if not sidecar.exists():
+        raise ValueError(f"{path} exists without {sidecar.name}: not from a run of emsjax generate")
+    before = json.loads(sidecar.read_bytes())
+    names = [*configuration, *(name for name in before if name not in configuration)]
+    differences = [
+        f"{name} was {before.get(name)!r}, is now {configuration.get(name)!r}"
+        for name in names
+        if before.get(name) != configuration.get(name)
+    ]
+    if differences:
+        raise ValueError(f"{path} is from another run: {'; '.join(differences)}")
+
+
+def configuration_path(path: Path) -> Path:
+    return path.with_name(path.name + ".run.json")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """After a crash the file is whole or not there."""
+    unfinished = path.with_name(path.name + ".tmp")
+    with unfinished.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,132 @@
+"""`emsjax demo`: the same prompts completed plainly and speculatively, side by side."""
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+from transformers import AutoTokenizer
+
+import emsjax
+from emsjax.demo import PROMPTS, TARGET
+
+MAX_NEW_TOKENS = 128
+SHOWN_PROMPT_LINES = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """A row of the table: a way of decoding, and the row above that its tokens must equal."""
+
+    name: str
+    drafter: Callable[[], Any]
+    expected: str | None = None
+
+
+METHODS = (
+    Method("plain decoding", lambda: None),
+    Method("prompt lookup", emsjax.PromptLookup, expected="plain decoding"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a method generated, and the wall time of a second, compiled call."""
+
+    generated: Any
+    seconds: float
+
+
+def run(console: Console) -> int:
+    """Print completions and comparison; exit code 1 unless all tokens are identical."""
+    prompts = json.loads(PROMPTS.read_text())
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    model = emsjax.OPT.from_pretrained(TARGET, dtype=jnp.float32)
+    prompt_ids = tokenizer([prompt["prompt"] for prompt in prompts]).input_ids
+    outcomes = {}
+    for method in METHODS:
+        with console.status(f"{method.name}: compiling and decoding ..."):
+            outcomes[method.name] = decode(model, prompt_ids, method)
+    show_completions(console, prompts, tokenizer, outcomes[METHODS[-1].name].generated)
+    console.print(comparison(outcomes))
+    wrong = [m for m in METHODS if m.expected and not identical(m, outcomes)]
+    return 1 if wrong else 0
+
+
+def decode(model, prompt_ids: list[list[int]], method: Method) -> Outcome:
+    drafter = method.drafter()
+    for _ in range(2):  # the first call compiles
+        started = time.perf_counter()
+        generated = emsjax.generate(
+            model, prompt_ids, drafter=drafter, max_new_tokens=MAX_NEW_TOKENS
+        )
+        seconds = time.perf_counter() - started
+    return Outcome(generated, seconds)
+
+
+def identical(method: Method, outcomes: dict[str, Outcome]) -> bool:
+    this, other = outcomes[method.name].generated, outcomes[method.expected].generated
+    return np.array_equal(this.tokens, other.tokens) and np.array_equal(this.lengths, other.lengths)
+
+
+def show_completions(console: Console, prompts: list[dict], tokenizer, generated) -> None:
+    rows = zip(prompts, generated.tokens, generated.lengths, strict=True)
+    for prompt, tokens, length in rows:
+        completion = tokenizer.decode(tokens[:length], skip_special_tokens=True)
+        console.print(Rule(prompt["module"], align="left"))
+        console.print(Text.assemble((abbreviate(prompt["prompt"]), "dim"), (completion, "green")))
+
+
+def abbreviate(prompt: str) -> str:
+    """The end of a long prompt: what the completion goes on from."""
+    lines = prompt.split("\n")
+    if len(lines) <= SHOWN_PROMPT_LINES:
+        return prompt
+    hidden = len(lines) - SHOWN_PROMPT_LINES
+    return "\n".join([f"... (lines above: {hidden})", *lines[-SHOWN_PROMPT_LINES:]])
+
+
+def comparison(outcomes: dict[str, Outcome]) -> Table:
+    table = Table(
+        caption="tokens/s: wall time of a second call, prefill included",
+        box=SIMPLE_HEAD,
+        pad_edge=False,  # all columns fit into 80 characters
+        collapse_padding=True,
+        show_edge=False,
+    )
+    table.add_column("")
+    for heading in (
+        "model\ncalls",
+        "mean\nacceptance\nlength",
+        "acceptance\nrate",
+        "padding\nratio\n(inputs)",
+        "tokens/s",
+        "tokens",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for method in METHODS:
+        outcome = outcomes[method.name]
+        stats = outcome.generated.stats
+        drafted = stats.num_drafted.sum() > 0
+        verdict = Text("reference")
+        if method.expected:
+            same = identical(method, outcomes)
+            verdict = Text("identical", "green") if same else Text("different", "bold red")
+        table.add_row(
+            method.name,
+            str(stats.model_calls),
+            f"{stats.mean_acceptance_length:.2f}",
+            f"{stats.acceptance_rate:.2f}" if drafted else "-",
+            f"{stats.padding_ratio.inputs:.2f}",
+            f"{outcome.generated.lengths.sum() / outcome.seconds:.0f}",
+            verdict,
+        )
+    return table
