@@ -45,7 +45,7 @@ class OPTConfig:
     tie_word_embeddings: bool = True
     pad_token_id: int | None = 1
     bos_token_id: int | None = 2
-    eos_token_id: int | tuple[int, ...] | None = 2
+    eos_token_id: int | tuple[int, ...] | list[int] | None = 2
 
     def __post_init__(self):
         if self.word_embed_proj_dim is None:
@@ -55,7 +55,7 @@ class OPTConfig:
         for field in dataclasses.fields(self):
             if field.type in (int, int | None) and not field.name.endswith("_token_id"):
                 size = getattr(self, field.name)
-                if not isinstance(size, int) or size < 1:
+                if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                     raise ValueError(f"{field.name} must be an integer of at least 1, not {size!r}")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(

@@ -1,0 +1,561 @@
+"""Checkpoints load from every format, save as transformers reads, or say what is wrong."""
+
+import json
+import shutil
+import sys
+import tracemalloc
+from pathlib import Path
+
+import flax.serialization
+import huggingface_hub
+import jax
+import jax.numpy as jnp
+import msgpack
+import numpy as np
+import pytest
+from flax import nnx
+from golden import tiny_models
+from golden.tiny_models import VARIANTS
+from huggingface_hub.errors import OfflineModeIsEnabled, RepositoryNotFoundError
+from safetensors.numpy import load_file, save_file
+
+from emsjax import OPT, checkpoint
+
+CONFIG = VARIANTS["pre_norm"]
+VALUES = tiny_models.tensors(CONFIG, seed=0)
+FILE_NAMES = {
+    "safetensors": "model.safetensors",
+    "msgpack": "flax_model.msgpack",
+    "bin": "pytorch_model.bin",
+}
+formats = pytest.mark.parametrize("form", FILE_NAMES)
+layouts = pytest.mark.parametrize("shards", [1, 3], ids=["single", "sharded"])
+
+
+def flax_tree(values):
+    """PyTorch names and values in the nested layout of published Flax files."""
+    tree = {}
+    for name, value in values.items():
+        *scope, module, leaf = name.split(".")
+        if leaf == "weight":
+            leaf = "scale" if "norm" in module else "embedding" if "embed" in module else "kernel"
+        node = tree
+        for key in (*scope, module):
+            node = node.setdefault(key, {})
+        node[leaf] = value.T if leaf == "kernel" else value
+    return tree
+
+
+def write_file(path: Path, values) -> list[str]:
+    """One weight file, by its suffix; the names that an index gives its tensors."""
+    if path.suffix == ".safetensors":
+        save_file({name: np.ascontiguousarray(v) for name, v in values.items()}, path)
+    elif path.suffix == ".msgpack":
+        tree = flax_tree(values)
+        path.write_bytes(flax.serialization.to_bytes(tree))
+        return ["/".join(k.key for k in p) for p, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    else:
+        torch = pytest.importorskip("torch")
+        as_torch = lambda v: torch.from_numpy(np.ascontiguousarray(v).view(np.uint8).copy())
+        dtype = lambda v: getattr(torch, v.dtype.name)
+        torch.save({n: as_torch(v).view(dtype(v)).view(v.shape) for n, v in values.items()}, path)
+    return list(values)
+
+
+def write(folder: Path, form="safetensors", values=VALUES, shards=1, config=CONFIG) -> Path:
+    """A checkpoint folder; returns its weight file or index."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    path = folder / FILE_NAMES[form]
+    if shards == 1:
+        write_file(path, values)
+        return path
+    weight_map, names = {}, list(values)
+    for i in range(shards):  # every third tensor, so that q, k and v are apart
+        shard = f"{path.stem}-{i + 1:05d}-of-{shards:05d}{path.suffix}"
+        part = {name: values[name] for name in names[i::shards]}
+        weight_map |= dict.fromkeys(write_file(folder / shard, part), shard)
+    index = path.with_name(f"{path.name}.index.json")
+    index.write_text(json.dumps({"metadata": {"total_size": 0}, "weight_map": weight_map}))
+    return index
+
+
+def load(folder, dtype=jnp.float32) -> OPT:
+    return OPT.from_pretrained(folder, dtype=dtype)
+
+
+def assert_holds(model: OPT, values, dtype=jnp.float32) -> None:
+    """Every stored value, cast to `dtype`, is where the model uses it, and nothing else is."""
+    model_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
+    assert model_bytes == sum(v.size for v in values.values()) * jnp.dtype(dtype).itemsize
+    size = model.config.hidden_size
+    for name, value in values.items():
+        *scope, module, leaf = name.removeprefix("model.decoder.").split(".")
+        owner = model.layers[int(scope[1])] if scope else model
+        columns = slice(None)
+        if module in ("q_proj", "k_proj", "v_proj"):
+            start = "qkv".index(module[0]) * size
+            module, columns = "qkv_proj", slice(start, start + size)
+        owner = getattr(owner, module)
+        if leaf == "bias":
+            variable = owner.bias
+        elif isinstance(owner, nnx.Embed):
+            variable = owner.embedding
+        elif isinstance(owner, nnx.LayerNorm):
+            variable = owner.scale
+        else:
+            variable, value = owner.kernel, value.T
+        assert variable.dtype == dtype
+        np.testing.assert_array_equal(variable[..., columns], jnp.asarray(value).astype(dtype))
+
+
+@layouts
+@formats
+@pytest.mark.parametrize("variant", ["pre_norm", "post_norm_projected"])
+def test_every_format_loads_the_stored_weights(tmp_path, variant, form, shards):
+    config = VARIANTS[variant]
+    values = tiny_models.tensors(config, seed=1)
+    write(tmp_path, form, values, shards, config)
+    assert_holds(load(tmp_path), values)
+
+
+@pytest.mark.parametrize("max_shard_bytes", [2 << 30, 10_000], ids=["single", "sharded"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_saved_model_loads_as_it_was(tmp_path, variant, max_shard_bytes):
+    config = VARIANTS[variant]
+    values = tiny_models.tensors(config, seed=1)
+    write(tmp_path / "a", values=values, config=config)
+    model = load(tmp_path / "a")
+    checkpoint.save(model, tmp_path / "b", max_shard_bytes=max_shard_bytes)
+    again = load(tmp_path / "b")
+    assert again.config == model.config
+    assert_holds(again, values)
+    assert (tmp_path / "b" / "model.safetensors").exists() == (max_shard_bytes > 10_000)
+
+
+@formats
+@pytest.mark.parametrize("stored", ["bfloat16", "float16", "float32", "float64"])
+def test_every_stored_dtype_loads_as_every_model_dtype(tmp_path, form, stored):
+    values = {name: value.astype(jnp.dtype(stored)) for name, value in VALUES.items()}
+    if stored == "float64":
+        values = {name: value.astype(np.float64) for name, value in VALUES.items()}
+    write(tmp_path, form, values)
+    expected = {name: value.astype(np.float32) for name, value in values.items()}
+    for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
+        assert_holds(load(tmp_path, dtype), expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_saved_dtypes_are_the_model_s(tmp_path, dtype):
+    write(tmp_path / "a")
+    load(tmp_path / "a", dtype).save_pretrained(tmp_path / "b")
+    saved = load_file(tmp_path / "b" / "model.safetensors")
+    assert {value.dtype.name for value in saved.values()} == {dtype}
+    assert {name: value.shape for name, value in saved.items()} == tiny_models.tensor_shapes(CONFIG)
+    assert json.loads((tmp_path / "b" / "config.json").read_text())["dtype"] == dtype
+
+
+@formats
+def test_names_may_lack_the_leading_model_and_a_tied_head_is_ignored(tmp_path, form):
+    values = {name.removeprefix("model."): value for name, value in VALUES.items()}
+    head = {"lm_head.weight": values["decoder.embed_tokens.weight"] + 1}
+    write(tmp_path, form, values | head)
+    assert_holds(load(tmp_path), VALUES)
+
+
+def test_chunked_arrays_of_flax_are_joined(tmp_path, monkeypatch):
+    monkeypatch.setattr(flax.serialization, "MAX_CHUNK_SIZE", 1000)
+    path = write(tmp_path, "msgpack")
+    assert b"__msgpack_chunked_array__" in path.read_bytes()
+    assert_holds(load(tmp_path), VALUES)
+
+
+def test_formats_are_preferred_in_their_order(tmp_path):
+    scaled = lambda factor: {name: value * factor for name, value in VALUES.items()}
+    write(tmp_path, "msgpack", scaled(2), shards=3)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"never read")
+    assert_holds(load(tmp_path), scaled(2))
+    write(tmp_path, "msgpack", scaled(3))
+    assert_holds(load(tmp_path), scaled(3))
+    write(tmp_path, "safetensors", scaled(4), shards=3)
+    assert_holds(load(tmp_path), scaled(4))
+    write(tmp_path, "safetensors", scaled(5))
+    assert_holds(load(tmp_path), scaled(5))
+
+
+@pytest.mark.parametrize("form", ["safetensors", "msgpack"])
+def test_the_host_holds_one_tensor_at_a_time(tmp_path, form):
+    config = {**CONFIG, "hidden_size": 128, "ffn_dim": 1024, "num_hidden_layers": 10}
+    config["word_embed_proj_dim"] = 128
+    values = {
+        name: np.ones(shape, np.float32)
+        for name, shape in tiny_models.tensor_shapes(config).items()
+    }
+    write(tmp_path, form, values, config=config)
+    sizes = [value.nbytes for value in values.values()]
+    load(tmp_path)  # compiles
+    tracemalloc.start()
+    try:
+        load(tmp_path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert sum(sizes) > 20 * max(sizes)
+    assert peak < 5 * max(sizes)
+
+
+@formats
+def test_a_model_does_not_depend_on_its_file_afterwards(tmp_path, form):
+    path = write(tmp_path, form)
+    model = load(tmp_path)
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.write(bytes(size))
+    assert_holds(model, VALUES)
+
+
+def test_random_weights_are_never_made(tmp_path):
+    write(tmp_path)
+    is_abstract = []
+
+    class Recording(OPT):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            is_abstract.append(isinstance(self.embed_tokens.embedding[...], jax.core.Tracer))
+
+    model = Recording.from_pretrained(tmp_path, dtype=jnp.float32)
+    assert isinstance(model, Recording)
+    assert is_abstract == [True]
+
+
+def test_a_loaded_model_is_an_argument_of_jit(tmp_path):
+    write(tmp_path)
+    model = load(tmp_path)
+    hidden = jax.jit(lambda model, ids: model.logits(model.embed_tokens(ids)))(
+        model, jnp.zeros(3, jnp.int32)
+    )
+    assert hidden.shape == (3, CONFIG["vocab_size"])
+
+
+# Saving
+
+
+@pytest.mark.parametrize("max_shard_bytes", [2 << 30, 10_000], ids=["single", "sharded"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_transformers_loads_what_is_saved(tmp_path, variant, max_shard_bytes):
+    torch = pytest.importorskip("torch")
+    from transformers import OPTForCausalLM
+
+    config = VARIANTS[variant]
+    values = tiny_models.tensors(config, seed=1)
+    write(tmp_path / "a", values=values, config=config)
+    checkpoint.save(load(tmp_path / "a"), tmp_path / "b", max_shard_bytes=max_shard_bytes)
+    loaded, info = OPTForCausalLM.from_pretrained(tmp_path / "b", output_loading_info=True)
+    assert not any(info.values())
+    assert loaded.dtype == torch.float32
+    state = loaded.state_dict()
+    for name, value in values.items():
+        np.testing.assert_array_equal(state[name].numpy(), value)
+    for field, value in config.items():
+        assert getattr(loaded.config, field) == value, field
+
+
+def test_shards_stay_below_their_limit_and_the_index_lists_them(tmp_path):
+    write(tmp_path / "a")
+    checkpoint.save(load(tmp_path / "a"), tmp_path / "b", max_shard_bytes=20_000)
+    shards = {path.name: load_file(path) for path in (tmp_path / "b").glob("*.safetensors")}
+    total = [sum(value.nbytes for value in shard.values()) for shard in shards.values()]
+    assert max(total) <= 20_000
+    index = json.loads((tmp_path / "b" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(total)
+    assert index["weight_map"] == {name: file for file in shards for name in shards[file]}
+
+
+def test_saving_overwrites_the_same_names_only(tmp_path):
+    write(tmp_path, values={name: value + 1 for name, value in VALUES.items()})
+    model = load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("kept")
+    write(tmp_path)
+    model.save_pretrained(tmp_path)
+    assert_holds(load(tmp_path), {name: value + 1 for name, value in VALUES.items()})
+    assert (tmp_path / "tokenizer.json").read_text() == "kept"
+
+
+def test_shards_are_not_saved_where_other_weights_would_be_loaded(tmp_path):
+    before = write(tmp_path).read_bytes()
+    with pytest.raises(ValueError, match=r"model\.safetensors would be loaded in place of"):
+        checkpoint.save(load(tmp_path), tmp_path, max_shard_bytes=10_000)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+
+
+def test_saving_to_a_file_is_an_error(tmp_path):
+    path = write(tmp_path)
+    with pytest.raises(ValueError, match=r"path .* is a file"):
+        load(tmp_path).save_pretrained(path)
+
+
+# The hub
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A hub with one repository, a folder; what is downloaded is copied to another."""
+    remote, cache = tmp_path / "remote", tmp_path / "cache"
+    remote.mkdir()
+    cache.mkdir()
+    revisions = set()
+
+    def list_repo_files(repo_id, *, revision=None):
+        if str(repo_id) != "someone/tiny":
+            huggingface_hub.utils.validate_repo_id(repo_id)
+            raise RepositoryNotFoundError.__new__(RepositoryNotFoundError)
+        revisions.add(revision)
+        return sorted(path.name for path in remote.iterdir())
+
+    def hf_hub_download(repo_id, name, *, revision=None):
+        revisions.add(revision)
+        return shutil.copy(remote / name, cache / name)
+
+    def snapshot_download(repo_id, *, revision=None, allow_patterns=(), local_files_only=False):
+        revisions.add(revision)
+        for name in allow_patterns:
+            shutil.copy(remote / name, cache / name)
+        return str(cache)
+
+    for function in (list_repo_files, hf_hub_download, snapshot_download):
+        monkeypatch.setattr(huggingface_hub, function.__name__, function)
+    return remote, cache, revisions
+
+
+@layouts
+@pytest.mark.parametrize("form", ["safetensors", "msgpack"])
+def test_only_one_format_is_downloaded_from_the_hub(hub, form, shards):
+    remote, cache, revisions = hub
+    write(remote, form, shards=shards)
+    wanted = {path.name for path in remote.iterdir()}
+    (remote / "pytorch_model.bin").write_bytes(b"never read")
+    (remote / "tokenizer.json").write_text("{}")
+    model = OPT.from_pretrained("someone/tiny", dtype=jnp.float32, revision="v2")
+    assert_holds(model, VALUES)
+    assert {path.name for path in cache.iterdir()} == wanted
+    assert revisions == {"v2"}
+
+
+def test_offline_the_cached_files_are_loaded(hub, monkeypatch):
+    _, cache, _ = hub
+    write(cache)
+
+    def offline(repo_id, *, revision=None):
+        raise OfflineModeIsEnabled
+
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", offline)
+    assert_holds(load("someone/tiny"), VALUES)
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
+def test_a_repository_without_config_or_weights_is_an_error(hub, missing):
+    remote, cache, _ = hub
+    write(remote)
+    (remote / missing).unlink()
+    with pytest.raises(ValueError, match=rf"someone/tiny.*{missing}"):
+        load("someone/tiny")
+    assert not list(cache.iterdir())
+
+
+@pytest.mark.parametrize("name", ["/nowhere/at/all", "a/b/c", "someone/else", "", "no such?"])
+def test_neither_a_folder_nor_a_repository_is_an_error(hub, name):
+    with pytest.raises(ValueError, match="neither a folder nor a repository"):
+        load(name)
+
+
+def test_a_path_object_is_never_a_repository(hub, tmp_path):
+    with pytest.raises(ValueError, match="neither a folder nor a repository"):
+        load(Path("someone/tiny"))
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="neither a folder nor a repository"):
+        load(str(tmp_path / "file"))
+
+
+# What can be wrong in a folder
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "has no config.json"),
+        ("{", "config.json is not valid JSON"),
+        ("[]", "config.json must hold a JSON object, not list"),
+        ('{"model_type": "gpt2"}', "config.json: unknown model type 'gpt2'"),
+        ('{"model_type": "opt", "hidden_size": 0}', "config.json: hidden_size must be"),
+    ],
+)
+def test_a_config_that_cannot_be_used_is_an_error(tmp_path, content, message):
+    write(tmp_path)
+    path = tmp_path / "config.json"
+    path.unlink() if content is None else path.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path)
+
+
+def test_a_dtype_that_is_not_supported_is_an_error(tmp_path):
+    write(tmp_path)
+    with pytest.raises(ValueError, match=r"dtype must be one of .*, not int8"):
+        load(tmp_path, jnp.int8)
+
+
+def test_no_weights_is_an_error_that_lists_what_was_looked_for(tmp_path):
+    write(tmp_path).unlink()
+    with pytest.raises(ValueError, match="has no weights: looked for") as caught:
+        load(tmp_path)
+    for name in FILE_NAMES.values():
+        assert f"{name}, {name}.index.json" in str(caught.value)
+
+
+def test_bin_without_torch_is_an_error_that_says_what_to_do(hub, monkeypatch):
+    remote, cache, _ = hub
+    write(remote).rename(remote / "pytorch_model.bin")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    for place in (remote, "someone/tiny"):
+        with pytest.raises(ImportError, match=r"install torch.*safetensors"):
+            load(place)
+    assert not list(cache.iterdir())
+
+
+@formats
+def test_all_misfits_are_told_at_once_before_any_tensor_is_read(tmp_path, form, monkeypatch):
+    values = dict(VALUES)
+    layer = "model.decoder.layers.1"
+    del values[f"{layer}.self_attn.k_proj.weight"], values[f"{layer}.fc2.bias"]
+    values["model.decoder.layers.2.fc1.bias"] = np.zeros(3, np.float32)
+    values[f"{layer}.fc1.bias"] = np.zeros(5, np.float32)
+    values[f"{layer}.self_attn.v_proj.bias"] = np.zeros(32, np.int64)
+    path = write(tmp_path, form, values)
+    monkeypatch.setattr(checkpoint, "read", lambda *_: pytest.fail("a tensor was read"))
+    with pytest.raises(ValueError, match="does not fit its config") as caught:
+        load(tmp_path)
+    message = str(caught.value)
+    kernel = "kernel" if form == "msgpack" else "weight"
+    assert str(path) in message
+    for problem in (
+        f"layers.1.self_attn.k_proj.{kernel} is missing",
+        "layers.1.fc2.bias is missing",
+        "layers.2.fc1.bias is not a part of this model",
+        "layers.1.fc1.bias has shape (5,) instead of (48,)",
+        "layers.1.self_attn.v_proj.bias is int64"
+        if form != "safetensors"
+        else "layers.1.self_attn.v_proj.bias is I64",
+    ):
+        assert problem in message
+    assert message.count("\n") == 5
+
+
+def test_transposed_products_are_misfits(tmp_path):
+    name = "model.decoder.layers.0.fc1.weight"
+    write(tmp_path, values={**VALUES, name: np.ascontiguousarray(VALUES[name].T)})
+    with pytest.raises(ValueError, match=r"fc1.weight has shape \(32, 48\) instead of \(48, 32\)"):
+        load(tmp_path)
+
+
+def test_a_tensor_under_both_its_names_is_an_error(tmp_path):
+    short = {"decoder.final_layer_norm.bias": np.zeros(32, np.float32)}
+    write(tmp_path, values=VALUES | short)
+    with pytest.raises(ValueError, match=r"has both decoder.final_layer_norm.bias and model"):
+        load(tmp_path)
+
+
+@formats
+@pytest.mark.parametrize("kept", [0.0, 1e-5, 0.01, 0.3, 0.9, 0.99999])
+def test_a_truncated_file_is_an_error_that_names_it(tmp_path, form, kept):
+    path = write(tmp_path, form)
+    content = path.read_bytes()
+    path.write_bytes(content[: int(kept * len(content))])
+    with pytest.raises(ValueError, match=rf"{path.name} is truncated") as caught:
+        load(tmp_path)
+    if form == "msgpack" and kept == 0.9:
+        assert "bytes early" in str(caught.value)
+
+
+@formats
+def test_a_file_of_something_else_is_an_error_that_names_it(tmp_path, form):
+    path = write(tmp_path, form)
+    path.write_bytes(np.random.RandomState(0).bytes(10_000))
+    with pytest.raises(ValueError, match=rf"{path.name} is truncated"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"decoder": {"embed_tokens": {"embedding": "text"}}},
+        {"decoder": [1, 2]},
+        {"__msgpack_chunked_array__": True, "shape": {"0": 3}, "chunks": {"0": np.zeros(2)}},
+        {"__msgpack_chunked_array__": True},
+        {"decoder": 1 + 2j},
+    ],
+    ids=["string", "list", "short chunks", "no chunks", "complex"],
+)
+def test_a_msgpack_file_without_an_array_where_one_belongs_is_an_error(tmp_path, tree):
+    path = write(tmp_path, "msgpack")
+    path.write_bytes(flax.serialization.msgpack_serialize(tree))
+    with pytest.raises(ValueError, match=r"flax_model\.msgpack is truncated or corrupt"):
+        load(tmp_path)
+
+
+def test_numbers_as_names_do_not_fit(tmp_path):
+    path = write(tmp_path, "msgpack")
+    path.write_bytes(flax.serialization.msgpack_serialize({1: np.zeros(2)}))
+    with pytest.raises(ValueError, match="does not fit its config"):
+        load(tmp_path)
+
+
+def test_a_msgpack_file_must_end_with_its_weights(tmp_path):
+    path = write(tmp_path, "msgpack")
+    path.write_bytes(path.read_bytes() + b"1234")
+    with pytest.raises(ValueError, match=r"flax_model\.msgpack .*4 bytes left over"):
+        load(tmp_path)
+
+
+def test_an_array_must_have_the_bytes_of_its_shape(tmp_path):
+    path = write(tmp_path, "msgpack")
+    shape, wrong = msgpack.packb((48,)), msgpack.packb((47,))
+    content = path.read_bytes()
+    assert shape in content
+    path.write_bytes(content.replace(shape, wrong))
+    with pytest.raises(ValueError, match=r"an array of \(47,\) float32 has 192 bytes"):
+        load(tmp_path)
+
+
+def test_a_bin_file_may_only_hold_tensors(tmp_path):
+    torch = pytest.importorskip("torch")
+    path = write(tmp_path, "bin")
+    torch.save({"epoch": 3}, path)
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin must hold .* epoch \(int\)"):
+        load(tmp_path)
+    torch.save([torch.zeros(2)], path)
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin must hold .* the file \(list\)"):
+        load(tmp_path)
+
+
+@formats
+def test_an_index_that_names_what_is_not_there_is_an_error(tmp_path, form):
+    index = write(tmp_path, form, shards=3)
+    good = json.loads(index.read_text())["weight_map"]
+    shards = sorted(set(good.values()))
+    name = next(name for name, shard in good.items() if shard == shards[0])
+    for weight_map, message in [
+        ({**good, name: shards[1]}, "names missing tensors"),
+        ({**good, "extra": shards[1]}, "names missing tensors: extra in"),
+        ({**good, name: "absent"}, "names missing shards: absent"),
+        ({**good, name: f"../{shards[0]}"}, "which is not a file name"),
+        ({**good, name: 3}, "which is not a file name"),
+        ({n: shard for n, shard in good.items() if n != name}, "is missing"),
+        ({}, "has no weight_map"),
+        ([], "has no weight_map"),
+    ]:
+        index.write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(ValueError, match=message):
+            load(tmp_path)
+    index.write_text("{")
+    with pytest.raises(ValueError, match=r"index.json is not valid JSON"):
+        load(tmp_path)
