@@ -1,0 +1,153 @@
+"""The demo pair's corpus: the standard library's sources, split, tokenised and stored.
+
+Whole modules are held out: they are chosen by the hash of their path, so the
+choice depends on nothing but the names, sizes and total of the files.
+"""
+
+import dataclasses
+import hashlib
+import json
+import lzma
+import platform
+import sysconfig
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+END_TOKEN, PAD_TOKEN = "<|endoftext|>", "<|pad|>"
+END_ID, PAD_ID = 0, 1
+HELD_OUT_FRACTION = 0.05  # of the bytes
+HELD_OUT_SIZES = range(20_000, 200_001)  # bytes of a module that may be held out
+# Tables written by programs compress far better than code, and lib2to3's data
+# repeats other modules: both would make the held-out set say less.
+NEVER_HELD_OUT = ("encodings/", "pydoc_data/", "lib2to3/tests/data/")
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """Token streams; every document is followed by the end token.
+
+    Attributes:
+        train: the training documents, one after the other, uint16.
+        held_out: token ids of each held-out module, uint16.
+        held_out_bytes: the size of all held-out modules.
+        info: what `prepare` measured, for the model card.
+    """
+
+    train: np.ndarray  # [n]
+    held_out: dict[str, np.ndarray]
+    held_out_bytes: int
+    info: dict
+
+
+def read_library(folder: Path | None = None) -> dict[str, str]:
+    """Distinct UTF-8 sources below `folder` (the running Python's library), by relative path."""
+    folder = folder or Path(sysconfig.get_paths()["stdlib"])
+    texts, seen = {}, set()
+    for path in sorted(folder.rglob("*.py")):
+        name = path.relative_to(folder).as_posix()
+        data = path.read_bytes()
+        if "site-packages" in path.parts or not data or data in seen:
+            continue
+        try:
+            texts[name] = data.decode()
+        except UnicodeDecodeError:
+            continue  # a few tests are about other encodings
+        seen.add(data)
+    return texts
+
+
+def choose_held_out(sizes: Mapping[str, int]) -> list[str]:
+    """Names to hold out, given every module's size in bytes: 5% of all bytes."""
+    candidates = [
+        name
+        for name, size in sizes.items()
+        if size in HELD_OUT_SIZES and not name.startswith(NEVER_HELD_OUT)
+    ]
+    candidates.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
+    chosen, total = [], 0
+    for name in candidates:
+        if total >= HELD_OUT_FRACTION * sum(sizes.values()):
+            break
+        chosen.append(name)
+        total += sizes[name]
+    return sorted(chosen)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE that round-trips any text and adds no tokens of its own."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_TOKEN, PAD_TOKEN],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END_TOKEN,
+        eos_token=END_TOKEN,
+        pad_token=PAD_TOKEN,
+        clean_up_tokenization_spaces=False,
+        model_max_length=1024,
+    )
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """In Hugging Face's layout, under the class name that every version of transformers knows."""
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    values = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    values.pop("backend", None)
+    path.write_text(json.dumps(values, indent=2) + "\n")
+
+
+def xz_bytes(data: bytes) -> int:
+    """Size of the output of `xz -9`."""
+    return len(lzma.compress(data, preset=9))
+
+
+def prepare(output: Path, *, vocab_size: int = 4096, library: Path | None = None) -> dict:
+    """Write `corpus.npz`, `corpus.json` and `tokenizer/` below `output`."""
+    texts = read_library(library)
+    names = choose_held_out({name: len(text.encode()) for name, text in texts.items()})
+    held_out = {name: texts.pop(name) for name in names}
+    tokenizer = train_tokenizer(texts.values(), vocab_size)
+    encode = lambda text: np.array(
+        [*tokenizer.backend_tokenizer.encode(text).ids, END_ID], np.uint16
+    )
+
+    output.mkdir(parents=True, exist_ok=True)
+    save_tokenizer(tokenizer, output / "tokenizer")
+    train = np.concatenate([encode(text) for text in texts.values()])
+    held_out_ids = {name: encode(text) for name, text in held_out.items()}
+    np.savez_compressed(output / "corpus.npz", train=train, **held_out_ids)
+    info = {
+        "python": platform.python_version(),
+        "train_files": len(texts),
+        "train_bytes": sum(len(text.encode()) for text in texts.values()),
+        "train_tokens": len(train),
+        "held_out_files": len(held_out),
+        "held_out_bytes": sum(len(text.encode()) for text in held_out.values()),
+        "held_out_tokens": sum(len(ids) for ids in held_out_ids.values()),
+        "held_out": names,
+        "xz_bytes_by_file": sum(xz_bytes(text.encode()) for text in held_out.values()),
+        "xz_bytes_together": xz_bytes("".join(held_out.values()).encode()),
+        "vocab_size": len(tokenizer),
+    }
+    (output / "corpus.json").write_text(json.dumps(info, indent=2) + "\n")
+    return info
+
+
+def load(output: Path) -> Corpus:
+    """What `prepare` wrote."""
+    info = json.loads((output / "corpus.json").read_text())
+    with np.load(output / "corpus.npz") as arrays:
+        held_out = {name: arrays[name] for name in info["held_out"]}
+        return Corpus(arrays["train"], held_out, info["held_out_bytes"], info)
