@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -263,6 +264,8 @@ def save(model: OPT, path: str | PathLike, *, max_shard_bytes: int = MAX_SHARD_B
             "dtype": model.dtype.name,
         },
     )
+    for name in set(index.values()):  # safetensors hides its files from other users
+        shutil.copymode(folder / "config.json", folder / name)
 
 
 def plan_shards(model: OPT, max_shard_bytes: int) -> list[list[Weight]]:

@@ -156,17 +156,25 @@ def init_state(
     )
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _ConstantDrafter:
     """A drafter that is no pytree, as a constant of the compiled loop."""
 
     drafter: Drafter
 
-    def __getattr__(self, name):
-        return getattr(self.drafter, name)
+    @property
+    def max_draft_tokens(self) -> int:
+        return self.drafter.max_draft_tokens
 
+    def init(self, *args):
+        return self.drafter.init(*args)
 
-jax.tree_util.register_dataclass(_ConstantDrafter, data_fields=[], meta_fields=["drafter"])
+    def propose(self, *args):
+        return self.drafter.propose(*args)
+
+    def commit(self, *args):
+        return self.drafter.commit(*args)
 
 
 def _drafter_for(drafter, requests: Requests, group: np.ndarray, slots: int):

@@ -18,6 +18,7 @@ from golden import tiny_models
 from golden.tiny_models import VARIANTS
 from huggingface_hub.errors import OfflineModeIsEnabled, RepositoryNotFoundError
 from safetensors.numpy import load_file, save_file
+from toy import tiny_model
 
 from emsjax import OPT, checkpoint
 
@@ -559,3 +560,10 @@ def test_an_index_that_names_what_is_not_there_is_an_error(tmp_path, form):
     index.write_text("{")
     with pytest.raises(ValueError, match=r"index.json is not valid JSON"):
         load(tmp_path)
+
+
+def test_saved_files_have_the_modes_of_other_new_files(tmp_path):
+    checkpoint.save(tiny_model(), tmp_path)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    (tmp_path / "other").touch()
+    assert set(modes.values()) == {(tmp_path / "other").stat().st_mode & 0o777}

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from golden import tiny_models
 from golden.tiny_models import GREEDY_LENGTHS, LOGIT_LENGTHS, MAX_NEW_TOKENS, POSITIONS
+from transformers import AutoTokenizer
 
 import emsjax
 from emsjax.packing import pack
@@ -143,3 +144,27 @@ def test_a_prompt_that_fills_every_position_gets_one_token(load):
     out = emsjax.generate(model, prompts, max_new_tokens=1)
     last_rows = values["logits"][np.cumsum(LOGIT_LENGTHS) - 1]
     np.testing.assert_array_equal(out.tokens[:, 0], last_rows.argmax(-1))
+
+
+@pytest.mark.parametrize("name", tiny_models.EMBEDDED)
+def test_greedy_tokens_of_the_embedded_models_equal_torch_generate(name):
+    folder, values = tiny_models.EMBEDDED[name], golden(name)
+    prompts = AutoTokenizer.from_pretrained(folder)(tiny_models.demo_prompts()).input_ids
+    model = emsjax.OPT.from_pretrained(folder, dtype=jnp.float32)
+    out = emsjax.generate(
+        model,
+        prompts,
+        max_new_tokens=tiny_models.MAX_NEW_TOKENS_EMBEDDED,
+        drafter=emsjax.PromptLookup(),
+    )
+    assert out.stats.num_accepted.sum() > 0
+    np.testing.assert_array_equal(out.tokens, values["tokens"])
+    np.testing.assert_array_equal(out.lengths, values["lengths"])
+
+
+def test_golden_tokens_of_the_embedded_draft_are_still_what_torch_generates():
+    pytest.importorskip("torch")
+    from golden import make_golden
+
+    tokens, _, _ = make_golden.embedded("draft", tiny_models.MAX_NEW_TOKENS_EMBEDDED)
+    np.testing.assert_array_equal(tokens, golden("draft")["tokens"])

@@ -33,11 +33,22 @@ def test_the_step_in_the_figure_is_packed_as_drawn():
         assert [int(number) for number in line.split()] == drawn[:7].tolist()
 
 
-def test_the_demo_says_identical(capsys):
+def test_the_demo_says_identical_and_saves_model_calls(capsys, monkeypatch):
+    outputs = []
+
+    def remember(*args, generate=emsjax.generate, **options):
+        outputs.append(generate(*args, **options))
+        return outputs[-1]
+
+    monkeypatch.setattr(emsjax, "generate", remember)
     assert main(["demo"]) == 0
     shown = capsys.readouterr().out
     assert "identical" in shown
     assert "prompt lookup" in shown
+    plain, lookup = outputs[0].stats, outputs[-1].stats
+    assert plain.mean_acceptance_length == 1
+    assert lookup.mean_acceptance_length >= 1.5
+    assert lookup.num_steps.sum() < plain.num_steps.sum() / 1.5
 
 
 def test_the_demo_fails_if_one_token_differs(capsys, monkeypatch):

@@ -1,4 +1,4 @@
-"""Writes golden.npz: what torch and transformers compute for the tiny models.
+"""Writes golden.npz: what torch and transformers compute for the tiny and the embedded models.
 
     python tests/golden/make_golden.py
 
@@ -12,11 +12,19 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import OPTForCausalLM
+from transformers import AutoTokenizer, OPTForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from golden import tiny_models
-from golden.tiny_models import GOLDEN, GREEDY_LENGTHS, LOGIT_LENGTHS, MAX_NEW_TOKENS
+from golden.tiny_models import (
+    EMBEDDED,
+    GOLDEN,
+    GREEDY_LENGTHS,
+    LOGIT_LENGTHS,
+    MAX_NEW_TOKENS,
+    MAX_NEW_TOKENS_EMBEDDED,
+    demo_prompts,
+)
 
 LEAST_MARGIN = 2e-3  # between the two best logits, 20 times the parity tolerance
 
@@ -59,6 +67,13 @@ def greedy(model: OPTForCausalLM, prompts, max_new_tokens: int):
     return tokens, np.array(lengths, np.int32), min(margins)
 
 
+def embedded(name: str, max_new_tokens: int):
+    """The same of an embedded model and the demo's prompts: tokens, lengths, least margin."""
+    prompts = AutoTokenizer.from_pretrained(EMBEDDED[name])(demo_prompts()).input_ids
+    model = OPTForCausalLM.from_pretrained(EMBEDDED[name], dtype=torch.float32).eval()
+    return greedy(model, prompts, max_new_tokens)
+
+
 def num_repeats(sequence: list[int]) -> int:
     """Tokens that follow two tokens as they did before: what prompt lookup can guess."""
     seen, repeats = {}, 0
@@ -95,6 +110,10 @@ def main():
             f"{variant}.lengths": lengths,
             f"{variant}.logits": logits(model, tiny_models.prompts(config, seed, LOGIT_LENGTHS)),
         }
+    for name in EMBEDDED:
+        tokens, lengths, margin = embedded(name, MAX_NEW_TOKENS_EMBEDDED)
+        print(f"{name}: margin {margin:.4f}, lengths {lengths.tolist()}")
+        golden |= {f"{name}.tokens": tokens, f"{name}.lengths": lengths}
     np.savez_compressed(GOLDEN, **golden)
 
 

@@ -1,4 +1,4 @@
-"""Tiny OPT models of every architecture, by seed alone: names, shapes and values."""
+"""Tiny OPT models of every architecture, by seed alone, and where the embedded ones lie."""
 
 import json
 from pathlib import Path
@@ -6,12 +6,16 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
+from emsjax.demo import DRAFT, PROMPTS, TARGET
+
 GOLDEN = Path(__file__).with_name("golden.npz")
 POSITIONS = 40
 LOGIT_LENGTHS = (17, 1, POSITIONS, 2)  # prompts; the longest fills every position
 MAX_NEW_TOKENS = 24
 # n prompt tokens and m new ones take n + m - 1 positions: the last row takes all.
 GREEDY_LENGTHS = (*range(1, 16), POSITIONS + 1 - MAX_NEW_TOKENS)
+EMBEDDED = {"target": TARGET, "draft": DRAFT}
+MAX_NEW_TOKENS_EMBEDDED = 32
 SMALL = {
     "model_type": "opt",
     "vocab_size": 61,
@@ -55,6 +59,10 @@ VARIANTS = {
         "num_attention_heads": 2,
     },
 }
+
+
+def demo_prompts() -> list[str]:
+    return [prompt["prompt"] for prompt in json.loads(PROMPTS.read_text())]
 
 
 def tensor_shapes(config: dict) -> dict[str, tuple[int, ...]]:
