@@ -45,8 +45,8 @@ def per_prompt(name: str, value: Any, num_prompts: int) -> list[Any]:
         ValueError: a sequence of another length.
     """
     if np.ndim(value) == 0:
-        return [value] * num_prompts
-    values = list(value)
+        return [np.asarray(value).item()] * num_prompts
+    values = np.asarray(value).tolist()
     if len(values) != num_prompts:
         raise ValueError(
             f"{name} must be one value or one per prompt: got {len(values)} for "

@@ -19,6 +19,7 @@ class MemoryPlan:
     caches: int
     prefill_chunk: int
     logits: int
+    attention: int
 
     @classmethod
     def for_run(
@@ -39,18 +40,24 @@ class MemoryPlan:
         chunk = chunk_rows(prompt_slots, max_len)
         activations = (6 * size + config.ffn_dim) * item
         rows = row_buckets(slots, max_draft_tokens + 1)[-1]
+        layer = slots * max_len * 2 * size * item
+        scores = rows * config.num_attention_heads * max_len * 4
         return cls(
             weights=weight_bytes(config, dtype),
             caches=cached * max_len * per_token,
             prefill_chunk=chunk * (per_token + activations),
             # Logits, their log-softmax, the step's fresh K/V and activations.
             logits=rows * (2 * config.vocab_size * 4 + per_token + activations),
+            # One layer's keys and values, masked and transposed, and its scores, three
+            # times over: what the XLA implementation was seen to hold.
+            attention=2 * layer + 3 * scores,
         )
 
     @property
     def total(self) -> int:
         """Prefill and verification follow one another; the larger counts."""
-        return self.weights + self.caches + max(self.prefill_chunk, self.logits)
+        step = max(self.prefill_chunk, self.logits)
+        return self.weights + self.caches + self.attention + step
 
     def describe(self) -> str:
         parts = [
@@ -58,6 +65,7 @@ class MemoryPlan:
             ("KV caches", self.caches),
             ("prefill chunk", self.prefill_chunk),
             ("logits", self.logits),
+            ("attention", self.attention),
         ]
         listed = ", ".join(f"{name} {readable(size)}" for name, size in parts)
         return f"{readable(self.total)} ({listed})"

@@ -10,6 +10,7 @@ d = head_dim, q = rows of a tile, f = fresh rows a tile may see.
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 TILE = 128
 MAX_DECODE_ROWS = 64
@@ -96,6 +97,14 @@ def _extents(segment_ids, batch):
 
 def _attend(query, key, value, key_cache, value_cache, visible, cache_lengths, scale):
     """query [b, q, h, d]; key, value [b, f, h, d]; visible [b, q, f] -> [b, q, h, d]."""
+    # XLA would like the caches transposed, and would transpose those of all layers
+    # at once, before the step: a second copy of everything. Pinned to their layout,
+    # and available no earlier than the queries, they are transposed layer by layer.
+    query, key_cache, value_cache = lax.optimization_barrier((query, key_cache, value_cache))
+    layout = Layout(major_to_minor=(0, 1, 2, 3))
+    key_cache, value_cache = (
+        with_layout_constraint(cache, layout) for cache in (key_cache, value_cache)
+    )
     precision = lax.Precision.HIGHEST if key_cache.dtype == jnp.float32 else None
 
     def dot(spec, x, y):

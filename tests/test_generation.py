@@ -295,3 +295,10 @@ def test_bad_input_is_named_before_any_work(arguments, monkeypatch):
 def test_prompt_lookup_names_a_bad_length(name):
     with pytest.raises(ValueError, match=f"{name} must be at least 1"):
         emsjax.PromptLookup(**{name: 0})
+
+
+def test_per_prompt_values_may_be_arrays_of_any_kind():
+    model, prompts = tiny_model(), ragged_prompts([5, 9])
+    for limits in ([3, 7], (3, 7), np.array([3, 7]), jnp.array([3, 7])):
+        assert emsjax.generate(model, prompts, max_new_tokens=limits).lengths.tolist() == [3, 7]
+    assert emsjax.generate(model, prompts, max_new_tokens=jnp.array(3)).lengths.tolist() == [3, 3]
