@@ -141,7 +141,7 @@ def tokenize(records: Sequence[Record], options: RunOptions):
     """
     from transformers import AutoConfig, AutoTokenizer
 
-    from emsjax.opt import OPTConfig
+    from emsjax.config import OPTConfig
 
     revision = {} if options.revision is None else {"revision": options.revision}
     config = OPTConfig.from_dict(AutoConfig.from_pretrained(options.model, **revision).to_dict())

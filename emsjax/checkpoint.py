@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
+from typing import TypeVar
 
 import huggingface_hub
 import jax
@@ -23,8 +24,8 @@ from huggingface_hub.errors import (
 )
 from jax import Array
 
+from emsjax.config import OPTConfig
 from emsjax.memory import check_weights_fit
-from emsjax.opt import OPT, OPTConfig
 from emsjax.weight_files import (
     FORMATS,
     StoredTensor,
@@ -34,6 +35,7 @@ from emsjax.weight_files import (
     read_json,
 )
 
+Model = TypeVar("Model", bound=nnx.Module)
 DTYPES = ("bfloat16", "float16", "float32")
 READABLE_DTYPES = (*DTYPES, "float64")
 MAX_SHARD_BYTES = 2 << 30
@@ -64,7 +66,7 @@ class Weight:
     transposed: bool
 
 
-def weights_of(model: OPT, *, torch_layout: bool) -> list[Weight]:
+def weights_of(model: nnx.Module, *, torch_layout: bool) -> list[Weight]:
     """How a checkpoint stores every parameter of a (possibly abstract) model."""
     weights = []
     for path, variable in nnx.to_flat_state(nnx.state(model)):
@@ -79,8 +81,8 @@ def weights_of(model: OPT, *, torch_layout: bool) -> list[Weight]:
 
 
 def load(
-    cls: type[OPT], path_or_repo_id: str | PathLike, *, dtype, revision: str | None = None
-) -> OPT:
+    cls: type[Model], path_or_repo_id: str | PathLike, *, dtype, revision: str | None = None
+) -> Model:
     """A model from a local folder or a repository of the Hugging Face hub.
 
     The first of these formats that is there is read, in one file or in shards:
@@ -210,7 +212,9 @@ def split(value: Array, *, count: int, transposed: bool) -> list[Array]:
     return [part.T if transposed else part for part in jnp.split(value, count, axis=-1)]
 
 
-def save(model: OPT, path: str | PathLike, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+def save(
+    model: nnx.Module, path: str | PathLike, *, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> None:
     """Write a model as a folder that transformers, and `load`, read.
 
     Files of the same names are overwritten, others stay.
@@ -268,7 +272,7 @@ def save(model: OPT, path: str | PathLike, *, max_shard_bytes: int = MAX_SHARD_B
         shutil.copymode(folder / "config.json", folder / name)
 
 
-def plan_shards(model: OPT, max_shard_bytes: int) -> list[list[Weight]]:
+def plan_shards(model: nnx.Module, max_shard_bytes: int) -> list[list[Weight]]:
     """The parameters of each file, in order; q, k and v stay together."""
     shards, filled = [[]], 0
     for weight in weights_of(model, torch_layout=True):

@@ -6,9 +6,8 @@ import os
 import jax
 import jax.numpy as jnp
 
-from emsjax.opt import POSITION_OFFSET, OPTConfig
-from emsjax.packing import row_buckets
-from emsjax.prefill import chunk_rows
+from emsjax.config import POSITION_OFFSET, OPTConfig
+from emsjax.packing import chunk_rows, row_buckets
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,107 +1,20 @@
 """OPT (arXiv 2205.01068) in Flax NNX, over packed rows with a read-only KV cache."""
 
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from os import PathLike
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
 import pallas_kernels
+from emsjax import checkpoint
 from emsjax.cache import KeysValues, KVCache
+from emsjax.config import ACTIVATIONS, POSITION_OFFSET, OPTConfig
 from emsjax.packing import PackedRows
 
-POSITION_OFFSET = 2  # the position table's first two entries are never used
 LAYER_NORM_EPSILON = 1e-5
-ACTIVATIONS = {"relu": jax.nn.relu, "gelu": lambda x: jax.nn.gelu(x, approximate=False)}
-
-
-@dataclasses.dataclass(frozen=True)
-class OPTConfig:
-    """Architecture of an OPT model; fields are named, and default, as in transformers.
-
-    Raises:
-        ValueError: sizes below 1, heads that do not divide hidden_size, an
-            unknown activation, or an untied head.
-    """
-
-    vocab_size: int = 50272
-    hidden_size: int = 768
-    num_hidden_layers: int = 12
-    ffn_dim: int = 3072
-    max_position_embeddings: int = 2048
-    num_attention_heads: int = 12
-    word_embed_proj_dim: int | None = None  # None: hidden_size
-    do_layer_norm_before: bool = True
-    _remove_final_layer_norm: bool = False
-    enable_bias: bool = True
-    layer_norm_elementwise_affine: bool = True
-    activation_function: str = "relu"
-    init_std: float = 0.02
-    tie_word_embeddings: bool = True
-    pad_token_id: int | None = 1
-    bos_token_id: int | None = 2
-    eos_token_id: int | tuple[int, ...] | list[int] | None = 2
-
-    def __post_init__(self):
-        if self.word_embed_proj_dim is None:
-            object.__setattr__(self, "word_embed_proj_dim", self.hidden_size)
-        if isinstance(self.eos_token_id, list):
-            object.__setattr__(self, "eos_token_id", tuple(self.eos_token_id))
-        for field in dataclasses.fields(self):
-            if field.type in (int, int | None) and not field.name.endswith("_token_id"):
-                size = getattr(self, field.name)
-                if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                    raise ValueError(f"{field.name} must be an integer of at least 1, not {size!r}")
-        if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size ({self.hidden_size}) must be a multiple of "
-                f"num_attention_heads ({self.num_attention_heads})"
-            )
-        if self.activation_function not in ACTIVATIONS:
-            raise ValueError(
-                f"activation_function must be one of {sorted(ACTIVATIONS)}, "
-                f"not {self.activation_function!r}"
-            )
-        if not self.tie_word_embeddings:
-            raise ValueError("tie_word_embeddings must be true: OPT's head is its embedding table")
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "OPTConfig":
-        """From the contents of a transformers config.json; training-only fields are ignored.
-
-        Raises:
-            ValueError: `model_type` is not "opt".
-        """
-        if values.get("model_type") != "opt":
-            raise ValueError(
-                f"unknown model type {values.get('model_type')!r}: emsjax reads models whose "
-                'config.json says "model_type": "opt"'
-            )
-        names = {field.name for field in dataclasses.fields(cls)}
-        return cls(**{name: value for name, value in values.items() if name in names})
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_attention_heads
-
-    @property
-    def has_projections(self) -> bool:
-        """Whether embeddings are narrower or wider than the layers (350m)."""
-        return self.word_embed_proj_dim != self.hidden_size
-
-    @property
-    def has_final_layer_norm(self) -> bool:
-        return self.do_layer_norm_before and not self._remove_final_layer_norm
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        ids = self.eos_token_id
-        return () if ids is None else ids if isinstance(ids, tuple) else (ids,)
 
 
 def matmul_precision(dtype) -> lax.Precision | None:
@@ -263,12 +176,8 @@ class OPT(nnx.Module):
         cls, path_or_repo_id: str | PathLike, *, dtype=jnp.bfloat16, revision: str | None = None
     ) -> "OPT":
         """Load a Hugging Face checkpoint: see `emsjax.checkpoint.load`."""
-        from emsjax import checkpoint
-
         return checkpoint.load(cls, path_or_repo_id, dtype=dtype, revision=revision)
 
     def save_pretrained(self, path: str | PathLike) -> None:
         """Write a folder that transformers loads: see `emsjax.checkpoint.save`."""
-        from emsjax import checkpoint
-
         checkpoint.save(self, path)

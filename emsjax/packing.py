@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 MAX_BUCKETS = 4
+MAX_CHUNK_ROWS = 1024  # of prefill
 
 
 @jax.tree_util.register_dataclass
@@ -79,6 +80,11 @@ def row_buckets(batch: int, max_rows_per_sample: int) -> tuple[int, ...]:
     while len(buckets) < MAX_BUCKETS and buckets[0] > batch:
         buckets.insert(0, max(batch, -(-buckets[0] // 2)))
     return tuple(buckets)
+
+
+def chunk_rows(batch: int, width: int) -> int:
+    """Static rows of a prefill chunk for a token buffer [batch, width]."""
+    return min(MAX_CHUNK_ROWS, batch * width)
 
 
 def round_up_length(length: int) -> int:

@@ -1,7 +1,5 @@
 """Filling a cache with tokens that are known already, in chunks of packed rows."""
 
-from collections.abc import Callable
-
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32
@@ -9,14 +7,7 @@ from jaxtyping import Array, Int32
 from emsjax.cache import KVCache
 from emsjax.kernels import Kernels
 from emsjax.opt import OPT
-from emsjax.packing import pack
-
-MAX_CHUNK_ROWS = 1024
-
-
-def chunk_rows(batch: int, width: int) -> int:
-    """Static rows of a chunk for a token buffer [batch, width]."""
-    return min(MAX_CHUNK_ROWS, batch * width)
+from emsjax.packing import chunk_rows, pack
 
 
 def prefill(
@@ -40,5 +31,5 @@ def prefill(
         _, fresh = model(token_ids, rows, cache, attention=kernels.attention)
         return cache.commit(fresh, rows, rows.counts, kernels.update)
 
-    unfinished: Callable = lambda cache: jnp.any(cache.lengths < lengths)
+    unfinished = lambda cache: jnp.any(cache.lengths < lengths)
     return lax.while_loop(unfinished, advance, cache)

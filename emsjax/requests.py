@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from emsjax.checks import as_token_ids, check_at_least, per_prompt
-from emsjax.opt import OPTConfig
+from emsjax.config import OPTConfig
 from emsjax.packing import round_up_length
 from emsjax.sampling import Sampling
 
