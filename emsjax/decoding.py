@@ -227,16 +227,16 @@ def _forward_bucket(model, state, block, counts, kernels: Kernels, num_rows, buc
 
 def _choose(logits, rows, state):
     """Each row's next token under the target, and its log-probability. [r], [r]"""
+    # From logits, as rounding in the log-softmax could merge two candidates.
     if state.sampling is None:
-        log_probs = jax.nn.log_softmax(logits)
-        # Of the logits: rounding in the softmax could merge two candidates.
         tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     else:
         sample = jnp.minimum(rows.segment_ids, state.lengths.shape[0] - 1)
         sampling = jax.tree.map(lambda x: x[sample], state.sampling)
-        log_probs = warp(logits, sampling)
+        logits = warp(logits, sampling)
         keys = position_keys(state.keys[sample], rows.positions + 1, Purpose.TARGET)
-        tokens = draw(log_probs, sampling.temperature, keys)
+        tokens = draw(logits, sampling.temperature, keys)
+    log_probs = jax.nn.log_softmax(logits)
     return tokens, jnp.take_along_axis(log_probs, tokens[:, None], axis=1)[:, 0]
 
 

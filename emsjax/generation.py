@@ -97,14 +97,7 @@ def generate(
     ]
     # Every group is checked before the first one runs.
     drafters = [_drafter_for(drafter, requests, group, slots) for group in groups]
-    check_fits(
-        model.config,
-        model.dtype,
-        slots=slots,
-        prompt_slots=_prompt_slots(slots, requests.num_sequences),
-        max_len=requests.max_len,
-        max_draft_tokens=_max_draft_tokens(drafter),
-    )
+    _check_memory(model, drafter, requests, slots)
     results = []
     for group, group_drafter in zip(groups, drafters, strict=True):
         state = _init_group(
@@ -150,7 +143,9 @@ def init_state(
     )
     slots = requests.total_sequences
     group = np.arange(slots)
+    resolve_kernels(attention_implementation)
     drafter = _drafter_for(drafter, requests, group, slots)
+    _check_memory(model, drafter, requests, slots)
     return _init_group(
         model, drafter, requests, group, slots, draft_length, attention_implementation
     )
@@ -192,6 +187,18 @@ def _drafter_for(drafter, requests: Requests, group: np.ndarray, slots: int):
 
 def _max_draft_tokens(drafter: Drafter | None) -> int:
     return 0 if drafter is None else int(drafter.max_draft_tokens)
+
+
+def _check_memory(model: OPT, drafter: Drafter | None, requests: Requests, slots: int) -> None:
+    """Raises a ValueError if the run does not fit."""
+    check_fits(
+        model.config,
+        model.dtype,
+        slots=slots,
+        prompt_slots=_prompt_slots(slots, requests.num_sequences),
+        max_len=requests.max_len,
+        max_draft_tokens=_max_draft_tokens(drafter),
+    )
 
 
 def _prompt_slots(slots: int, num_sequences: int) -> int:

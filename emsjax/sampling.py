@@ -79,27 +79,26 @@ def position_keys(
 
 
 def warp(logits: Float[Array, "r v"], sampling: Sampling) -> Float[Array, "r v"]:
-    """Log-probabilities of the distribution that each row is sampled from.
+    """Logits of the distribution that each row is sampled from, -inf for what is ruled out.
 
-    `sampling` holds one value per row. Rows of temperature 0 get the unwarped
-    log-softmax. Needs no sort: the thresholds are found by bisection.
+    `sampling` holds one value per row. Rows of temperature 0 stay as they are.
+    Needs no sort: the thresholds are found by bisection.
     """
     greedy = sampling.temperature <= 0
     warped = logits / jnp.where(greedy, 1, sampling.temperature)[:, None]
     top_k = jnp.where(sampling.top_k > 0, sampling.top_k, logits.shape[1])
     warped = _keep_largest(warped, jnp.ones_like(warped), top_k.astype(jnp.float32), greedy)
     keep_all = greedy | (sampling.top_p >= 1)
-    warped = _keep_largest(warped, jax.nn.softmax(warped), sampling.top_p, keep_all)
-    return jax.nn.log_softmax(warped)
+    return _keep_largest(warped, jax.nn.softmax(warped), sampling.top_p, keep_all)
 
 
 def draw(
-    log_probs: Float[Array, "r v"], temperature: Float[Array, "r"], keys: Key[Array, "r"]
+    logits: Float[Array, "r v"], temperature: Float[Array, "r"], keys: Key[Array, "r"]
 ) -> Int32[Array, "r"]:
-    """One token per row; the likeliest where the temperature is 0."""
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, log_probs.shape[1:]))(keys)
+    """One token per row, by the Gumbel-max trick; the likeliest where the temperature is 0."""
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys)
     noise = jnp.where(temperature[:, None] > 0, noise, 0)
-    return jnp.argmax(log_probs + noise, axis=-1).astype(jnp.int32)
+    return jnp.argmax(logits + noise, axis=-1).astype(jnp.int32)
 
 
 def _keep_largest(logits, weights, goal, keep_all):

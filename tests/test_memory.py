@@ -46,6 +46,8 @@ def test_what_does_not_fit_names_the_sum_and_the_largest_batch(monkeypatch):
         patch.setattr(generation, "_init_arrays", None)  # nothing may be allocated
         with pytest.raises(ValueError, match=r"KV caches .* largest batch_size that fits is 4"):
             emsjax.generate(model, prompts, max_new_tokens=4)
+        with pytest.raises(ValueError, match="largest batch_size that fits is 4"):
+            emsjax.init_state(model, None, prompts, max_new_tokens=4)
     emsjax.generate(model, prompts, max_new_tokens=4, batch_size=4)
     monkeypatch.setattr(memory, "available_bytes", lambda: 10)
     with pytest.raises(ValueError, match="not even batch_size 1 fits"):

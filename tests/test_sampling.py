@@ -41,7 +41,7 @@ def test_warped_distribution_equals_the_sorted_one(logits, temperature, top_k, t
     logits = np.array(logits, np.float32) / 4  # ties are frequent
     one = lambda value, dtype: jnp.full(1, value, dtype)
     sampling = Sampling(one(temperature, "float32"), one(top_k, "int32"), one(top_p, "float32"))
-    probs = np.exp(warp(jnp.asarray(logits)[None], sampling)[0])
+    probs = jax.nn.softmax(warp(jnp.asarray(logits)[None], sampling)[0])
     np.testing.assert_allclose(probs, expected_probs(logits, temperature, top_k, top_p), atol=1e-6)
 
 
