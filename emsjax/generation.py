@@ -59,8 +59,9 @@ def generate(
             needed when a temperature is above 0.
         time_budget_s: seconds after which unfinished sequences are returned as they
             are; checked between chunks of device steps.
-        attention_implementation: "xla", "reference", a callable with the signature of
-            `pallas_kernels.ragged_attention`, or None to let the device decide.
+        attention_implementation: "triton", "xla", "reference", a callable with the
+            signature of `pallas_kernels.ragged_attention`, or None to let the device
+            decide.
 
     Returns:
         A `GenerateOutput`, prompt-major.

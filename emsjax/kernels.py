@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import pallas_kernels
 from pallas_kernels.implementations import choose
-
-IMPLEMENTATIONS = ("reference", "xla")
+from pallas_kernels.ragged_attention import IMPLEMENTATIONS as ATTENTIONS
+from pallas_kernels.update_kv_cache import IMPLEMENTATIONS as UPDATES
 
 
 class Kernels(NamedTuple):
@@ -21,16 +21,16 @@ def resolve_kernels(attention_implementation: str | Callable | None) -> Kernels:
     """Kernels by name, the device's default for None, or the user's own attention.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: an unknown name, or one that the device cannot run.
     """
     if callable(attention_implementation):
         return Kernels(attention_implementation, pallas_kernels.update_kv_cache)
     try:
-        name = choose(attention_implementation, IMPLEMENTATIONS)
+        name = choose(attention_implementation, ATTENTIONS)
     except ValueError as error:
         raise ValueError(f"attention_{error}") from None
     bind = functools.partial
     return Kernels(
         bind(pallas_kernels.ragged_attention, implementation=name),
-        bind(pallas_kernels.update_kv_cache, implementation=name),
+        bind(pallas_kernels.update_kv_cache, implementation=name if name in UPDATES else None),
     )

@@ -144,7 +144,8 @@ def available_bytes() -> int | None:
     device = jax.local_devices()[0]
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"] - stats["bytes_in_use"]
+        # A reserve for fragmentation and for the libraries' own workspaces.
+        return int(0.98 * stats["bytes_limit"]) - stats["bytes_in_use"]
     if device.platform == "cpu" and "SC_AVPHYS_PAGES" in os.sysconf_names:
         return _available_host_bytes()
     return None

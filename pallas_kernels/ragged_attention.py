@@ -1,9 +1,17 @@
 """Attention of packed rows over each sample's committed cache and its own fresh rows."""
 
+import functools
+
 from jax import Array
 
-from pallas_kernels import ragged_attention_xla, reference
+from pallas_kernels import ragged_attention_triton, ragged_attention_xla, reference
 from pallas_kernels.implementations import choose
+
+IMPLEMENTATIONS = {
+    "triton": ragged_attention_triton.ragged_attention,
+    "xla": ragged_attention_xla.ragged_attention,
+    "reference": reference.ragged_attention,
+}
 
 
 def ragged_attention(
@@ -40,22 +48,23 @@ def ragged_attention(
             in this call; None: all of them. Small bounds (decoding) take a path
             that serves all samples at once.
         scale: of the scores; None: head_dim ** -0.5.
-        implementation: "xla", "reference", or None to let the device decide.
-        interpret: run Pallas kernels in interpret mode; the others ignore it.
+        implementation: "triton", "xla", "reference", or None: Triton on NVIDIA GPUs
+            of compute capability 8.0 and newer, XLA elsewhere.
+        interpret: run the Triton kernel in interpret mode, on any device; the
+            others ignore it.
 
     Returns:
         Attention outputs in the query's dtype.
 
     Raises:
-        ValueError: unknown implementation.
+        ValueError: unknown implementation, or one that the device cannot run.
 
     Reference: the unpadded input tokens of EMS-SD, arXiv 2405.07542, section 3.
     """
-    implementations = {
-        "xla": ragged_attention_xla.ragged_attention,
-        "reference": reference.ragged_attention,
-    }
-    attention = implementations[choose(implementation, implementations)]
+    name = choose(implementation, IMPLEMENTATIONS, interpret)
+    attention = IMPLEMENTATIONS[name]
+    if name == "triton":
+        attention = functools.partial(attention, interpret=interpret)
     return attention(
         query,
         key,

@@ -37,8 +37,7 @@ def update_kv_cache(
 
     Reference: the unpadded KV cache of EMS-SD, arXiv 2405.07542, section 3.
     """
-    implementations = {"xla": _scatter, "reference": reference.update_kv_cache}
-    update = implementations[choose(implementation, implementations)]
+    update = IMPLEMENTATIONS[choose(implementation, IMPLEMENTATIONS)]
     return update(key_cache, value_cache, key, value, segment_ids, positions)
 
 
@@ -53,3 +52,6 @@ def _scatter(key_cache, value_cache, key, value, segment_ids, positions):
         return at.set(rows.astype(cache.dtype), mode="drop", unique_indices=True)
 
     return scatter(key_cache, key), scatter(value_cache, value)
+
+
+IMPLEMENTATIONS = {"xla": _scatter, "reference": reference.update_kv_cache}

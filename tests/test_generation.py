@@ -241,7 +241,11 @@ def test_own_attention_runs_in_the_loop():
     plain = emsjax.generate(model, prompts, max_new_tokens=NEW)
     own = functools.partial(pallas_kernels.reference.ragged_attention)
     blind = lambda query, *args, **kwargs: jnp.zeros_like(query)
-    for attention, same in (("reference", True), ("xla", True), (own, True), (blind, False)):
+    triton = functools.partial(
+        pallas_kernels.ragged_attention, implementation="triton", interpret=True
+    )
+    cases = [("reference", True), ("xla", True), (own, True), (triton, True), (blind, False)]
+    for attention, same in cases:
         out = emsjax.generate(
             model, prompts, max_new_tokens=NEW, attention_implementation=attention
         )

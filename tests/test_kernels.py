@@ -1,5 +1,6 @@
 """One conformance suite that every implementation of the kernels passes."""
 
+import contextlib
 import functools
 
 import jax
@@ -11,11 +12,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pallas_kernels
-from pallas_kernels import ragged_attention_xla
+from pallas_kernels import ragged_attention_triton, ragged_attention_xla
+from pallas_kernels.implementations import choose, runs_triton
 
-IMPLEMENTATIONS = ["reference", "xla"]
-BATCH, MAX_LEN, HEADS, HEAD_DIM, ROWS = 4, 24, 2, 8, 40
-every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+COMPILED = runs_triton()  # otherwise the Triton kernel is interpreted
+BLOCK = ragged_attention_triton.BLOCK_KEYS if COMPILED else 8
+BATCH, MAX_LEN, HEADS, HEAD_DIM, ROWS = 4, 3 * BLOCK, 2, 8, 40
+every_implementation = pytest.mark.parametrize("implementation", ["reference", "xla", "triton"])
+every_update = pytest.mark.parametrize("implementation", ["reference", "xla"])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_blocks():
+    """Several blocks and splits of the short caches here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ragged_attention_triton, "BLOCK_KEYS", BLOCK)
+        yield
 
 
 @functools.cache
@@ -25,6 +37,7 @@ def compiled(implementation, max_rows_per_sample):
             pallas_kernels.ragged_attention,
             implementation=implementation,
             max_rows_per_sample=max_rows_per_sample,
+            interpret=not COMPILED,
         )
     )
 
@@ -62,7 +75,11 @@ def check(implementation, inputs, max_rows_per_sample, rtol=2e-6):
 @settings(max_examples=12)
 @given(
     counts=st.lists(st.sampled_from([0, 1, 2, 9, 10]), min_size=BATCH, max_size=BATCH),
-    lengths=st.lists(st.sampled_from([0, 1, 7, 8, 9, MAX_LEN]), min_size=BATCH, max_size=BATCH),
+    lengths=st.lists(
+        st.sampled_from([0, 1, BLOCK - 1, BLOCK, BLOCK + 1, MAX_LEN]),
+        min_size=BATCH,
+        max_size=BATCH,
+    ),
     order=st.permutations(range(BATCH)),
 )
 def test_equals_the_float64_oracle_and_reads_no_poison(
@@ -76,6 +93,9 @@ def test_equals_the_float64_oracle_and_reads_no_poison(
 def test_long_segments_are_tiled_correctly(implementation, tile, monkeypatch):
     monkeypatch.setattr(ragged_attention_xla, "MAX_DECODE_ROWS", 3)
     monkeypatch.setattr(ragged_attention_xla, "TILE", tile)
+    if not COMPILED:  # a matrix unit's tile has at least 16 rows
+        monkeypatch.setattr(ragged_attention_triton, "DECODE_TILE", 3)
+        monkeypatch.setattr(ragged_attention_triton, "PREFILL_TILE", tile)
     compiled.cache_clear()
     for counts in ([13, 0, 4, 5], [0, 0, 0, 40], [10, 10, 10, 10], [0, 0, 0, 0]):
         check(implementation, case(counts, [3, 24, 0, 8], order=[2, 0, 3, 1]), None)
@@ -103,7 +123,7 @@ def test_one_causal_segment_equals_jax_nn_attention(implementation):
     assert (out[20:] == 0).all()
 
 
-@every_implementation
+@every_update
 @settings(max_examples=15)
 @given(
     counts=st.lists(st.integers(0, 10), min_size=BATCH, max_size=BATCH),
@@ -143,3 +163,41 @@ def test_an_unknown_implementation_is_named(call):
     arguments = [None] * (8 if call is pallas_kernels.ragged_attention else 6)
     with pytest.raises(ValueError, match=r"implementation must be None or one of .* not 'fast'"):
         call(*arguments, implementation="fast")
+
+
+def test_an_implementation_that_the_device_cannot_run_is_refused(monkeypatch):
+    monkeypatch.setattr("pallas_kernels.implementations.runs_triton", lambda: False)
+    assert choose(None, ["triton", "xla"]) == "xla"
+    assert choose("triton", ["triton", "xla"], interpret=True) == "triton"
+    with pytest.raises(ValueError, match=r"compute capability 8\.0 or newer"):
+        choose("triton", ["triton", "xla"])
+    monkeypatch.setattr("pallas_kernels.implementations.runs_triton", lambda: True)
+    assert choose(None, ["triton", "xla"]) == "triton"
+    assert choose(None, ["xla"]) == "xla"
+
+
+def cuda_without_a_gpu():
+    """A context in which kernels lower for an H200 on any machine."""
+    if jax.__version_info__ < (0, 11):
+        return contextlib.nullcontext()
+    from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
+@pytest.mark.parametrize(("batch", "bound"), [(24, 8), (1, 1), (3, None)])
+def test_the_triton_kernel_lowers_for_cuda(dtype, head_dim, batch, bound, monkeypatch):
+    monkeypatch.setattr(ragged_attention_triton, "BLOCK_KEYS", 64)
+    shaped = lambda *shape, dtype=dtype: jax.ShapeDtypeStruct(shape, dtype)
+    ints = lambda n: shaped(n, dtype="int32")
+    fresh, cache = shaped(48, 8, head_dim), shaped(batch, 1024, 8, head_dim)
+    arguments = [fresh] * 3 + [cache] * 2 + [ints(48), ints(48), ints(batch)]
+    attention = functools.partial(
+        ragged_attention_triton.ragged_attention, max_rows_per_sample=bound
+    )
+    with cuda_without_a_gpu():
+        lowered = jax.jit(attention).trace(*arguments).lower(lowering_platforms=("cuda",))
+    assert "triton" in lowered.as_text()
