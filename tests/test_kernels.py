@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -201,3 +202,22 @@ def test_the_triton_kernel_lowers_for_cuda(dtype, head_dim, batch, bound, monkey
     with cuda_without_a_gpu():
         lowered = jax.jit(attention).trace(*arguments).lower(lowering_platforms=("cuda",))
     assert "triton" in lowered.as_text()
+
+
+@pytest.mark.parametrize(
+    ("backend", "capability", "runs"),
+    [
+        ("gpu", "7.5", False),
+        ("gpu", "8.0", True),
+        ("gpu", "9.0", True),
+        ("gpu", "12.0", True),
+        ("gpu", "gfx942", False),
+        ("gpu", None, False),
+        ("cpu", "9.0", False),
+    ],
+)
+def test_triton_runs_from_compute_capability_8(backend, capability, runs, monkeypatch):
+    device = SimpleNamespace(compute_capability=capability)
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    assert runs_triton() == runs

@@ -1,5 +1,7 @@
 """The plan counts what is allocated, and refuses in time."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -70,3 +72,12 @@ def test_weights_that_do_not_fit_are_not_loaded(monkeypatch, tmp_path):
     monkeypatch.setattr(memory, "available_bytes", lambda: needed - 1)
     with pytest.raises(ValueError, match=r"weights need .* in float32"):
         emsjax.OPT.from_pretrained(tmp_path, dtype=jnp.float32)
+
+
+def test_an_accelerators_own_figures_are_used_less_a_reserve(monkeypatch):
+    stats = {"bytes_limit": 1000, "bytes_in_use": 300}
+    device = SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    assert memory.available_bytes() == 680
+    stats.clear()
+    assert memory.available_bytes() is None

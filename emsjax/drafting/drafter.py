@@ -37,6 +37,10 @@ class Drafter(Protocol):
     outside the vocabulary, or behind an end token are cut off before
     verification.
 
+    A drafter that holds something for each prompt may also have
+    `for_prompts(prompt_indices, num_prompts)`, called on the host before `init`:
+    it returns the drafter for a batch whose slot i serves prompt prompt_indices[i].
+
     Attributes:
         max_draft_tokens: static upper limit k of tokens per sample and step.
     """
