@@ -26,6 +26,7 @@ def ragged_attention(
     *,
     max_rows_per_sample: int | None = None,
     scale: float | None = None,
+    ancestors: Array | None = None,  # bool [rows, fresh]
     implementation: str | None = None,
     interpret: bool = False,
 ) -> Array:  # [rows, heads, head_dim]
@@ -43,11 +44,18 @@ def ragged_attention(
     entries at or beyond cache_lengths, and K/V of padding rows, may hold
     anything, NaN included.
 
+    With `ancestors` the fresh rows of a sample may form a tree (several drafts
+    that share their beginnings) rather than a sequence: row r sees the i-th fresh
+    row of its sample where ancestors[r, i], whatever the positions are, and every
+    committed entry. A row must be its own ancestor.
+
     Args:
         max_rows_per_sample: static upper bound of the rows that one sample has
             in this call; None: all of them. Small bounds (decoding) take a path
             that serves all samples at once.
         scale: of the scores; None: head_dim ** -0.5.
+        ancestors: visibility among the fresh rows; as many columns as any sample has
+            rows, at least. None: causal.
         implementation: "triton", "xla", "reference", or None: Triton on NVIDIA GPUs
             of compute capability 8.0 and newer, XLA elsewhere.
         interpret: run the Triton kernel in interpret mode, on any device; the
@@ -59,7 +67,8 @@ def ragged_attention(
     Raises:
         ValueError: unknown implementation, or one that the device cannot run.
 
-    Reference: the unpadded input tokens of EMS-SD, arXiv 2405.07542, section 3.
+    Reference: the unpadded input tokens of EMS-SD, arXiv 2405.07542, section 3; the
+    ancestor mask is the tree attention of SpecInfer, arXiv 2305.09781, section 4.
     """
     name = choose(implementation, IMPLEMENTATIONS, interpret)
     attention = IMPLEMENTATIONS[name]
@@ -76,4 +85,5 @@ def ragged_attention(
         cache_lengths,
         max_rows_per_sample=max_rows_per_sample,
         scale=scale,
+        ancestors=ancestors,
     )

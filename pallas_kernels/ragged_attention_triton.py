@@ -1,16 +1,18 @@
 """Segment-indexed attention as a Pallas Triton kernel, for compute capability 8.0 and newer.
 
 One launch serves committed cache and fresh rows together. A program owns one
-query tile (up to `tile` rows of one sample), one head and one share of the
-sample's keys; it reads that share of the committed K/V once for all its rows,
-and lengths on the device, so the host plans nothing. Where batch x heads does
-not fill the device, keys are split and the shares combined afterwards.
+work item (a query tile of one sample and a share of its keys) and one head; it
+reads that share of the committed K/V once for all rows of the tile, and the
+plan on the device, so the host plans nothing. Where batch x heads does not fill
+the device, keys are split and a second launch combines the shares.
 
 Axis legend: r = packed rows, b = batch, l = cache length, h = heads,
-d = head_dim, n = query tiles, s = key splits.
+d = head_dim, n = work items, t = rows of a tile, f = fresh rows of a sample.
 """
 
 import functools
+import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +20,23 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-DECODE_TILE = 16  # the smallest tile of a matrix unit
-PREFILL_TILE = 64
-BLOCK_KEYS = 64
-PROGRAMS_WANTED = 528  # four for each multiprocessor of an H200
+from pallas_kernels import work_items
+from pallas_kernels.work_items import FIELDS
+
+
+class Tiling(NamedTuple):
+    """Sizes of one launch, found by measurement on an H200."""
+
+    rows: int  # of a query tile; a matrix unit takes 16 at least
+    keys: int  # of a block
+    num_warps: int
+    num_stages: int
+
+
+DECODE = Tiling(rows=16, keys=64, num_warps=4, num_stages=3)
+PREFILL = Tiling(rows=64, keys=32, num_warps=4, num_stages=3)
+PROGRAMS_WANTED = 128  # about one for each multiprocessor: fewer, and keys are split
+COMBINED_HEADS = 4  # of one program that combines shares
 
 
 def ragged_attention(
@@ -36,141 +51,254 @@ def ragged_attention(
     *,
     max_rows_per_sample: int | None = None,
     scale: float | None = None,
+    ancestors: Array | None = None,  # bool [r, f]
     interpret: bool = False,
 ) -> Array:  # [r, h, d]
     """See `pallas_kernels.ragged_attention`."""
     del positions  # they follow from cache_lengths and the order of the rows
     rows, heads, head_dim = query.shape
-    batch, max_len = key_cache.shape[:2]
-    decoding = min(rows, max_rows_per_sample or rows) <= DECODE_TILE
-    tile = DECODE_TILE if decoding else PREFILL_TILE
-    tiles = query_tiles(segment_ids, batch, tile, one_per_sample=decoding)
-    num_tiles = tiles.shape[1]
+    batch = key_cache.shape[0]
+    decoding = min(rows, max_rows_per_sample or rows) <= DECODE.rows
+    tiling = DECODE if decoding else PREFILL
     splits = 1
-    if decoding:
-        splits = max(1, min(PROGRAMS_WANTED // (batch * heads), max_len // BLOCK_KEYS))
+    if decoding and batch * heads < PROGRAMS_WANTED:
+        splits = pl.cdiv(PROGRAMS_WANTED, heads)
+    items = work_items.plan(
+        segment_ids,
+        cache_lengths,
+        tile=tiling.rows,
+        block=tiling.keys,
+        splits=splits,
+        one_tile=decoding,
+    )
+    num_items = items.fields.shape[1]
+    # Where shares are combined, the combination also writes the zeros of padding rows.
+    whole = splits == 1
+    shares = (num_items, tiling.rows, heads)
+    f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    masks = () if ancestors is None else (ancestors.astype(jnp.int8),)
 
     kernel = functools.partial(
         _kernel,
-        tile=tile,
-        splits=splits,
+        tiling=tiling,
         scale=head_dim**-0.5 if scale is None else scale,
         head_dim=head_dim,
+        one_tile=decoding,
+        has_ancestors=ancestors is not None,
     )
-    partial_shape = lambda *shape: jax.ShapeDtypeStruct((splits, rows, heads, *shape), jnp.float32)
-    out, highest, total = pl.pallas_call(
+    outputs = pl.pallas_call(
         kernel,
-        grid=(num_tiles, heads, splits),
-        out_shape=(partial_shape(head_dim), partial_shape(), partial_shape()),
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=3),
+        # Neighbouring heads lie side by side in the cache and are read together.
+        grid=(heads, num_items + whole),
+        out_shape=(
+            jax.ShapeDtypeStruct(query.shape, query.dtype)
+            if whole
+            else (f32(*shares, head_dim), f32(*shares), f32(*shares))
+        ),
+        compiler_params=plgpu.CompilerParams(
+            num_warps=tiling.num_warps, num_stages=tiling.num_stages
+        ),
         interpret=interpret,
         name="ragged_attention",
-    )(tiles, cache_lengths, query, key, value, key_cache, value_cache)
-    return _combine(out, highest, total, segment_ids < batch).astype(query.dtype)
-
-
-def query_tiles(segment_ids: Array, batch: int, tile: int, *, one_per_sample: bool) -> Array:
-    """The tiles as int32 [4, n]: sample, its first row, rows of it before the tile, all its rows.
-
-    Unused tiles have their sample's rows all before them.
-    """
-    belongs = segment_ids == jnp.arange(batch)[:, None]  # [b, r]
-    first = jnp.argmax(belongs, axis=1).astype(jnp.int32)
-    counts = jnp.sum(belongs, axis=1, dtype=jnp.int32)
-    if one_per_sample:
-        return jnp.stack([jnp.arange(batch, dtype=jnp.int32), first, jnp.zeros_like(first), counts])
-    index = jnp.arange(pl.cdiv(segment_ids.shape[0], tile) + batch, dtype=jnp.int32)
-    through = jnp.cumsum((counts + tile - 1) // tile, dtype=jnp.int32)
-    sample = jnp.searchsorted(through, index, side="right", method="compare_all")
-    sample = jnp.minimum(sample, batch - 1).astype(jnp.int32)
-    before = jnp.where(sample > 0, through[sample - 1], 0)
-    return jnp.stack([sample, first[sample], (index - before) * tile, counts[sample]])
+    )(items.fields, items.num_real, query, key, value, key_cache, value_cache, *masks)
+    if whole:
+        return outputs
+    group = math.gcd(heads, COMBINED_HEADS)
+    return pl.pallas_call(
+        functools.partial(_combine_kernel, splits=splits, group=group, head_dim=head_dim),
+        grid=(heads // group, rows),
+        out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
+        compiler_params=plgpu.CompilerParams(num_warps=2, num_stages=1),
+        interpret=interpret,
+        name="ragged_attention_combine",
+    )(items.of_rows, *outputs)
 
 
 def _kernel(
-    tiles_ref,  # [4, n]
-    lengths_ref,  # [b]
+    items_ref,  # [7, n]
+    num_real_ref,  # [1]
     query_ref,  # [r, h, d]
     key_ref,  # [r, h, d]
     value_ref,  # [r, h, d]
     key_cache_ref,  # [b, l, h, d]
     value_cache_ref,  # [b, l, h, d]
-    out_ref,  # [s, r, h, d]: weighted values, not yet divided
-    highest_ref,  # [s, r, h]: largest score
-    total_ref,  # [s, r, h]: sum of weights
-    *,
-    tile: int,
-    splits: int,
+    *refs,  # ancestors [r, f] if there are any, then the outputs
+    tiling: Tiling,
     scale: float,
     head_dim: int,
+    one_tile: bool,
+    has_ancestors: bool,
 ):
-    index, head, split = (pl.program_id(axis) for axis in range(3))
-    sample, first, before, count = (tiles_ref[field, index] for field in range(4))
-    length = lengths_ref[sample]
-    dims = jnp.arange(max(16, pl.next_power_of_2(head_dim)))[None, :]
-    is_dim = dims < head_dim
-    precision = lax.Precision.HIGHEST if query_ref.dtype == jnp.float32 else None
+    ancestors_ref, outputs = (refs[0], refs[1:]) if has_ancestors else (None, refs)
+    head, index = pl.program_id(0), pl.program_id(1)
+    dims = _dims(head_dim)[None, :]
+    in_tile = jnp.arange(tiling.rows)
 
-    def load(ref, *places, mask):
+    def load(ref, *places):
+        """[m, d] of one head; places never leave what is defined, so only dims are masked."""
         places = tuple(p[:, None] if getattr(p, "ndim", 0) else p for p in places)
-        return plgpu.load(ref.at[*places, head, dims], mask=mask[:, None] & is_dim, other=0)
+        if dims.shape[1] == head_dim:
+            return plgpu.load(ref.at[*places, head, dims])
+        mask = jnp.broadcast_to(dims < head_dim, (places[-1].shape[0], dims.shape[1]))
+        return plgpu.load(ref.at[*places, head, dims], mask=mask, other=0)
 
-    def dot(x, y):
-        return jnp.dot(x, y, precision=precision, preferred_element_type=jnp.float32)
+    def attend_item():
+        item = dict(zip(FIELDS, (items_ref[i, index] for i in range(len(FIELDS))), strict=True))
+        sample, before, fresh_end = item["sample"], item["before"], item["fresh_end"]
+        sample_row = item["first"] - before
+        is_row = in_tile < item["count"]
+        query = load(query_ref, item["first"] + jnp.minimum(in_tile, last(item["count"])))
+        attend = functools.partial(_attend, query, scale=scale)
 
-    def attend(carry, keys, values, visible):
-        out, highest, total = carry
-        scores = jnp.where(visible, dot(query, keys.T) * scale, -jnp.inf)
-        new_highest = jnp.maximum(highest, jnp.max(scores, axis=1))
-        # Rows that see nothing yet must not turn into inf - inf.
+        def fresh_keys(at):
+            place = sample_row + jnp.minimum(at, last(fresh_end))
+            return load(key_ref, place), load(value_ref, place)
+
+        def fresh_visible(at):
+            visible = (at < fresh_end)[None, :]
+            if ancestors_ref is None:
+                return visible & (at[None, :] <= (before + in_tile)[:, None])
+            row = item["first"] + jnp.minimum(in_tile, last(item["count"]))
+            column = jnp.minimum(at, ancestors_ref.shape[1] - 1)
+            return visible & (plgpu.load(ancestors_ref.at[row[:, None], column[None, :]]) != 0)
+
+        def committed_block(block, carry, *, masked):
+            at = block * tiling.keys + jnp.arange(tiling.keys)
+            visible = (at < item["key_end"])[None, :] if masked else None
+            place = jnp.minimum(at, item["key_end"] - 1) if masked else at
+            keys, values = load(key_cache_ref, sample, place), load(value_cache_ref, sample, place)
+            return attend(carry, keys, values, visible)
+
+        def fresh_block(block, carry, *, masked):
+            at = block * tiling.keys + jnp.arange(tiling.keys)
+            return attend(carry, *fresh_keys(at), fresh_visible(at) if masked else None)
+
+        begin, end = item["key_begin"] // tiling.keys, pl.cdiv(item["key_end"], tiling.keys)
+        end = jnp.maximum(begin, end)
+        if one_tile:
+            # Fetched before the long loop, needed after it.
+            fresh, visible = fresh_keys(in_tile), fresh_visible(in_tile)
+            carry = _loop(begin, end, committed_block, _start(tiling, head_dim), masked=True)
+            carry = attend(_sum_total(carry), *fresh, visible)
+        else:
+            full = item["key_end"] // tiling.keys
+            carry = _loop(begin, full, committed_block, _start(tiling, head_dim), masked=False)
+            carry = _loop(full, end, committed_block, carry, masked=True)
+            full = 0 if has_ancestors else before // tiling.keys
+            carry = _loop(0, full, fresh_block, carry, masked=False)
+            end = pl.cdiv(fresh_end, tiling.keys)
+            carry = _loop(full, end, fresh_block, carry, masked=True)
+        out, highest, total = _sum_total(carry)
+        store_dims = is_row[:, None] & (dims < head_dim)
+        if len(outputs) == 1:
+            out = (out / total).astype(outputs[0].dtype)
+            row = (item["first"] + in_tile)[:, None]
+            plgpu.store(outputs[0].at[row, head, dims], out, mask=store_dims)
+        else:
+            out_ref, highest_ref, total_ref = outputs
+            plgpu.store(out_ref.at[index, in_tile[:, None], head, dims], out, mask=store_dims)
+            plgpu.store(highest_ref.at[index, in_tile, head], highest * scale, mask=is_row)
+            plgpu.store(total_ref.at[index, in_tile, head], jnp.sum(total, axis=1), mask=is_row)
+
+    def zero_padding():
+        def zero(block, _):
+            row = num_real_ref[0] + block * tiling.rows + in_tile
+            mask = (row < query_ref.shape[0])[:, None] & (dims < head_dim)
+            zeros = jnp.zeros(mask.shape, outputs[0].dtype)
+            plgpu.store(outputs[0].at[row[:, None], head, dims], zeros, mask=mask)
+
+        blocks = pl.cdiv(query_ref.shape[0] - num_real_ref[0], tiling.rows)
+        lax.fori_loop(0, blocks, zero, None)
+
+    if len(outputs) > 1:
+        attend_item()
+        return
+    pl.when(index < items_ref.shape[1])(attend_item)
+    pl.when(index == items_ref.shape[1])(zero_padding)
+
+
+def _attend(query, carry, keys, values, visible, *, scale):
+    """One block of keys: the softmax so far as (weighted values, largest score, weights)."""
+    precision = lax.Precision.HIGHEST if query.dtype == jnp.float32 else None
+    dot = functools.partial(jnp.dot, precision=precision, preferred_element_type=jnp.float32)
+    out, highest, total = carry
+    scores = dot(query, keys.T)  # scaled in the exponent, as one multiply-add
+    if visible is not None:
+        scores = jnp.where(visible, scores, -jnp.inf)
+    new_highest = jnp.maximum(highest, jnp.max(scores, axis=1))
+    shift = new_highest
+    if visible is not None:  # rows that see nothing yet must not turn into inf - inf
         shift = jnp.where(new_highest == -jnp.inf, 0, new_highest)
-        weights = jnp.exp(scores - shift[:, None])
-        decay = jnp.exp(highest - shift)
-        total = total * decay + jnp.sum(weights, axis=1)
-        out = out * decay[:, None] + dot(weights.astype(values.dtype), values)
-        return out, new_highest, total
-
-    in_tile = jnp.arange(tile)
-    is_row = before + in_tile < count
-    row = first + before + in_tile
-    query = load(query_ref, row, mask=is_row)
-
-    def committed(block, carry):
-        at = block * BLOCK_KEYS + jnp.arange(BLOCK_KEYS)
-        mask = at < length
-        keys = load(key_cache_ref, sample, at, mask=mask)
-        values = load(value_cache_ref, sample, at, mask=mask)
-        return attend(carry, keys, values, mask[None, :])
-
-    def fresh(block, carry):
-        at = block * tile + in_tile
-        mask = at < count
-        keys = load(key_ref, first + at, mask=mask)
-        values = load(value_ref, first + at, mask=mask)
-        visible = mask[None, :] & (at[None, :] <= (before + in_tile)[:, None])
-        return attend(carry, keys, values, visible)
-
-    carry = (
-        jnp.zeros((tile, dims.shape[1]), jnp.float32),
-        jnp.full(tile, -jnp.inf, jnp.float32),
-        jnp.zeros(tile, jnp.float32),
-    )
-    used = before < count
-    blocks = pl.cdiv(jnp.where(used, length, 0), BLOCK_KEYS)
-    share = pl.cdiv(blocks, splits)
-    start = split * share
-    carry = lax.fori_loop(start, jnp.minimum(start + share, blocks), committed, carry)
-    fresh_blocks = jnp.where(used & (split == 0), before // tile + 1, 0)
-    out, highest, total = lax.fori_loop(0, fresh_blocks, fresh, carry)
-
-    plgpu.store(out_ref.at[split, row[:, None], head, dims], out, mask=is_row[:, None] & is_dim)
-    plgpu.store(highest_ref.at[split, row, head], highest, mask=is_row)
-    plgpu.store(total_ref.at[split, row, head], total, mask=is_row)
+    exponent = scale * math.log2(math.e)
+    weights = jnp.exp2(scores * exponent - (shift * exponent)[:, None])
+    decay = jnp.exp2((highest - shift) * exponent)[:, None]
+    # Weights are summed over keys once, at the end, where blocks are of one size.
+    added = weights if total.shape == weights.shape else jnp.sum(weights, axis=1, keepdims=True)
+    out = out * decay + dot(weights.astype(values.dtype), values)
+    return out, new_highest, total * decay + added
 
 
-def _combine(out, highest, total, real):
-    """Shares of the keys [s, r, h, ...] -> [r, h, d]; rows that are not real become zero."""
-    weight = jnp.exp(highest - jnp.max(highest, axis=0))  # the first share sees the row itself
+def _start(tiling: Tiling, head_dim: int):
+    zeros = lambda width: jnp.zeros((tiling.rows, width), jnp.float32)
+    highest = jnp.full(tiling.rows, -jnp.inf, jnp.float32)
+    return zeros(_dims(head_dim).shape[0]), highest, zeros(tiling.keys)
+
+
+def _loop(begin, end, body, carry, **static):
+    """`fori_loop` from `begin`, counted from zero: the form that Triton pipelines."""
+    step = lambda i, carry: body(begin + i, carry, **static)
+    return lax.fori_loop(0, jnp.maximum(end - begin, 0), step, carry)
+
+
+def _sum_total(carry):
+    out, highest, total = carry
+    return out, highest, jnp.sum(total, axis=1, keepdims=True)
+
+
+def last(count):
+    """The last of `count` places; 0 if there are none."""
+    return jnp.maximum(count - 1, 0)
+
+
+def _dims(head_dim: int) -> Array:
+    """Dimensions of a head, padded to what a matrix unit takes."""
+    return jnp.arange(max(16, pl.next_power_of_2(head_dim)))
+
+
+def _combine_kernel(
+    of_rows_ref,  # [3, r]
+    share_ref,  # [n, t, h, d]: weighted values, not yet divided
+    highest_ref,  # [n, t, h]: largest scaled score
+    total_ref,  # [n, t, h]: sum of weights
+    out_ref,  # [r, h, d]
+    *,
+    splits: int,
+    group: int,
+    head_dim: int,
+):
+    """One row and `group` heads: the shares weighted by their part of the softmax's sum."""
+    row = pl.program_id(1)
+    first, count, place = (of_rows_ref[i, row] for i in range(3))
+    share = jnp.arange(max(2, pl.next_power_of_2(splits)))[:, None]
+    heads = pl.program_id(0) * group + jnp.arange(group)[None, :]
+    mask = jnp.broadcast_to(share < count, (share.shape[0], group))
+    highest = plgpu.load(highest_ref.at[first + share, place, heads], mask=mask, other=-jnp.inf)
+    total = plgpu.load(total_ref.at[first + share, place, heads], mask=mask, other=0)
+    top = jnp.where(count > 0, jnp.max(highest, axis=0), 0)
+    weight = jnp.exp(highest - top[None, :])  # exp(-inf) where there is no share
     total = jnp.sum(total * weight, axis=0)
-    out = jnp.sum(out * weight[..., None], axis=0) / total[..., None]
-    return jnp.where(real[:, None, None], out, 0)
+    weight = weight / jnp.where(count > 0, total, 1)[None, :]
+
+    dims = _dims(head_dim)
+    is_dim = dims < head_dim
+    values = plgpu.load(
+        share_ref.at[first + share[:, :, None], place, heads[:, :, None], dims[None, None, :]],
+        mask=mask[:, :, None] & is_dim[None, None, :],
+        other=0,
+    )
+    out = jnp.sum(values * weight[:, :, None], axis=0)  # zero for padding rows
+    plgpu.store(
+        out_ref.at[row, heads[0][:, None], dims[None, :]],
+        out.astype(out_ref.dtype),
+        mask=jnp.broadcast_to(is_dim[None, :], out.shape),
+    )

@@ -28,6 +28,7 @@ def ragged_attention(
     *,
     max_rows_per_sample: int | None = None,
     scale: float | None = None,
+    ancestors: Array | None = None,  # bool [r, f]
 ) -> Array:  # [r, h, d]
     """See `pallas_kernels.ragged_attention`."""
     rows, batch = query.shape[0], key_cache.shape[0]
@@ -37,27 +38,53 @@ def ragged_attention(
     fresh = [jnp.where(real, x, 0).astype(key_cache.dtype) for x in (query, key, value)]
     path = _all_samples_at_once if tile <= MAX_DECODE_ROWS else _tile_by_tile
     tensors = (*fresh, key_cache, value_cache)
-    out = path(*tensors, segment_ids, positions, cache_lengths, min(tile, TILE), scale)
+    places = (segment_ids, positions, cache_lengths)
+    out = path(*tensors, *places, ancestors, min(tile, TILE), scale)
     return out.astype(query.dtype)
 
 
 def _all_samples_at_once(
-    query, key, value, key_cache, value_cache, segment_ids, positions, cache_lengths, tile, scale
+    query,
+    key,
+    value,
+    key_cache,
+    value_cache,
+    segment_ids,
+    positions,
+    cache_lengths,
+    ancestors,
+    tile,
+    scale,
 ):
+    del positions  # they follow from the order of the rows
     batch = key_cache.shape[0]
     first, counts = _extents(segment_ids, batch)
     row = jnp.minimum(first[:, None] + jnp.arange(tile), query.shape[0] - 1)  # [b, q]
     index = jnp.arange(tile)
-    visible = (index[:, None] >= index) & (index < counts[:, None, None])  # [b, q, f=q]
+    if ancestors is None:
+        visible = index[:, None] >= index  # [q, f=q]
+    else:
+        visible = ancestors[row][..., jnp.minimum(index, ancestors.shape[1] - 1)]  # [b, q, f]
+    visible = visible & (index < counts[:, None, None])
     tiles = (query[row], key[row], value[row])
     out = _attend(*tiles, key_cache, value_cache, visible, cache_lengths, scale)
     sample = jnp.minimum(segment_ids, batch - 1)
-    within = jnp.clip(positions - cache_lengths[sample], 0, tile - 1)
+    within = jnp.clip(jnp.arange(query.shape[0]) - first[sample], 0, tile - 1)
     return jnp.where((segment_ids < batch)[:, None, None], out[sample, within], 0)
 
 
 def _tile_by_tile(
-    query, key, value, key_cache, value_cache, segment_ids, positions, cache_lengths, tile, scale
+    query,
+    key,
+    value,
+    key_cache,
+    value_cache,
+    segment_ids,
+    positions,
+    cache_lengths,
+    ancestors,
+    tile,
+    scale,
 ):
     rows, batch = query.shape[0], key_cache.shape[0]
     first, counts = _extents(segment_ids, batch)
@@ -70,7 +97,12 @@ def _tile_by_tile(
         # The slice may begin earlier than the tile, to stay inside the array.
         row = jnp.minimum(start, rows - tile) + jnp.arange(tile)
         mine = (row >= start) & (segment_ids[row] == sample)
-        visible = (segment_ids == sample) & (positions <= positions[row][:, None])
+        if ancestors is None:
+            visible = positions <= positions[row][:, None]  # [q, f=r]
+        else:
+            place = jnp.clip(jnp.arange(rows) - first[sample], 0, ancestors.shape[1] - 1)
+            visible = ancestors[row][:, place]
+        visible = visible & (segment_ids == sample)
         visible |= ~mine[:, None] & (jnp.arange(rows) == row[:, None])  # no empty softmax
         result = _attend(
             query[row][None],

@@ -20,6 +20,7 @@ def ragged_attention(
     *,
     max_rows_per_sample: int | None = None,
     scale: float | None = None,
+    ancestors: Array | None = None,  # bool [r, f]
 ) -> Array:  # [r, h, d]
     """Attention of packed rows, in float32: see `pallas_kernels.ragged_attention`.
 
@@ -41,8 +42,13 @@ def ragged_attention(
         for cache in (key_cache, value_cache)
     )  # [r, l, h, d]
     key, value = (jnp.where(real[:, None, None], x, 0) for x in (key, value))
-    fresh = (segment_ids[:, None] == segment_ids) & (positions[:, None] >= positions)
-    fresh &= real[:, None]  # [r, r]
+    if ancestors is None:
+        fresh = positions[:, None] >= positions  # [r, r]
+    else:
+        # The place of a row among its sample's: rows since the sample's first one.
+        place = jnp.arange(len(segment_ids)) - jnp.argmax(segment_ids[:, None] == segment_ids, 1)
+        fresh = ancestors[:, jnp.minimum(place, ancestors.shape[1] - 1)]
+    fresh &= (segment_ids[:, None] == segment_ids) & real[:, None]
 
     dot = lambda spec, x, y: jnp.einsum(spec, x, y, precision=lax.Precision.HIGHEST)
     scores = jnp.concatenate(

@@ -1,0 +1,99 @@
+"""Who computes what: packed rows and cache lengths -> the work items of an attention launch.
+
+An item is one query tile (some rows of one sample) and one share of that
+sample's committed keys. Items are planned on the device from the lengths as
+they are, so a launch's grid stays static while batches are ragged. The plan is
+the same for all layers of a forward: XLA computes it once.
+
+Axis legend: r = packed rows, b = batch, n = items.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+
+
+class WorkItems(NamedTuple):
+    """The items, and where each packed row finds its results."""
+
+    fields: Array
+    """int32 [7, n], in the order of `FIELDS`; unused items have no rows and no keys."""
+    of_rows: Array
+    """int32 [3, r]: a row's first item, its number of items (0: padding), its place in the tile."""
+    num_real: Array
+    """int32 [1]: rows that are not padding."""
+
+
+FIELDS = (
+    "sample",
+    "first",  # packed row at which the tile begins
+    "before",  # rows of the sample before the tile
+    "count",  # rows of the tile
+    "key_begin",  # the share of the committed keys
+    "key_end",
+    "fresh_end",  # rows of the sample that the tile may see: 0 but in a tile's last share
+)
+
+
+def num_items(rows: int, batch: int, tile: int, splits: int, *, one_tile: bool) -> int:
+    """Static upper bound of the items that `plan` may need."""
+    tiles = batch if one_tile else pl.cdiv(rows, tile) + batch
+    return tiles if splits == 1 else tiles + splits
+
+
+def plan(
+    segment_ids: Array,  # int32 [r]
+    cache_lengths: Array,  # int32 [b]
+    *,
+    tile: int,
+    block: int,
+    splits: int,
+    one_tile: bool,
+) -> WorkItems:
+    """Tiles of up to `tile` rows; committed keys in shares of whole blocks of `block` keys.
+
+    Args:
+        splits: keys of all samples are cut into about this many equal shares; 1: no
+            sample's keys are cut. Short samples get fewer shares than long ones.
+        one_tile: no sample has more than `tile` rows.
+    """
+    batch, rows = cache_lengths.shape[0], segment_ids.shape[0]
+    belongs = segment_ids == jnp.arange(batch)[:, None]  # [b, r]
+    first = jnp.argmax(belongs, axis=1).astype(jnp.int32)
+    counts = jnp.sum(belongs, axis=1, dtype=jnp.int32)
+    tiles, blocks = pl.cdiv(counts, tile), pl.cdiv(cache_lengths, block)
+    shares = jnp.ones_like(blocks)
+    if splits > 1:
+        share = pl.cdiv(jnp.sum(jnp.where(counts > 0, blocks, 0)), splits)
+        shares = jnp.maximum(1, pl.cdiv(blocks, jnp.maximum(1, share)))
+    through = jnp.cumsum(tiles * shares, dtype=jnp.int32)
+    starts = through - tiles * shares
+
+    index = jnp.arange(num_items(rows, batch, tile, splits, one_tile=one_tile), dtype=jnp.int32)
+    sample = jnp.searchsorted(through, index, side="right", method="compare_all")
+    used = sample < batch
+    sample = jnp.minimum(sample, batch - 1).astype(jnp.int32)
+    within, parts = index - starts[sample], shares[sample]
+    before, part = within // parts * tile, within % parts
+    cut = lambda part: part * blocks[sample] // parts * block
+    fields = (
+        sample,
+        first[sample] + before,
+        before,
+        jnp.minimum(counts[sample] - before, tile),
+        cut(part),
+        jnp.minimum(cut(part + 1), cache_lengths[sample]),
+        jnp.where(part == parts - 1, jnp.minimum(before + tile, counts[sample]), 0),
+    )
+
+    real = segment_ids < batch
+    owner = jnp.where(real, segment_ids, 0)
+    place = jnp.arange(rows, dtype=jnp.int32) - first[owner]
+    of_rows = (starts[owner] + place // tile * shares[owner], shares[owner], place % tile)
+    return WorkItems(
+        jnp.stack([jnp.where(used, field, 0) for field in fields]),
+        jnp.stack([jnp.where(real, field, 0) for field in of_rows]),
+        jnp.sum(counts, dtype=jnp.int32)[None],
+    )
