@@ -46,20 +46,17 @@ class KVCache:
         fresh: KeysValues,
         rows: PackedRows,
         counts: Int32[Array, "b"],
-        update: Callable = pallas_kernels.update_kv_cache,
+        update: Callable = pallas_kernels.update_kv_caches,
     ) -> "KVCache":
         """Append the first `counts[s]` of sample s's fresh rows; the others leave no trace."""
         batch = self.lengths.shape[0]
         sample = jnp.minimum(rows.segment_ids, batch - 1)
         kept = rows.positions < (self.lengths + counts)[sample]
         segment_ids = jnp.where(kept, rows.segment_ids, batch)
-        layers = [
-            update(*layer, segment_ids, rows.positions)
-            for layer in zip(
-                self.layers.keys, self.layers.values, fresh.keys, fresh.values, strict=True
-            )
-        ]
-        keys, values = zip(*layers, strict=True)
+        old = self.layers
+        keys, values = update(
+            old.keys, old.values, fresh.keys, fresh.values, segment_ids, rows.positions
+        )
         return dataclasses.replace(
             self, layers=KeysValues(keys, values), lengths=self.lengths + counts
         )

@@ -24,7 +24,7 @@ def resolve_kernels(attention_implementation: str | Callable | None) -> Kernels:
         ValueError: an unknown name, or one that the device cannot run.
     """
     if callable(attention_implementation):
-        return Kernels(attention_implementation, pallas_kernels.update_kv_cache)
+        return Kernels(attention_implementation, pallas_kernels.update_kv_caches)
     try:
         name = choose(attention_implementation, ATTENTIONS)
     except ValueError as error:
@@ -32,5 +32,5 @@ def resolve_kernels(attention_implementation: str | Callable | None) -> Kernels:
     bind = functools.partial
     return Kernels(
         bind(pallas_kernels.ragged_attention, implementation=name),
-        bind(pallas_kernels.update_kv_cache, implementation=name if name in UPDATES else None),
+        bind(pallas_kernels.update_kv_caches, implementation=name if name in UPDATES else None),
     )

@@ -45,19 +45,38 @@ class OPTLayer(nnx.Module):
         self.self_attn_layer_norm = layer_norm(config, dtype, rngs)
         self.final_layer_norm = layer_norm(config, dtype, rngs)
 
-    def __call__(self, x: Float[Array, "r e"], attend: Callable):
-        """`attend(query, key, value)` sees [r, h, d] each. Returns [r, e] and fresh key, value."""
-        before = self.config.do_layer_norm_before
-        h = self.self_attn_layer_norm(x) if before else x
+    def __call__(self, x: Float[Array, "r e"], y: Float[Array, "r e"] | None, attend: Callable):
+        """One layer over the residual stream x + y; returns the next x and y, fresh key, value.
+
+        The normalisation that follows does the addition, in one pass. Where layers are
+        normalised after each part nothing is left to add: y is None.
+        `attend(query, key, value)` sees [r, h, d] each.
+        """
+        if self.config.do_layer_norm_before:
+            x, h = add_norm(self.self_attn_layer_norm, x, y)
+            y, key, value = self.attention(h, attend)
+            x, h = add_norm(self.final_layer_norm, x, y)
+            return x, self.feed_forward(h), key, value
+        y, key, value = self.attention(x, attend)
+        _, x = add_norm(self.self_attn_layer_norm, x, y)
+        _, x = add_norm(self.final_layer_norm, x, self.feed_forward(x))
+        return x, None, key, value
+
+    def attention(self, h: Float[Array, "r e"], attend: Callable):
         heads = (3, self.config.num_attention_heads, self.config.head_dim)
         query, key, value = jnp.unstack(self.qkv_proj(h).reshape(-1, *heads), axis=1)
-        x = x + self.out_proj(attend(query, key, value).reshape(x.shape))
-        x = x if before else self.self_attn_layer_norm(x)
+        return self.out_proj(attend(query, key, value).reshape(h.shape)), key, value
 
-        h = self.final_layer_norm(x) if before else x
-        h = ACTIVATIONS[self.config.activation_function](self.fc1(h))
-        x = x + self.fc2(h)
-        return (x if before else self.final_layer_norm(x)), key, value
+    def feed_forward(self, h: Float[Array, "r e"]) -> Float[Array, "r e"]:
+        return self.fc2(ACTIVATIONS[self.config.activation_function](self.fc1(h)))
+
+
+def add_norm(norm: nnx.LayerNorm, x: Float[Array, "r e"], y: Float[Array, "r e"]):
+    """x + y, and what `norm` makes of it."""
+    affine = (
+        None if parameter is None else parameter[...] for parameter in (norm.scale, norm.bias)
+    )
+    return pallas_kernels.add_layer_norm(x, y, *affine, epsilon=LAYER_NORM_EPSILON)
 
 
 def layer_norm(config: OPTConfig, dtype, rngs: nnx.Rngs) -> nnx.LayerNorm:
@@ -130,7 +149,9 @@ class OPT(nnx.Module):
         """
         x = self.embed_tokens(jnp.clip(token_ids, 0, self.config.vocab_size - 1))
         x = x if self.project_in is None else self.project_in(x)
-        x = x + self.embed_positions(rows.positions + POSITION_OFFSET)
+        y = self.embed_positions(rows.positions + POSITION_OFFSET)
+        if not self.config.do_layer_norm_before:
+            x, y = x + y, None
         keys, values = [], []
         for layer, *old in zip(self.layers, cache.layers.keys, cache.layers.values, strict=True):
             attend = lambda query, key, value, old=old: attention(
@@ -143,10 +164,10 @@ class OPT(nnx.Module):
                 cache.lengths,
                 max_rows_per_sample=max_rows_per_sample,
             )
-            x, key, value = layer(x, attend)
+            x, y, key, value = layer(x, y, attend)
             keys.append(key)
             values.append(value)
-        return x, KeysValues(tuple(keys), tuple(values))
+        return (x if y is None else x + y), KeysValues(tuple(keys), tuple(values))
 
     def logits(self, hidden: Float[Array, "r e"]) -> Float[Array, "r v"]:
         """float32 logits of hidden states."""

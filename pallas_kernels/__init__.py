@@ -1,11 +1,18 @@
-"""Attention and KV-cache kernels over packed rows; depends on jax alone.
+"""Attention, KV-cache and normalisation kernels over packed rows; depends on jax alone.
 
 `reference` holds every operation in dense jnp: the specification that the
 other implementations are tested against.
 """
 
 from pallas_kernels import reference
+from pallas_kernels.add_layer_norm import add_layer_norm
 from pallas_kernels.ragged_attention import ragged_attention
-from pallas_kernels.update_kv_cache import update_kv_cache
+from pallas_kernels.update_kv_cache import update_kv_cache, update_kv_caches
 
-__all__ = ["ragged_attention", "reference", "update_kv_cache"]
+__all__ = [
+    "add_layer_norm",
+    "ragged_attention",
+    "reference",
+    "update_kv_cache",
+    "update_kv_caches",
+]

@@ -1,9 +1,12 @@
 """Scatter of packed K/V rows into a batch of caches, each row at its own place."""
 
+import functools
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels import reference
+from pallas_kernels import reference, update_kv_cache_triton
 from pallas_kernels.implementations import choose
 
 
@@ -25,33 +28,79 @@ def update_kv_cache(
     surrounding `jax.jit` to update them in place.
 
     Args:
-        implementation: "xla" (one scatter per cache), "reference", or None to
-            let the device decide.
-        interpret: run Pallas kernels in interpret mode; the others ignore it.
+        implementation: "triton" (one launch that touches real rows only), "xla" (one
+            scatter per cache), "reference", or None: Triton on NVIDIA GPUs of compute
+            capability 8.0 and newer, XLA elsewhere.
+        interpret: run the Triton kernel in interpret mode, on any device; the
+            others ignore it.
 
     Returns:
         The updated (key_cache, value_cache), in the caches' dtype.
 
     Raises:
-        ValueError: unknown implementation.
+        ValueError: unknown implementation, or one that the device cannot run.
 
     Reference: the unpadded KV cache of EMS-SD, arXiv 2405.07542, section 3.
     """
-    update = IMPLEMENTATIONS[choose(implementation, IMPLEMENTATIONS)]
-    return update(key_cache, value_cache, key, value, segment_ids, positions)
+    keys, values = update_kv_caches(
+        [key_cache],
+        [value_cache],
+        [key],
+        [value],
+        segment_ids,
+        positions,
+        implementation=implementation,
+        interpret=interpret,
+    )
+    return keys[0], values[0]
 
 
-def _scatter(key_cache, value_cache, key, value, segment_ids, positions):
-    batch, max_len = key_cache.shape[:2]
+def update_kv_caches(
+    key_caches: Sequence[Array],  # [batch, max_len, heads, head_dim] each
+    value_caches: Sequence[Array],  # [batch, max_len, heads, head_dim] each
+    keys: Sequence[Array],  # [rows, heads, head_dim] each
+    values: Sequence[Array],  # [rows, heads, head_dim] each
+    segment_ids: Array,  # int32 [rows]
+    positions: Array,  # int32 [rows]
+    *,
+    implementation: str | None = None,
+    interpret: bool = False,
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """`update_kv_cache` for several layers whose rows go to the same places.
+
+    Through Triton all layers share a launch: a decoding step writes a few
+    kilobytes per layer, less than a launch each is worth.
+    """
+    name = choose(implementation, IMPLEMENTATIONS, interpret)
+    update = IMPLEMENTATIONS[name]
+    if name == "triton":
+        update = functools.partial(update, interpret=interpret)
+    caches = update([*key_caches, *value_caches], [*keys, *values], segment_ids, positions)
+    return tuple(caches[: len(key_caches)]), tuple(caches[len(key_caches) :])
+
+
+def _scatter(caches, rows, segment_ids, positions):
+    batch, max_len = caches[0].shape[:2]
     # Distinct out-of-range places keep the promise of unique indices.
     dropped = max_len + jnp.arange(segment_ids.shape[0], dtype=positions.dtype)
     positions = jnp.where(segment_ids < batch, positions, dropped)
+    return [
+        cache.at[segment_ids, positions].set(
+            new.astype(cache.dtype), mode="drop", unique_indices=True
+        )
+        for cache, new in zip(caches, rows, strict=True)
+    ]
 
-    def scatter(cache, rows):
-        at = cache.at[segment_ids, positions]
-        return at.set(rows.astype(cache.dtype), mode="drop", unique_indices=True)
 
-    return scatter(key_cache, key), scatter(value_cache, value)
+def _reference(caches, rows, segment_ids, positions):
+    return [
+        reference.update_kv_cache(cache, cache, new, new, segment_ids, positions)[0]
+        for cache, new in zip(caches, rows, strict=True)
+    ]
 
 
-IMPLEMENTATIONS = {"xla": _scatter, "reference": reference.update_kv_cache}
+IMPLEMENTATIONS = {
+    "triton": update_kv_cache_triton.update,
+    "xla": _scatter,
+    "reference": _reference,
+}

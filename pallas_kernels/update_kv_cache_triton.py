@@ -1,0 +1,63 @@
+"""The scatter of packed K/V rows as a Pallas Triton kernel, in place."""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+ARRAYS_PER_PROGRAM = 8  # whose loads are in flight together
+ARRAYS_PER_LAUNCH = 128  # an array takes three of a launch's parameters
+
+
+def update(
+    caches: Sequence[Array],  # [b, l, h, d] each
+    rows: Sequence[Array],  # [r, h, d] each
+    segment_ids: Array,  # int32 [r]
+    positions: Array,  # int32 [r]
+    *,
+    interpret: bool = False,
+) -> list[Array]:
+    """Every cache with its rows written: see `pallas_kernels.update_kv_caches`."""
+    updated = []
+    for start in range(0, len(caches), ARRAYS_PER_LAUNCH):
+        part = slice(start, start + ARRAYS_PER_LAUNCH)
+        updated += _launch(caches[part], rows[part], segment_ids, positions, interpret)
+    return updated
+
+
+def _launch(caches, rows, segment_ids, positions, interpret):
+    count = len(caches)
+    return pl.pallas_call(
+        functools.partial(_kernel, count=count),
+        grid=(segment_ids.shape[0], pl.cdiv(count, ARRAYS_PER_PROGRAM)),
+        out_shape=[jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in caches],
+        input_output_aliases={2 + count + i: i for i in range(count)},
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="update_kv_cache",
+    )(segment_ids, positions, *rows, *caches)
+
+
+def _kernel(segment_ids_ref, positions_ref, *refs, count: int):
+    rows, caches = refs[:count], refs[2 * count :]  # between them, the caches as inputs
+    row, group = pl.program_id(0), pl.program_id(1)
+    sample, position = segment_ids_ref[row], positions_ref[row]
+    heads, head_dim = rows[0].shape[1:]
+    head = jnp.arange(pl.next_power_of_2(heads))[:, None]
+    dim = jnp.arange(pl.next_power_of_2(head_dim))[None, :]
+    mask = (head < heads) & (dim < head_dim)
+
+    def copy(first):
+        part = slice(first, first + ARRAYS_PER_PROGRAM)
+        new = [plgpu.load(ref.at[row, head, dim], mask=mask) for ref in rows[part]]
+        for ref, x in zip(caches[part], new, strict=True):
+            x = x.astype(ref.dtype)
+            plgpu.store(ref.at[sample, position, head, dim], x, mask=mask)
+
+    is_real = sample < caches[0].shape[0]
+    for index, first in enumerate(range(0, count, ARRAYS_PER_PROGRAM)):
+        pl.when(is_real & (group == index))(functools.partial(copy, first))
