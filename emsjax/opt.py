@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from os import PathLike
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
@@ -13,6 +14,7 @@ from emsjax import checkpoint
 from emsjax.cache import KeysValues, KVCache
 from emsjax.config import ACTIVATIONS, POSITION_OFFSET, OPTConfig
 from emsjax.packing import PackedRows
+from pallas_kernels.add_layer_norm import add
 
 LAYER_NORM_EPSILON = 1e-5
 
@@ -45,7 +47,7 @@ class OPTLayer(nnx.Module):
         self.self_attn_layer_norm = layer_norm(config, dtype, rngs)
         self.final_layer_norm = layer_norm(config, dtype, rngs)
 
-    def __call__(self, x: Float[Array, "r e"], y: Float[Array, "r e"] | None, attend: Callable):
+    def __call__(self, x: Float[Array, "r e"], y: "Addend | None", attend: Callable):
         """One layer over the residual stream x + y; returns the next x and y, fresh key, value.
 
         The normalisation that follows does the addition, in one pass. Where layers are
@@ -63,20 +65,38 @@ class OPTLayer(nnx.Module):
         return x, None, key, value
 
     def attention(self, h: Float[Array, "r e"], attend: Callable):
-        heads = (3, self.config.num_attention_heads, self.config.head_dim)
-        query, key, value = jnp.unstack(self.qkv_proj(h).reshape(-1, *heads), axis=1)
-        return self.out_proj(attend(query, key, value).reshape(h.shape)), key, value
+        heads = (-1, self.config.num_attention_heads, self.config.head_dim)
+        fresh = pallas_kernels.linear(h, *weights(self.qkv_proj), parts=3)
+        query, key, value = (x.reshape(heads) for x in fresh)
+        return addend(self.out_proj, attend(query, key, value).reshape(h.shape)), key, value
 
-    def feed_forward(self, h: Float[Array, "r e"]) -> Float[Array, "r e"]:
-        return self.fc2(ACTIVATIONS[self.config.activation_function](self.fc1(h)))
+    def feed_forward(self, h: Float[Array, "r e"]) -> "Addend":
+        activation = self.config.activation_function
+        relu = activation == "relu"
+        (h,) = pallas_kernels.linear(h, *weights(self.fc1), relu=relu)
+        return addend(self.fc2, h if relu else ACTIVATIONS[activation](h))
 
 
-def add_norm(norm: nnx.LayerNorm, x: Float[Array, "r e"], y: Float[Array, "r e"]):
+class Addend(NamedTuple):
+    """What a layer adds to the residual stream, left to the normalisation that follows."""
+
+    sums: Float[Array, "... r e"]  # maybe in shares: see `pallas_kernels.linear_sums`
+    bias: Float[Array, "e"] | None
+
+
+def addend(linear: nnx.Linear, x: Float[Array, "r i"]) -> Addend:
+    weight, bias = weights(linear)
+    return Addend(pallas_kernels.linear_sums(x, weight), bias)
+
+
+def add_norm(norm: nnx.LayerNorm, x: Float[Array, "r e"], y: Addend):
     """x + y, and what `norm` makes of it."""
-    affine = (
-        None if parameter is None else parameter[...] for parameter in (norm.scale, norm.bias)
-    )
-    return pallas_kernels.add_layer_norm(x, y, *affine, epsilon=LAYER_NORM_EPSILON)
+    scale, bias = (None if p is None else p[...] for p in (norm.scale, norm.bias))
+    return pallas_kernels.add_layer_norm(x, *y, scale, bias, epsilon=LAYER_NORM_EPSILON)
+
+
+def weights(linear: nnx.Linear) -> tuple[Array, Array | None]:
+    return linear.kernel[...], None if linear.bias is None else linear.bias[...]
 
 
 def layer_norm(config: OPTConfig, dtype, rngs: nnx.Rngs) -> nnx.LayerNorm:
@@ -149,9 +169,9 @@ class OPT(nnx.Module):
         """
         x = self.embed_tokens(jnp.clip(token_ids, 0, self.config.vocab_size - 1))
         x = x if self.project_in is None else self.project_in(x)
-        y = self.embed_positions(rows.positions + POSITION_OFFSET)
+        y = Addend(self.embed_positions(rows.positions + POSITION_OFFSET), None)
         if not self.config.do_layer_norm_before:
-            x, y = x + y, None
+            x, y = x + y.sums, None
         keys, values = [], []
         for layer, *old in zip(self.layers, cache.layers.keys, cache.layers.values, strict=True):
             attend = lambda query, key, value, old=old: attention(
@@ -167,7 +187,8 @@ class OPT(nnx.Module):
             x, y, key, value = layer(x, y, attend)
             keys.append(key)
             values.append(value)
-        return (x if y is None else x + y), KeysValues(tuple(keys), tuple(values))
+        x = x if y is None else add(x, *y)
+        return x, KeysValues(tuple(keys), tuple(values))
 
     def logits(self, hidden: Float[Array, "r e"]) -> Float[Array, "r v"]:
         """float32 logits of hidden states."""

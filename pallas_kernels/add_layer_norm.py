@@ -13,7 +13,8 @@ from pallas_kernels.implementations import choose
 
 def add_layer_norm(
     x: Array,  # [rows, size]
-    y: Array,  # [rows, size]
+    y: Array,  # [rows, size], or float32 [shares, rows, size]
+    y_bias: Array | None,  # [size]
     scale: Array | None,  # [size]
     bias: Array | None,  # [size]
     *,
@@ -21,13 +22,15 @@ def add_layer_norm(
     implementation: str | None = None,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-    """x + y and its layer normalisation, each [rows, size] in x's dtype.
+    """x + y + y_bias and its layer normalisation, each [rows, size] in x's dtype.
 
-    The sum is rounded to x's dtype before it is normalised; statistics and
-    normalisation are in float32.
+    Everything is computed in float32; the sum is rounded to x's dtype before it is
+    normalised.
 
     Args:
-        scale, bias: the affine part; None: left out.
+        y: a product, or the shares that `pallas_kernels.linear_sums` makes of it.
+        y_bias: the product's bias; None: left out.
+        scale, bias: the normalisation's affine part; None: left out.
         epsilon: added to the variance.
         implementation: "triton" (one launch), "xla", or None: Triton on NVIDIA GPUs of
             compute capability 8.0 and newer, XLA elsewhere.
@@ -39,49 +42,53 @@ def add_layer_norm(
     Reference: layer normalisation, arXiv 1607.06450.
     """
     if choose(implementation, ("triton", "xla"), interpret) == "xla":
-        return _xla(x, y, scale, bias, epsilon)
-    affine = [a for a in (scale, bias) if a is not None]
+        return _xla(x, y, y_bias, scale, bias, epsilon)
+    vectors = {"y_bias": y_bias, "scale": scale, "bias": bias}
+    vectors = {name: vector for name, vector in vectors.items() if vector is not None}
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    kernel = functools.partial(
-        _kernel, epsilon=epsilon, scaled=scale is not None, biased=bias is not None
-    )
     return pl.pallas_call(
-        kernel,
+        functools.partial(_kernel, names=tuple(vectors), epsilon=epsilon),
         grid=x.shape[:1],
         out_shape=(shape, shape),
         compiler_params=plgpu.CompilerParams(num_warps=8, num_stages=1),
         interpret=interpret,
         name="add_layer_norm",
-    )(x, y, *affine)
+    )(x, y, *vectors.values())
 
 
-def _xla(x, y, scale, bias, epsilon):
-    total = x + y
-    normalised = total.astype(jnp.float32)
-    normalised -= jnp.mean(normalised, axis=1, keepdims=True)
-    variance = jnp.mean(normalised * normalised, axis=1, keepdims=True)
-    normalised *= lax.rsqrt(variance + epsilon)
-    if scale is not None:
-        normalised *= scale.astype(jnp.float32)
-    if bias is not None:
-        normalised += bias.astype(jnp.float32)
-    return total, normalised.astype(x.dtype)
+def _xla(x, y, y_bias, scale, bias, epsilon):
+    total = add(x, y, y_bias)
+    out = total.astype(jnp.float32)
+    out -= jnp.mean(out, axis=1, keepdims=True)
+    out *= lax.rsqrt(jnp.mean(out * out, axis=1, keepdims=True) + epsilon)
+    out = out if scale is None else out * scale.astype(jnp.float32)
+    out = out if bias is None else out + bias.astype(jnp.float32)
+    return total, out.astype(x.dtype)
 
 
-def _kernel(x_ref, y_ref, *refs, epsilon: float, scaled: bool, biased: bool):
-    *affine, total_ref, normalised_ref = refs
+def add(x: Array, y: Array, y_bias: Array | None) -> Array:
+    """The sum alone: see `add_layer_norm`."""
+    y = y.astype(jnp.float32)
+    total = x.astype(jnp.float32) + (jnp.sum(y, axis=0) if y.ndim == 3 else y)
+    total = total if y_bias is None else total + y_bias.astype(jnp.float32)
+    return total.astype(x.dtype)
+
+
+def _kernel(x_ref, y_ref, *refs, names: tuple[str, ...], epsilon: float):
+    *vector_refs, total_ref, out_ref = refs
     row, size = pl.program_id(0), x_ref.shape[1]
     at = jnp.arange(pl.next_power_of_2(size))
     mask = at < size
-    load = lambda place: plgpu.load(place, mask=mask, other=0)
-    affine = [load(ref.at[at]).astype(jnp.float32) for ref in affine]
-    total = load(x_ref.at[row, at]) + load(y_ref.at[row, at])
+    load = lambda place: plgpu.load(place, mask=mask, other=0).astype(jnp.float32)
+    vectors = dict(zip(names, (load(ref.at[at]) for ref in vector_refs), strict=True))
+    shares = range(y_ref.shape[0]) if len(y_ref.shape) == 3 else ()
+    total = load(x_ref.at[row, at])
+    total += sum(load(y_ref.at[i, row, at]) for i in shares) if shares else load(y_ref.at[row, at])
+    total += vectors.get("y_bias", 0)
+    total = total.astype(x_ref.dtype)
     plgpu.store(total_ref.at[row, at], total, mask=mask)
     total = total.astype(jnp.float32)
     centred = jnp.where(mask, total - jnp.sum(total) / size, 0)
     out = centred * lax.rsqrt(jnp.sum(centred * centred) / size + epsilon)
-    if scaled:
-        out = out * affine[0]
-    if biased:
-        out = out + affine[-1]
-    plgpu.store(normalised_ref.at[row, at], out.astype(normalised_ref.dtype), mask=mask)
+    out = out * vectors.get("scale", 1) + vectors.get("bias", 0)
+    plgpu.store(out_ref.at[row, at], out.astype(out_ref.dtype), mask=mask)

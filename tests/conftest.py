@@ -19,11 +19,18 @@ jaxtyping.install_import_hook([f"emsjax.{name}" for name in CHECKED], "beartype.
 
 from hypothesis import HealthCheck, settings  # noqa: E402
 
+from pallas_kernels.implementations import runs_triton  # noqa: E402
+
 # The first example of a shape compiles; later ones do not.
 settings.register_profile(
     "emsjax", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 settings.load_profile("emsjax")
+
+
+def pytest_configure(config):
+    if config.option.markexpr == "gpu" and not runs_triton():
+        raise pytest.UsageError("-m gpu needs a GPU of compute capability 8.0 or newer")
 
 
 @pytest.fixture(autouse=True)

@@ -5,17 +5,19 @@ import math
 import numpy as np
 
 
-def ragged_attention(query, key, value, key_cache, value_cache, segment_ids, positions, lengths):
+def ragged_attention(
+    query, key, value, key_cache, value_cache, segment_ids, positions, lengths, ancestors=None
+):
     """Every row by itself: gather what it may see, exponentiate, divide."""
     out = np.zeros(query.shape, np.float64)
     for row, sample in enumerate(segment_ids):
         if sample == len(lengths):
             continue
-        mine = [
-            other
-            for other in range(len(segment_ids))
-            if segment_ids[other] == sample and positions[other] <= positions[row]
-        ]
+        siblings = [other for other in range(len(segment_ids)) if segment_ids[other] == sample]
+        if ancestors is None:
+            mine = [other for other in siblings if positions[other] <= positions[row]]
+        else:
+            mine = [other for place, other in enumerate(siblings) if ancestors[row][place]]
         length = int(lengths[sample])
         for head in range(query.shape[1]):
             keys = [*key_cache[sample, :length, head], *key[mine, head]]

@@ -1,4 +1,7 @@
-"""One conformance suite that every implementation of the kernels passes."""
+"""One conformance suite that every implementation of the kernels passes.
+
+Where the device runs Triton its kernels are compiled, elsewhere interpreted.
+"""
 
 import contextlib
 import functools
@@ -13,34 +16,41 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pallas_kernels
-from pallas_kernels import ragged_attention_triton, ragged_attention_xla
+from pallas_kernels import ragged_attention_triton, ragged_attention_xla, update_kv_cache_triton
 from pallas_kernels.implementations import choose, runs_triton
 
-COMPILED = runs_triton()  # otherwise the Triton kernel is interpreted
-BLOCK = ragged_attention_triton.BLOCK_KEYS if COMPILED else 8
+pytestmark = pytest.mark.gpu
+COMPILED = runs_triton()
+BLOCK = ragged_attention_triton.DECODE.keys if COMPILED else 8
 BATCH, MAX_LEN, HEADS, HEAD_DIM, ROWS = 4, 3 * BLOCK, 2, 8, 40
 every_implementation = pytest.mark.parametrize("implementation", ["reference", "xla", "triton"])
-every_update = pytest.mark.parametrize("implementation", ["reference", "xla"])
+every_number_of_splits = pytest.mark.parametrize("programs", [1, 64], ids=["whole", "split"])
 
 
 @pytest.fixture(autouse=True, scope="module")
 def small_blocks():
-    """Several blocks and splits of the short caches here."""
+    """Several blocks of the short caches here."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ragged_attention_triton, "BLOCK_KEYS", BLOCK)
+        for name in ("DECODE", "PREFILL"):
+            tiling = getattr(ragged_attention_triton, name)
+            patch.setattr(ragged_attention_triton, name, tiling._replace(keys=BLOCK))
         yield
 
 
 @functools.cache
-def compiled(implementation, max_rows_per_sample):
-    return jax.jit(
-        functools.partial(
-            pallas_kernels.ragged_attention,
-            implementation=implementation,
-            max_rows_per_sample=max_rows_per_sample,
-            interpret=not COMPILED,
-        )
-    )
+def compiled(implementation, max_rows_per_sample, programs=64):
+    def attention(*args, **kwargs):
+        with pytest.MonkeyPatch.context() as patch:  # read while tracing
+            patch.setattr(ragged_attention_triton, "PROGRAMS_WANTED", programs)
+            return pallas_kernels.ragged_attention(
+                *args,
+                **kwargs,
+                implementation=implementation,
+                max_rows_per_sample=max_rows_per_sample,
+                interpret=not COMPILED,
+            )
+
+    return jax.jit(attention)
 
 
 def case(counts, lengths, order=range(BATCH), seed=0, dtype=np.float32, head_dim=HEAD_DIM):
@@ -64,14 +74,17 @@ def case(counts, lengths, order=range(BATCH), seed=0, dtype=np.float32, head_dim
     return query, key, value, key_cache, value_cache, segment_ids, positions, lengths
 
 
-def check(implementation, inputs, max_rows_per_sample, rtol=2e-6):
-    out = compiled(implementation, max_rows_per_sample)(*map(jnp.asarray, inputs))
+def check(implementation, inputs, bound, rtol=2e-6, programs=64, ancestors=None):
+    """`bound`: of rows per sample. `programs`: that Triton wants; few, and keys are not split."""
+    call = compiled(implementation, bound, programs)
+    out = call(*map(jnp.asarray, inputs), **({} if ancestors is None else {"ancestors": ancestors}))
     assert out.dtype == inputs[0].dtype
-    expected = oracle.ragged_attention(*inputs)
+    expected = oracle.ragged_attention(*inputs, ancestors)
     np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=rtol, atol=rtol * 4)
 
 
 @every_implementation
+@every_number_of_splits
 @pytest.mark.parametrize("bound", [10, None], ids=["decode", "unbounded"])
 @settings(max_examples=12)
 @given(
@@ -84,9 +97,32 @@ def check(implementation, inputs, max_rows_per_sample, rtol=2e-6):
     order=st.permutations(range(BATCH)),
 )
 def test_equals_the_float64_oracle_and_reads_no_poison(
-    implementation, bound, counts, lengths, order
+    implementation, programs, bound, counts, lengths, order
 ):
-    check(implementation, case(counts, lengths, order), bound)
+    check(implementation, case(counts, lengths, order), bound, programs=programs)
+
+
+@every_implementation
+@every_number_of_splits
+@pytest.mark.parametrize("bound", [10, None], ids=["decode", "unbounded"])
+@settings(max_examples=8)
+@given(
+    counts=st.lists(st.sampled_from([0, 1, 2, 9, 10]), min_size=BATCH, max_size=BATCH),
+    seed=st.integers(0, 100),
+)
+def test_fresh_rows_see_their_ancestors_alone(implementation, programs, bound, counts, seed):
+    rng = np.random.default_rng(seed)
+    ancestors = np.zeros((ROWS, 10), bool)
+    row = 0
+    for count in counts:
+        for place in range(count):
+            if place:  # a random tree: a parent's ancestors, and the row itself
+                ancestors[row] = ancestors[row - place + rng.integers(place)]
+            ancestors[row, place] = True
+            row += 1
+    inputs = case(counts, [BLOCK + 1, 0, 3, 2 * BLOCK], seed=seed)
+    inputs[6][:] = 0  # positions have no say
+    check(implementation, inputs, bound, programs=programs, ancestors=ancestors)
 
 
 @every_implementation
@@ -95,8 +131,9 @@ def test_long_segments_are_tiled_correctly(implementation, tile, monkeypatch):
     monkeypatch.setattr(ragged_attention_xla, "MAX_DECODE_ROWS", 3)
     monkeypatch.setattr(ragged_attention_xla, "TILE", tile)
     if not COMPILED:  # a matrix unit's tile has at least 16 rows
-        monkeypatch.setattr(ragged_attention_triton, "DECODE_TILE", 3)
-        monkeypatch.setattr(ragged_attention_triton, "PREFILL_TILE", tile)
+        for name, rows in (("DECODE", 3), ("PREFILL", tile)):
+            tiling = getattr(ragged_attention_triton, name)
+            monkeypatch.setattr(ragged_attention_triton, name, tiling._replace(rows=rows))
     compiled.cache_clear()
     for counts in ([13, 0, 4, 5], [0, 0, 0, 40], [10, 10, 10, 10], [0, 0, 0, 0]):
         check(implementation, case(counts, [3, 24, 0, 8], order=[2, 0, 3, 1]), None)
@@ -124,7 +161,7 @@ def test_one_causal_segment_equals_jax_nn_attention(implementation):
     assert (out[20:] == 0).all()
 
 
-@every_update
+@every_implementation
 @settings(max_examples=15)
 @given(
     counts=st.lists(st.integers(0, 10), min_size=BATCH, max_size=BATCH),
@@ -141,13 +178,52 @@ def test_update_writes_real_rows_and_nothing_else(implementation, counts, starts
         if sample < BATCH:
             expected[0][sample, positions[row]] = key[row]
             expected[1][sample, positions[row]] = value[row]
-    update = functools.partial(pallas_kernels.update_kv_cache, implementation=implementation)
+    update = functools.partial(
+        pallas_kernels.update_kv_cache, implementation=implementation, interpret=not COMPILED
+    )
     out = jax.jit(update)(
         *map(jnp.asarray, (key_cache, value_cache, key, value, segment_ids, positions))
     )
     for new, old in zip(out, expected, strict=True):
         # Bit for bit, NaN payloads included.
         np.testing.assert_array_equal(np.asarray(new).view(np.int32), old.view(np.int32))
+
+
+@every_implementation
+def test_many_caches_are_updated_like_one(implementation, monkeypatch):
+    monkeypatch.setattr(update_kv_cache_triton, "ARRAYS_PER_LAUNCH", 4)
+    monkeypatch.setattr(update_kv_cache_triton, "ARRAYS_PER_PROGRAM", 3)
+    _, key, value, key_cache, value_cache, segment_ids, positions, _ = map(
+        jnp.asarray, case([3, 0, 1, 8], [0, 5, 2, 9])
+    )
+    factors = range(1, 4)
+    each = lambda x: [x * factor for factor in factors]
+    options = {"implementation": implementation, "interpret": not COMPILED}
+    places = (segment_ids, positions)
+    keys, values = pallas_kernels.update_kv_caches(
+        each(key_cache), each(value_cache), each(key), each(value), *places, **options
+    )
+    for factor, new_keys, new_values in zip(factors, keys, values, strict=True):
+        one = [x * factor for x in (key_cache, value_cache, key, value)]
+        expected = pallas_kernels.update_kv_cache(*one, *places, **options)
+        np.testing.assert_array_equal(new_keys, expected[0])
+        np.testing.assert_array_equal(new_values, expected[1])
+
+
+def test_an_update_is_in_place():
+    """A donated cache is the output's buffer, and no second one is allocated."""
+    inputs = case([3, 0, 1, 8], [0, 5, 2, 9])
+    _, key, value, key_cache, value_cache, segment_ids, positions, _ = map(jnp.asarray, inputs)
+    update = jax.jit(
+        functools.partial(
+            pallas_kernels.update_kv_cache, implementation="triton" if COMPILED else "xla"
+        ),
+        donate_argnums=(0, 1),
+    )
+    arguments = (key_cache, value_cache, key, value, segment_ids, positions)
+    memory = update.lower(*arguments).compile().memory_analysis()
+    assert memory.alias_size_in_bytes == 2 * key_cache.nbytes
+    assert memory.temp_size_in_bytes < key_cache.nbytes
 
 
 def test_the_xla_path_gathers_no_cache_row_by_row():
@@ -187,21 +263,37 @@ def cuda_without_a_gpu():
     return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 
+def lower_for_cuda(function, *shapes):
+    arguments = [jax.ShapeDtypeStruct(shape, dtype) for *shape, dtype in shapes]
+    with cuda_without_a_gpu():
+        lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
+    assert "triton" in lowered.as_text()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
-@pytest.mark.parametrize(("batch", "bound"), [(24, 8), (1, 1), (3, None)])
-def test_the_triton_kernel_lowers_for_cuda(dtype, head_dim, batch, bound, monkeypatch):
-    monkeypatch.setattr(ragged_attention_triton, "BLOCK_KEYS", 64)
-    shaped = lambda *shape, dtype=dtype: jax.ShapeDtypeStruct(shape, dtype)
-    ints = lambda n: shaped(n, dtype="int32")
-    fresh, cache = shaped(48, 8, head_dim), shaped(batch, 1024, 8, head_dim)
-    arguments = [fresh] * 3 + [cache] * 2 + [ints(48), ints(48), ints(batch)]
-    attention = functools.partial(
-        ragged_attention_triton.ragged_attention, max_rows_per_sample=bound
+@pytest.mark.parametrize(
+    ("batch", "bound", "tree"), [(24, 8, False), (1, 1, False), (3, None, False), (3, 8, True)]
+)
+def test_the_triton_attention_lowers_for_cuda(dtype, head_dim, batch, bound, tree, monkeypatch):
+    for name in ("DECODE", "PREFILL"):
+        tiling = getattr(ragged_attention_triton, name)
+        monkeypatch.setattr(ragged_attention_triton, name, tiling._replace(keys=64))
+    attention = lambda *args: ragged_attention_triton.ragged_attention(
+        *args[:8], max_rows_per_sample=bound, ancestors=args[8] if tree else None
     )
-    with cuda_without_a_gpu():
-        lowered = jax.jit(attention).trace(*arguments).lower(lowering_platforms=("cuda",))
-    assert "triton" in lowered.as_text()
+    fresh, cache = (48, 8, head_dim, dtype), (batch, 1024, 8, head_dim, dtype)
+    ints = [(48, "int32"), (48, "int32"), (batch, "int32")]
+    masks = [(48, 8, "bool")] if tree else []
+    lower_for_cuda(attention, *[fresh] * 3, *[cache] * 2, *ints, *masks)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
+def test_the_triton_update_lowers_for_cuda(dtype, head_dim):
+    update = lambda *args: update_kv_cache_triton.update(args[:4], args[4:8], *args[8:])
+    caches, rows = [(3, 64, 12, head_dim, dtype)] * 4, [(10, 12, head_dim, dtype)] * 4
+    lower_for_cuda(update, *caches, *rows, (10, "int32"), (10, "int32"))
 
 
 @pytest.mark.parametrize(

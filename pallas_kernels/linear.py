@@ -1,0 +1,169 @@
+"""Products of packed rows with a weight matrix: near the read rate for the few rows of decoding."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.implementations import choose, runs_triton
+
+
+class Tiling(NamedTuple):
+    """Sizes of one launch."""
+
+    columns: int  # of a program's tile of the weights
+    depth: int  # of a block along the contracted axis
+    splits: int  # shares of the contracted axis
+    num_warps: int
+    num_stages: int
+
+
+# Found by measurement on an H200, at the sizes of OPT-6.7B and 1 to 64 rows.
+WHOLE = Tiling(columns=128, depth=64, splits=1, num_warps=4, num_stages=5)
+WHOLE_16_ROWS = WHOLE._replace(num_warps=8)
+SPLIT = WHOLE._replace(splits=4)
+MAX_ROWS = 64  # more, and arithmetic counts: XLA's products are faster
+
+
+def linear(
+    x: Array,  # [rows, inputs]
+    weight: Array,  # [inputs, outputs]
+    bias: Array | None = None,  # [outputs]
+    *,
+    parts: int = 1,
+    relu: bool = False,
+    implementation: str | None = None,
+    interpret: bool = False,
+) -> tuple[Array, ...]:
+    """x @ weight + bias, rectified where asked, as `parts` arrays of equally many columns.
+
+    Args:
+        implementation: "triton" (streams the weights once past at most `MAX_ROWS` rows),
+            "xla", or None: Triton where the device runs it and it is faster: few rows of
+            16-bit numbers, sizes that are multiples of its tiles.
+        interpret: run the Triton kernel in interpret mode, on any device.
+
+    Returns:
+        `parts` arrays [rows, outputs / parts] in x's dtype.
+
+    Raises:
+        ValueError: unknown implementation, or one that the device cannot run.
+    """
+    if _choose(x, weight, parts, WHOLE, implementation, interpret) == "triton":
+        tiling = WHOLE_16_ROWS if x.shape[0] <= 16 else WHOLE
+        return _launch(x, weight, bias, tiling, parts=parts, relu=relu, interpret=interpret)
+    y = _dot(x, weight)
+    if parts > 1:
+        # The bias inside the product would leave a launch of its own to every part.
+        y = lax.optimization_barrier(y)
+    y = y if bias is None else y + bias
+    y = jax.nn.relu(y) if relu else y
+    return tuple(jnp.unstack(y.reshape(x.shape[0], parts, -1), axis=1))
+
+
+def linear_sums(
+    x: Array,  # [rows, inputs]
+    weight: Array,  # [inputs, outputs]
+    *,
+    implementation: str | None = None,
+    interpret: bool = False,
+) -> Array:
+    """x @ weight as partial sums, for a consumer that adds them up anyway.
+
+    Where there are fewer columns than keep a device busy the contracted axis is cut
+    into shares. Arguments and errors are those of `linear`.
+
+    Returns:
+        float32 [shares, rows, outputs], or the product [rows, outputs] in x's dtype.
+    """
+    if _choose(x, weight, 1, SPLIT, implementation, interpret) == "triton":
+        return _launch(x, weight, None, SPLIT, parts=1, relu=False, interpret=interpret)[0]
+    return _dot(x, weight)
+
+
+def _choose(x, weight, parts, tiling: Tiling, implementation, interpret) -> str:
+    if implementation is not None:
+        return choose(implementation, ("triton", "xla"), interpret)
+    inputs, outputs = weight.shape
+    fits = inputs % (tiling.depth * tiling.splits) == 0 and outputs % (tiling.columns * parts) == 0
+    few = x.shape[0] <= MAX_ROWS and x.dtype.itemsize == 2
+    return "triton" if fits and few and runs_triton() else "xla"
+
+
+def _dot(x, weight):
+    # float32 means float32: not TF32, which a GPU would choose by default.
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.dot(x, weight, precision=precision)
+
+
+def _launch(x, weight, bias, tiling: Tiling, *, parts, relu, interpret):
+    (rows, inputs), outputs = x.shape, weight.shape[1]
+    if tiling.splits > 1:
+        out_shape = [jax.ShapeDtypeStruct((tiling.splits, rows, outputs), jnp.float32)]
+    else:
+        out_shape = [jax.ShapeDtypeStruct((rows, outputs // parts), x.dtype)] * parts
+    kernel = functools.partial(
+        _kernel,
+        tiling=tiling,
+        share=inputs // tiling.splits,
+        relu=relu,
+        biased=bias is not None,
+    )
+    return tuple(
+        pl.pallas_call(
+            kernel,
+            grid=(outputs // tiling.columns, tiling.splits),
+            out_shape=out_shape,
+            compiler_params=plgpu.CompilerParams(
+                num_warps=tiling.num_warps, num_stages=tiling.num_stages
+            ),
+            interpret=interpret,
+            name="linear",
+        )(x, weight, *(() if bias is None else (bias,)))
+    )
+
+
+def _kernel(x_ref, weight_ref, *refs, tiling: Tiling, share: int, relu: bool, biased: bool):
+    bias_ref, outputs = (refs[0], refs[1:]) if biased else (None, refs)
+    tile, split = pl.program_id(0), pl.program_id(1)
+    rows = x_ref.shape[0]
+    row = jnp.arange(max(16, pl.next_power_of_2(rows)))
+    column = tile * tiling.columns + jnp.arange(tiling.columns)
+    real_row = jnp.minimum(row, rows - 1)[:, None]  # the rows beyond are never stored
+
+    def block(i, total):
+        depth = split * share + i * tiling.depth + jnp.arange(tiling.depth)
+        x = plgpu.load(x_ref.at[real_row, depth[None, :]])
+        weight = plgpu.load(weight_ref.at[depth[:, None], column[None, :]])
+        return total + jnp.dot(
+            x,
+            weight,
+            precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+            preferred_element_type=jnp.float32,
+        )
+
+    total = jnp.zeros((row.shape[0], tiling.columns), jnp.float32)
+    total = lax.fori_loop(0, share // tiling.depth, block, total)
+    if biased:
+        total += plgpu.load(bias_ref.at[column]).astype(jnp.float32)[None, :]
+    if relu:
+        total = jnp.maximum(total, 0)
+    mask = jnp.broadcast_to(row[:, None] < rows, total.shape)
+    if tiling.splits > 1:
+        plgpu.store(outputs[0].at[split, row[:, None], column[None, :]], total, mask=mask)
+        return
+    width = outputs[0].shape[1]
+    for part, ref in enumerate(outputs):
+
+        def store(ref=ref, first=part * width):
+            place = ref.at[row[:, None], (column - first)[None, :]]
+            plgpu.store(place, total.astype(ref.dtype), mask=mask)
+
+        if len(outputs) == 1:
+            store()
+        else:
+            pl.when(tile * tiling.columns // width == part)(store)

@@ -1,0 +1,321 @@
+"""How one case of the attention benchmark is set up, compiled, timed and profiled.
+
+Axis legend: r = packed rows, b = batch, l = cache length, h = heads,
+d = head_dim, q = rows of a padded sample.
+"""
+
+import dataclasses
+import functools
+import glob
+import os
+import tempfile
+import time
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+import pallas_kernels
+
+DTYPE = jnp.bfloat16
+MAX_LAUNCHES = 50  # queued before waiting
+PAUSE_SECONDS = 0.05  # between programs under the profiler
+GAP_NS = 20_000_000  # of idleness that tells one program's kernels from the next one's
+
+Result = TypeVar("Result")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One shape of work; lengths and counts are of the samples, in order."""
+
+    model: str
+    heads: int
+    head_dim: int
+    rows: str  # of each sample: "1", "8" or "ragged"; "prefill"
+    committed: str  # how the lengths were chosen
+    max_len: int
+    lengths: tuple[int, ...]  # committed tokens
+    counts: tuple[int, ...]  # fresh rows
+    padded_rows: int  # of each sample in a padded batch
+
+    @property
+    def batch(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def is_prefill(self) -> bool:
+        return self.rows == "prefill"
+
+    @property
+    def committed_bytes(self) -> int:
+        """Of the keys and values of one layer."""
+        token = self.heads * self.head_dim * jnp.dtype(DTYPE).itemsize
+        return 2 * sum(self.lengths) * token
+
+    @property
+    def causal_flops(self) -> float:
+        """Of the fresh rows among themselves; half of each square."""
+        return sum(4 * self.heads * self.head_dim * count**2 / 2 for count in self.counts)
+
+    def describe(self) -> dict[str, object]:
+        return {
+            "model": self.model,
+            "heads": self.heads,
+            "head_dim": self.head_dim,
+            "batch": self.batch,
+            "rows": self.rows,
+            "packed_rows": sum(self.counts),
+            "committed": self.committed,
+            "committed_tokens": sum(self.lengths),
+            "committed_bytes": self.committed_bytes,
+            "max_len": self.max_len,
+        }
+
+    def row_places(self) -> tuple[np.ndarray, np.ndarray]:
+        """Sample of each packed row, and which of its rows it is. int32 [r], [r]"""
+        samples = np.repeat(np.arange(self.batch, dtype=np.int32), self.counts)
+        within = [np.arange(count, dtype=np.int32) for count in self.counts]
+        return samples, np.concatenate(within)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled chain of calls, or why there is none."""
+
+    calls: int = 0
+    layout: str = "packed"
+    form: str | None = None  # how cuDNN is told what a row sees
+    run: Callable | None = None  # (query, caches, rest) -> first and last output
+    error: str | None = None
+
+
+def make_inputs(case: Case, index: Array) -> dict[str, tuple]:
+    """The rows and cache `index` of a case: (query, cache, rest) for either layout of the rows.
+
+    Packed caches hold NaN from the committed length on, which must not be read. In
+    padded ones the fresh rows stand there, as a padded method writes them; then zeros.
+    """
+    lengths = np.array(case.lengths, np.int32)
+    samples, within = case.row_places()
+    rows = (case.batch, case.padded_rows, case.heads, case.head_dim)
+    query, *fresh = jax.random.normal(jax.random.key(0), (3, *rows), DTYPE)
+    padded_len = case.padded_rows if case.is_prefill else case.max_len
+    longest = max(padded_len, case.max_len)
+    committed = (np.arange(longest) < lengths[:, None])[..., None, None]
+    key = jax.random.fold_in(jax.random.key(1), index)
+    caches = jax.random.normal(key, (2, case.batch, longest, *rows[2:]), DTYPE)
+    write = jax.vmap(functools.partial(lax.dynamic_update_slice_in_dim, axis=0))
+    packed = [jnp.where(committed, cache, jnp.nan)[:, : case.max_len] for cache in caches]
+    padded = [
+        write(jnp.where(committed, cache, 0), new, lengths)[:, :padded_len]
+        for cache, new in zip(caches, fresh, strict=True)
+    ]
+    ids = (samples, lengths[samples] + within, lengths)
+    packed_rest = tuple(jnp.asarray(x) for x in (*(x[samples, within] for x in fresh), *ids))
+    return {
+        "packed": (query[samples, within], tuple(packed), packed_rest),
+        "padded": (query, tuple(padded), () if case.is_prefill else _visible(case)),
+    }
+
+
+def _visible(case: Case) -> tuple[Array, Array]:
+    """What rows of a padded batch see: entries of each sample, int32 [b]; a mask [b, 1, q, l]."""
+    lengths = np.array(case.lengths, np.int32)
+    last = lengths[:, None] + np.arange(case.padded_rows)  # position that a row sees last
+    mask = np.arange(case.max_len) <= last[..., None]
+    return jnp.asarray(lengths + np.int32(case.padded_rows)), jnp.asarray(mask[:, None])
+
+
+@functools.cache
+def _input_shapes(case: Case) -> dict[str, tuple]:
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    return jax.eval_shape(functools.partial(make_inputs, case), index)
+
+
+def build_inputs(case: Case) -> Callable[[np.int32], dict[str, tuple]]:
+    """Compile `make_inputs` as a function of the cache's index."""
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    return jax.jit(functools.partial(make_inputs, case)).lower(index).compile()
+
+
+def build_program(name: str, case: Case, calls: int, caches: int) -> Program:
+    """Compile a chain of calls of one implementation, taking `caches` caches in turns."""
+    if name != "cudnn":
+        step = functools.partial(_ragged, name, case)
+        run = _compile_chain(step, case, "packed", calls, caches)
+        return Program(calls, run=run)
+    if case.is_prefill:
+        forms = ["causal"]
+    else:
+        # Lengths spare the padding's work. A single row sees all up to its length.
+        forms = ["lengths" if case.padded_rows == 1 else "lengths and mask", "mask"]
+    refusals = []
+    for form in forms:
+        step = functools.partial(_cudnn, form)
+        try:
+            run = _compile_chain(step, case, "padded", calls, caches)
+        except Exception as error:  # cuDNN refuses shapes by errors of several types
+            refusals.append(f"{form}: {error}")
+        else:
+            return Program(calls, "padded", form, run)
+    return Program(error="; ".join(refusals))
+
+
+def _ragged(name: str, case: Case, query, key_cache, value_cache, key, value, *ids):
+    """One call over packed rows. [r, h, d]"""
+    tensors = (query, key, value, key_cache, value_cache)
+    return pallas_kernels.ragged_attention(
+        *tensors, *ids, max_rows_per_sample=case.padded_rows, implementation=name
+    )
+
+
+def _cudnn(form: str, query, key, value, lengths=None, mask=None):
+    """One call over a padded batch. [b, q, h, d]"""
+    return jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        mask=mask if "mask" in form else None,
+        key_value_seq_lengths=lengths if "lengths" in form else None,
+        is_causal=form == "causal",
+        implementation="cudnn",
+    )
+
+
+def _compile_chain(step: Callable, case: Case, layout: str, calls: int, caches: int) -> Callable:
+    call = jax.jit(step)  # traced and lowered once, not once a call
+
+    def chain(query, caches, rest):
+        outputs = [query]
+        for i in range(calls):
+            outputs.append(call(outputs[-1], *caches[i % len(caches)], *rest))
+        return outputs[1], outputs[-1]
+
+    query, cache, rest = _input_shapes(case)[layout]
+    return jax.jit(chain).lower(query, (cache,) * caches, rest).compile()
+
+
+def compile_all(jobs: Mapping[Hashable, Callable[[], Result]]) -> dict[Hashable, Result]:
+    """Run compile jobs on all cores; none is left to disturb a timing."""
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as executor:
+        futures = {name: executor.submit(job) for name, job in jobs.items()}
+        return {name: future.result() for name, future in futures.items()}
+
+
+def bind(
+    inputs: Callable[[np.int32], dict[str, tuple]], programs: Mapping[str, Program], caches: int
+) -> dict[str, Callable]:
+    """Fill the caches, and give them to the programs that there are."""
+    made = [inputs(np.int32(index)) for index in range(caches)]
+
+    def bound(program: Program) -> Callable:
+        query, _, rest = made[0][program.layout]
+        rotated = tuple(one[program.layout][1] for one in made)
+        return functools.partial(program.run, query, rotated, rest)
+
+    return {name: bound(program) for name, program in programs.items() if program.run}
+
+
+def compare(case: Case, runs, programs: dict[str, Program], expected: str) -> dict[str, float]:
+    """Largest error of each run's first output, relative to the norm of a row's head.
+
+    A program that cuDNN refuses only now is replaced by its error.
+    """
+    outputs = {}
+    for name, run in runs.items():
+        try:
+            first = np.asarray(run()[0]).astype(np.float32)
+        except jax.errors.JaxRuntimeError as error:
+            if name != "cudnn":
+                raise
+            programs[name] = Program(error=str(error))
+        else:
+            packed = programs[name].layout == "packed"
+            outputs[name] = first if packed else first[case.row_places()]
+    norm = lambda rows: np.linalg.norm(rows, axis=-1)
+    wanted = outputs[expected]
+    return {name: float(np.max(norm(x - wanted) / norm(wanted))) for name, x in outputs.items()}
+
+
+def time_runs(run: Callable[[], object], repetitions: int, seconds: float) -> list[float]:
+    """Wall seconds of one run, once for each repetition.
+
+    A repetition queues as many runs as take about `seconds`, and waits for the
+    last, so that the host's part hides behind the device's.
+    """
+
+    def wall(launches: int) -> float:
+        start = time.perf_counter()
+        for _ in range(launches):
+            out = run()
+        jax.block_until_ready(out)
+        return (time.perf_counter() - start) / launches
+
+    wall(1)  # whatever the first run alone does
+    launches = int(np.clip(seconds / wall(2), 2, MAX_LAUNCHES))
+    return [wall(launches) for _ in range(repetitions)]
+
+
+def best_and_median_us(seconds: Sequence[float], calls: int) -> dict[str, float]:
+    """Microseconds of each of a run's calls."""
+    us = 1e6 * np.array(seconds) / calls
+    return {"best_us": float(np.min(us)), "median_us": float(np.median(us))}
+
+
+def pure_read(buffers: int, size: int, repetitions: int, seconds: float) -> dict[str, float]:
+    """The rate at which XLA reads bf16 buffers of `size` bytes for their largest elements."""
+    elements = size // jnp.dtype(DTYPE).itemsize
+    make = jax.jit(lambda key: jax.random.normal(key, elements, DTYPE))
+    made = [make(jax.random.key(i)) for i in range(buffers)]
+    largest = jax.jit(lambda made: [jnp.max(buffer) for buffer in made])
+    times = time_runs(functools.partial(largest, made), repetitions, seconds)
+    figures = best_and_median_us(times, 1)
+    total = buffers * size
+    return {**figures, "bytes": total, "gb_per_s": total / figures["median_us"] / 1e3}
+
+
+def kernel_seconds(runs: Collection[Callable[[], object]]) -> list[float] | None:
+    """Seconds that the GPU's streams are busy with each run, by the profiler.
+
+    All runs share one trace, since a trace is slow to start and to write; pauses
+    part them. None: the trace does not fall into one part for each run.
+    """
+    for run in runs:
+        jax.block_until_ready(run())
+    with tempfile.TemporaryDirectory() as directory:
+        with jax.profiler.trace(directory):
+            for run in runs:
+                jax.block_until_ready(run())
+                time.sleep(PAUSE_SECONDS)
+        (path,) = glob.glob(directory + "/**/*.xplane.pb", recursive=True)
+        spans = _stream_spans(jax.profiler.ProfileData.from_file(path))
+    parts = split_at_gaps(spans)
+    return [sum(part) / 1e9 for part in parts] if len(parts) == len(runs) else None
+
+
+def _stream_spans(data) -> list[tuple[float, float]]:
+    """(start, duration) in nanoseconds of all that ran on the streams of a GPU."""
+    return [
+        (event.start_ns, event.duration_ns)
+        for plane in data.planes
+        if "GPU" in plane.name
+        for line in plane.lines
+        if line.name.startswith("Stream")
+        for event in line.events
+    ]
+
+
+def split_at_gaps(spans: Sequence[tuple[float, float]]) -> list[list[float]]:
+    """Durations of (start, duration) spans, parted where nothing runs for `GAP_NS`."""
+    parts, end = [], -float("inf")
+    for start, duration in sorted(spans):
+        if start - end > GAP_NS:
+            parts.append([])
+        parts[-1].append(duration)
+        end = max(end, start + duration)
+    return parts

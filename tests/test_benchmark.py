@@ -1,0 +1,220 @@
+"""The benchmark's cases are what they are said to be, and what it measures is right."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import benchmark, measure, ragged_attention_xla
+from pallas_kernels import ragged_attention as public_attention
+
+MODEL = ("2x80", 2, 80)
+RAGGED = measure.Case(*MODEL, "ragged", "given", 16, (3, 5), (2, 4), 8)
+SINGLE = measure.Case(*MODEL, "1", "given", 16, (3, 5), (1, 1), 1)
+PREFILL = measure.Case(*MODEL, "prefill", "none", 4, (0, 0), (6, 6), 6)
+
+
+@pytest.fixture
+def one_case(monkeypatch):
+    """Main does a single decode case and one prefill."""
+    monkeypatch.setattr(benchmark, "decode_cases", lambda settings: [RAGGED])
+    monkeypatch.setattr(benchmark, "prefill_cases", lambda settings: [PREFILL])
+    monkeypatch.setattr(benchmark, "all_ratios", lambda decode, prefill: {})
+
+
+@pytest.fixture
+def cudnn_by_xla(monkeypatch):
+    """XLA's attention stands in for cuDNN's, with the same arguments; forms go to a list."""
+    real, forms = jax.nn.dot_product_attention, []
+
+    def attention(*tensors, implementation, **options):
+        assert implementation == "cudnn"
+        given = lambda option: option is not None and option is not False
+        forms.append({name for name, option in options.items() if given(option)})
+        with jax.numpy_dtype_promotion("standard"):  # XLA's needs it for bfloat16
+            return real(*tensors, implementation="xla", **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
+    return forms
+
+
+def test_full_cases_are_the_documented_ones():
+    cases = benchmark.decode_cases(benchmark.FULL)
+    shapes = {(c.heads, c.head_dim, c.committed, c.batch, c.rows) for c in cases}
+    assert len(cases) == len(shapes) == 2 * 2 * 4 * 3
+    assert {(c.heads, c.head_dim) for c in cases} == {(32, 128), (32, 80)}
+    for case in cases:
+        random = case.committed == "random 512..1016"
+        assert random or (case.committed, set(case.lengths)) == ("all 2040", {2040})
+        assert case.max_len == (1024 if random else 2048)
+        if random:
+            assert sum(case.lengths) == {1: 768, 8: 6700, 24: 18571, 64: 46742}[case.batch]
+            assert min(case.lengths) >= 512
+            assert max(case.lengths) <= 1016
+        assert max(case.lengths) + case.padded_rows <= case.max_len
+        assert len(case.counts) == case.batch
+        if case.rows == "ragged":
+            assert set(case.counts) <= set(range(1, 9))
+            assert case.padded_rows == 8
+            assert case.batch == 1 or len(set(case.counts)) > 1
+        else:
+            assert set(case.counts) == {case.padded_rows} == {int(case.rows)}
+    assert [(c.counts, c.max_len) for c in benchmark.prefill_cases(benchmark.FULL)] == [
+        ((1919,) * 8, 256)
+    ] * 2
+
+
+def test_cases_of_both_head_shapes_are_equal_and_come_out_alike_again():
+    cases, again = (benchmark.decode_cases(benchmark.FULL) for _ in range(2))
+    assert cases == again
+    half = len(cases) // 2
+    assert [(c.lengths, c.counts) for c in cases[:half]] == [
+        (c.lengths, c.counts) for c in cases[half:]
+    ]
+
+
+def test_caches_of_a_chain_outgrow_the_l2_and_take_equal_turns():
+    for case in benchmark.decode_cases(benchmark.FULL):
+        caches = benchmark.count_caches(case, benchmark.FULL)
+        assert caches * case.committed_bytes >= 2**28
+        for name in ("triton", "xla", "cudnn"):
+            calls = benchmark.count_calls(name, case, benchmark.FULL)
+            assert calls % caches == 0
+            assert calls >= (4 if name == "xla" else 8 if case.batch == 64 else 16)
+
+
+def test_unread_entries_are_poisoned_and_padded_caches_hold_the_fresh_rows():
+    made = [measure.make_inputs(RAGGED, jnp.int32(index)) for index in range(2)]
+    packed, padded = made[0]["packed"], made[0]["padded"]
+    samples, within = RAGGED.row_places()
+    for packed_cache, padded_cache, fresh in zip(packed[1], padded[1], packed[2][:2], strict=True):
+        for sample, length in enumerate(RAGGED.lengths):
+            assert jnp.all(jnp.isnan(packed_cache[sample, length:]))
+            np.testing.assert_array_equal(
+                packed_cache[sample, :length], padded_cache[sample, :length]
+            )
+            assert not jnp.any(padded_cache[sample, length + RAGGED.padded_rows :])
+        positions = np.array(RAGGED.lengths)[samples] + within
+        np.testing.assert_array_equal(padded_cache[samples, positions], fresh)
+    np.testing.assert_array_equal(padded[0][samples, within], packed[0])
+    assert np.any(np.asarray(made[1]["padded"][1][0][:, :3] != padded[1][0][:, :3]))
+
+
+@pytest.mark.parametrize(
+    ("case", "form"),
+    [
+        (RAGGED, {"key_value_seq_lengths", "mask"}),
+        (SINGLE, {"key_value_seq_lengths"}),
+        (PREFILL, {"is_causal"}),
+    ],
+    ids=["ragged", "single", "prefill"],
+)
+def test_padded_attention_does_the_same_work(case, form, cudnn_by_xla):
+    names = ("xla", "cudnn", "reference")
+    programs = {name: measure.build_program(name, case, 2, 1) for name in names}
+    assert cudnn_by_xla == [form]
+    runs = measure.bind(measure.build_inputs(case), programs, 1)
+    errors = measure.compare(case, runs, programs, "reference")
+    assert errors.keys() == set(names)
+    assert max(errors.values()) <= 1e-2
+
+
+def test_what_cudnn_refuses_by_lengths_goes_by_a_mask(cudnn_by_xla, monkeypatch):
+    stand_in = jax.nn.dot_product_attention
+
+    def attention(*tensors, **options):
+        if options["key_value_seq_lengths"] is not None:
+            raise NotImplementedError("no lengths")
+        return stand_in(*tensors, **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
+    programs = {name: measure.build_program(name, SINGLE, 1, 1) for name in ("cudnn", "reference")}
+    assert programs["cudnn"].form == "mask"
+    runs = measure.bind(measure.build_inputs(SINGLE), programs, 1)
+    assert measure.compare(SINGLE, runs, programs, "reference")["cudnn"] <= 1e-2
+
+
+def test_a_chain_feeds_outputs_on_and_takes_caches_in_turns():
+    lasts = []
+    for calls, caches in ((1, 1), (2, 1), (2, 2), (3, 2), (3, 1)):
+        programs = {"xla": measure.build_program("xla", RAGGED, calls, caches)}
+        first, last = measure.bind(measure.build_inputs(RAGGED), programs, caches)["xla"]()
+        assert np.array_equal(first, last) == (calls == 1)
+        assert not any(np.array_equal(last, other) for other in lasts)
+        lasts.append(last)
+
+
+def test_quick_run_writes_the_documented_fields(tmp_path, capsys):
+    output = tmp_path / "figures.json"
+    assert benchmark.main(["--quick", "--commit", "abc", "--output", str(output)]) == 0
+    text = output.read_text()
+    results = json.loads(text)
+    assert text == json.dumps(results, indent=1, sort_keys=True) + "\n"
+    assert results["commit"] == "abc"
+    assert results["command"].startswith("python -m pallas_kernels.benchmark --quick")
+    assert results["hardware"].keys() == {"device_kind", "compute_capability"}
+    assert results["versions"].keys() == {"jax", "jaxlib", "python", "driver"}
+    assert results["date"].endswith("+00:00")
+    assert results["settings"].keys() == dataclasses.asdict(benchmark.QUICK).keys()
+    assert results["pure_read"]["gb_per_s"] > 0
+
+    assert len(results["decode"]) == len(benchmark.decode_cases(benchmark.QUICK))
+    for entry in results["decode"]:
+        figures = entry["implementations"]["xla"]
+        assert entry["implementations"].keys() == {"xla", "reference"}
+        assert 0 < figures["best_us"] <= figures["median_us"]
+        size = 2 * entry["committed_tokens"] * entry["heads"] * entry["head_dim"] * 2
+        assert figures["gb_per_s"] == pytest.approx(size / figures["median_us"] / 1e3)
+        share = figures["gb_per_s"] / results["pure_read"]["gb_per_s"]
+        assert figures["share_of_pure_read"] == pytest.approx(share)
+        assert figures["max_error"] <= benchmark.TOLERANCE
+    for entry in results["prefill"]:
+        flops = 4 * 2 * entry["heads"] * entry["head_dim"] * 24 * 24 / 2
+        figures = entry["implementations"]["xla"]
+        assert figures["tflop_per_s"] == pytest.approx(flops / figures["median_us"] / 1e6)
+
+    one, eight = results["decode"][:2]
+    ratio = results["ratios"]["time_of_8_rows_over_1"]["wall"][0]
+    times = [entry["implementations"]["xla"]["median_us"] for entry in (eight, one)]
+    assert ratio["xla"] == pytest.approx(times[0] / times[1])
+    assert len(results["ratios"]["rate_of_head_dim_80_over_128"]["wall"]) == 6
+    shown = capsys.readouterr().out
+    for expected in ("pure read", "2x128", "2x80", "random 8..24", "all 32", "prefill"):
+        assert expected in shown
+
+
+@pytest.mark.parametrize("factor", [1.05, float("nan")], ids=["off", "nan"])
+def test_wrong_implementation_stops_the_run(factor, one_case, monkeypatch, tmp_path, capsys):
+    real = ragged_attention_xla.ragged_attention
+
+    def wrong(*args, **options):
+        out = real(*args, **options)
+        return out.at[-1, -1].multiply(jnp.asarray(factor, out.dtype))
+
+    registry = public_attention.__globals__["IMPLEMENTATIONS"]
+    monkeypatch.setitem(registry, "xla", wrong)
+    monkeypatch.setattr(measure, "time_runs", lambda *args: pytest.fail("timed a wrong result"))
+    output = tmp_path / "figures.json"
+    assert benchmark.main(["--quick", "--output", str(output)]) == 1
+    assert "xla differs from reference" in capsys.readouterr().err
+    assert not output.exists()
+
+
+def test_refusal_is_recorded_not_raised(one_case, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(benchmark, "implementations", lambda: ("xla", "cudnn"))
+    output = tmp_path / "figures.json"
+    assert benchmark.main(["--quick", "--output", str(output)]) == 0
+    results = json.loads(output.read_text())
+    for entry in results["decode"] + results["prefill"]:
+        assert entry["implementations"]["cudnn"].keys() == {"error"}
+        assert entry["implementations"]["cudnn"]["error"]
+
+
+def test_spans_part_where_nothing_runs_for_long():
+    gap = measure.GAP_NS
+    spans = [(gap * 5, 7), (0, 3), (2, 4), (gap // 2, 1)]
+    assert measure.split_at_gaps(spans) == [[3, 4, 1], [7]]
+    assert measure.split_at_gaps([]) == []

@@ -1,0 +1,114 @@
+"""Products and normalisation: every implementation against float64 numpy."""
+
+import functools
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_kernels import lower_for_cuda
+
+import pallas_kernels
+from pallas_kernels.implementations import runs_triton
+
+linear_module = sys.modules["pallas_kernels.linear"]
+pytestmark = pytest.mark.gpu
+OPTIONS = [{"implementation": "xla"}, {"implementation": "triton", "interpret": not runs_triton()}]
+every_implementation = pytest.mark.parametrize("options", OPTIONS, ids=["xla", "triton"])
+every_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+TOLERANCE = {"float32": 2e-6, "bfloat16": 2**-7, "float16": 2**-10}
+
+
+def random(*shape, dtype="float32", seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def close(actual, expected, dtype, scale=1.0):
+    actual = np.asarray(actual, np.float64)
+    tolerance = TOLERANCE[dtype]
+    np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance * scale)
+
+
+@every_implementation
+@every_dtype
+@pytest.mark.parametrize("rows", [1, 16, 19, 64])
+@pytest.mark.parametrize(("parts", "relu", "biased"), [(3, False, True), (1, True, False)])
+def test_products_equal_numpy(options, dtype, rows, parts, relu, biased):
+    x, weight = random(rows, 128, dtype=dtype), random(128, 768, dtype=dtype, seed=1)
+    bias = random(768, dtype=dtype, seed=2) if biased else None
+    out = pallas_kernels.linear(x, weight, bias, parts=parts, relu=relu, **options)
+    assert [y.dtype for y in out] == [x.dtype] * parts
+    expected = np.float64(x) @ np.float64(weight)
+    expected += np.float64(bias) if biased else 0
+    expected = np.maximum(expected, 0) if relu else expected
+    close(np.concatenate(out, axis=1), expected, dtype, scale=20)
+
+
+@every_implementation
+@every_dtype
+def test_sums_add_up_to_the_product(options, dtype):
+    x, weight = random(5, 512, dtype=dtype), random(512, 256, dtype=dtype, seed=1)
+    sums = pallas_kernels.linear_sums(x, weight, **options)
+    product = np.float64(sums).sum(axis=0) if sums.ndim == 3 else sums
+    close(product, np.float64(x) @ np.float64(weight), dtype, scale=40)
+
+
+@every_implementation
+@every_dtype
+@pytest.mark.parametrize("shares", [None, 3])
+@pytest.mark.parametrize("vectors", [(), ("y_bias", "scale", "bias"), ("y_bias",), ("bias",)])
+def test_sum_and_normalisation_equal_numpy(options, dtype, shares, vectors):
+    size = 96
+    x = random(7, size, dtype=dtype)
+    y = random(7, size, dtype=dtype, seed=1) if shares is None else random(shares, 7, size, seed=1)
+    values = {name: random(size, dtype=dtype, seed=ord(name[0])) for name in vectors}
+    arguments = [values.get(name) for name in ("y_bias", "scale", "bias")]
+    total, out = pallas_kernels.add_layer_norm(x, y, *arguments, epsilon=1e-5, **options)
+    assert total.dtype == out.dtype == x.dtype
+
+    value = lambda name, default: np.float64(values.get(name, default))
+    expected = np.float64(x) + (np.float64(y).sum(axis=0) if shares else np.float64(y))
+    expected += value("y_bias", 0)
+    close(total, expected, dtype, scale=4)
+    rounded = np.float64(total)  # what is normalised is the sum as it was rounded
+    centred = rounded - rounded.mean(axis=1, keepdims=True)
+    expected = centred / np.sqrt(rounded.var(axis=1, keepdims=True) + 1e-5)
+    close(out, expected * value("scale", 1) + value("bias", 0), dtype, scale=4)
+
+
+def test_few_rows_of_16_bits_take_the_triton_product_where_it_fits(monkeypatch):
+    choose = lambda x, weight, parts=1: linear_module._choose(
+        x, weight, parts, linear_module.WHOLE, None, False
+    )
+    few, weight = jnp.zeros((64, 128), "bfloat16"), jnp.zeros((128, 384), "bfloat16")
+    assert choose(few, weight, 3) == ("triton" if runs_triton() else "xla")
+    monkeypatch.setattr(linear_module, "runs_triton", lambda: True)
+    assert choose(few, weight, 3) == "triton"
+    assert choose(jnp.zeros((65, 128), "bfloat16"), weight, 3) == "xla"
+    assert choose(few.astype("float32"), weight.astype("float32"), 3) == "xla"
+    assert choose(few[:, :100], weight[:100]) == "xla"
+    assert choose(few, weight[:, :300], 3) == "xla"
+
+
+@pytest.mark.parametrize("rows", [1, 24, 64])
+def test_the_triton_kernels_lower_for_cuda(rows, monkeypatch):
+    monkeypatch.setattr("pallas_kernels.implementations.runs_triton", lambda: True)
+    products = functools.partial(pallas_kernels.linear, parts=3, implementation="triton")
+    x, vector = (rows, 2560, "bfloat16"), (2560, "bfloat16")
+    lower_for_cuda(products, x, (2560, 7680, "bfloat16"), (7680, "bfloat16"))
+    sums = functools.partial(pallas_kernels.linear_sums, implementation="triton")
+    lower_for_cuda(sums, (rows, 10240, "bfloat16"), (10240, 2560, "bfloat16"))
+    norm = functools.partial(pallas_kernels.add_layer_norm, epsilon=1e-5, implementation="triton")
+    lower_for_cuda(norm, x, (4, rows, 2560, "float32"), *[vector] * 3)
+
+
+@pytest.mark.parametrize("call", ["linear", "linear_sums", "add_layer_norm"])
+def test_an_unknown_implementation_is_named(call):
+    x = jnp.zeros((4, 128))
+    arguments = {"add_layer_norm": (x, x, None, None, None)}.get(call, (x, jnp.zeros((128, 128))))
+    options = {"epsilon": 1e-5} if call == "add_layer_norm" else {}
+    with pytest.raises(ValueError, match="implementation must be None or one of"):
+        jax.jit(functools.partial(getattr(pallas_kernels, call), implementation="fast", **options))(
+            *arguments
+        )

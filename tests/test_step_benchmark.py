@@ -1,0 +1,134 @@
+"""The step benchmark: its floor, its figures on a tiny model, and its grouping of kernels."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from emsjax import benchmarks
+from emsjax.benchmarks import Rates, step
+from emsjax.config import OPTConfig
+
+# flax's LayerNorm promotes bfloat16 to float32 on its own.
+standard_dtypes = functools.partial(jax.numpy_dtype_promotion, "standard")
+REFERENCE = Rates(read=4.35e12, matmul=790e12)
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows", "expected"),
+    [(1, 1, 3.17), (1, 8, 3.17), (8, 1, 3.93), (8, 8, 3.93), (24, 1, 5.66), (24, 8, 5.83)],
+)
+def test_floor_of_opt_6_7b(batch, rows, expected):
+    floor = step.floor_ms(step.MODELS["opt-6.7b"], batch, rows, 900, REFERENCE)
+    assert floor == pytest.approx(expected, abs=0.02)
+
+
+def test_default_shapes_and_rates():
+    options = step.make_parser().parse_args([])
+    assert options.shapes == [(1, 1), (1, 8), (8, 1), (8, 8), (24, 1), (24, 8)]
+    assert (options.read_rate, options.matmul_rate) == (4.35, 790)
+
+
+@pytest.mark.parametrize("text", ["8", "8x", "x8", "8y4", "0x1", "1x0", "1x1,", "", "1x2x3"])
+def test_wrong_shapes_are_refused(text, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        step.main(["--shapes", text])
+    assert stopped.value.code == 2
+    assert "--shapes: must be like 8x1,24x8 (batch x rows per sample, both at least 1), not " in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    path = tmp_path_factory.mktemp("step") / "step.json"
+    arguments = ["--model", "tiny", "--context", "20", "--shapes", "1x1,2x4"]
+    with standard_dtypes():
+        step.main([*arguments, "--layers", "1", "--commit", "abc", "--output", str(path)])
+    return json.loads(path.read_text())
+
+
+def test_file_says_what_was_measured_and_where(results):
+    assert results["commit"] == "abc"
+    assert results["command"].startswith("python -m emsjax.benchmarks.step --model tiny")
+    assert results["hardware"]["platform"] == jax.default_backend()
+    assert results["versions"]["jax"] == jax.__version__
+    assert results["settings"]["config"]["num_hidden_layers"] == 1
+    assert results["settings"]["attention"] in ("xla", "triton")
+    assert results["rates"]["reference"] == {"read_tb_per_s": 4.35, "matmul_tflop_per_s": 790}
+    assert results["rates"]["measured"].keys() == results["rates"]["reference"].keys()
+    assert [entry["shape"] for entry in results["shapes"]] == ["1x1", "2x4"]
+
+
+def test_steps_feed_exactly_the_rows_of_their_shape(results):
+    for entry, (batch, rows) in zip(results["shapes"], [(1, 1), (2, 4)], strict=True):
+        assert (entry["batch"], entry["rows_per_sample"]) == (batch, rows)
+        assert entry["rows_per_step"] == batch * rows
+        assert entry["padding_rows_per_step"] == entry["accepted_tokens"] == 0
+        assert entry["mean_context"] == pytest.approx(20, abs=0.5)
+        assert entry["cache_length"] >= 20 + step.LONG
+
+
+def test_times_and_floors_belong_together(results):
+    config = OPTConfig(**results["settings"]["config"])
+    for entry in results["shapes"]:
+        runs = entry["runs_ms"]
+        assert [len(runs["3"]), len(runs["13"])] == [7, 7]
+        assert entry["best_ms"] == pytest.approx((min(runs["13"]) - min(runs["3"])) / 10)
+        shape = entry["batch"], entry["rows_per_sample"]
+        floor = step.floor_ms(config, *shape, entry["mean_context"], REFERENCE)
+        assert entry["floor_ms"]["reference"] == pytest.approx(floor)
+        for which in ("best", "median"):
+            ratio = entry[f"{which}_ms"] / entry["floor_ms"]["measured"]
+            assert entry[f"{which}_ratio"]["measured"] == pytest.approx(ratio)
+        assert (entry["profile"] is None) == (jax.default_backend() != "gpu")
+
+
+def test_rows_other_than_the_shape_are_an_error():
+    with standard_dtypes():
+        run = step.StepRun(step.random_model(step.MODELS["tiny"]), 1, 2, 20, None)
+        run.advance(step.LONG)
+    assert run.fed()["rows_per_step"] == 2
+    run.shape = (1, 3)
+    with pytest.raises(RuntimeError, match="26 rows"):
+        run.fed()
+
+
+def test_a_context_too_short_for_the_steps_is_an_error():
+    with pytest.raises(ValueError, match="--context must be at least 7, not 6"):
+        step.StepRun(step.random_model(step.MODELS["tiny"]), 1, 1, 6, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("nvjet_tst_64x8_64x16_4x1_v_bz_TNT", "gemm"),
+        ("gemm_fusion_dot_12", "gemm"),
+        ("ragged_attention_triton", "attention"),
+        ("combine_shares", "attention"),
+        ("update_kv_cache_triton", "commit"),
+        ("input_scatter_fusion", "commit"),
+        ("layer_norm", "norm"),
+        ("MemcpyD2D", "copy"),
+        ("loop_add_fusion", "rest"),
+    ],
+)
+def test_kernel_classes(name, kind):
+    assert benchmarks.kernel_class(name) == kind
+
+
+def test_kernels_per_step_leave_out_what_runs_once_per_call():
+    short = {"MemcpyD2D": (4, 90.0), "nvjet": (6, 60.0), "loop_fusion": (3, 3.0)}
+    long = {"MemcpyD2D": (4, 80.0), "nvjet": (26, 260.0), "loop_fusion": (13, 13.0)}
+    found = benchmarks.kernels_per_step(short, long, 10, top=1)
+    assert (found["launches"], found["ms"]) == (3, pytest.approx(0.021))
+    assert found["classes"]["gemm"] == {"launches": 2, "ms": pytest.approx(0.02)}
+    assert found["classes"]["copy"] == {"launches": 0, "ms": 0}
+    assert [kernel["name"] for kernel in found["top"]] == ["nvjet"]
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there a GPU has kernels")
+def test_a_run_without_a_gpu_has_no_gpu_kernels():
+    assert benchmarks.kernel_times(lambda: jnp.ones(3) + 1) == {}
