@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 MAX_BUCKETS = 4
+MIN_BUCKET_ROWS = 16  # the rows of a matrix unit's tile: fewer cost the same
 MAX_CHUNK_ROWS = 1024  # of prefill
 
 
@@ -72,13 +73,14 @@ def pack(starts: Int32[Array, "b"], counts: Int32[Array, "b"], num_rows: int) ->
 def row_buckets(batch: int, max_rows_per_sample: int) -> tuple[int, ...]:
     """Static row counts that a step may be padded up to, ascending.
 
-    Doubling from one row per sample, at most `MAX_BUCKETS` of them: each bucket
-    is compiled once, and rows are nearly free on a GPU below 150 or so.
+    Doubling from one row per sample, at most `MAX_BUCKETS` of them, and none that
+    saves less than a tile: each bucket is compiled once, a choice among them costs a
+    little in every step, and rows are nearly free on a GPU below 150 or so.
     """
-    most = batch * max_rows_per_sample
-    buckets = [most]
-    while len(buckets) < MAX_BUCKETS and buckets[0] > batch:
-        buckets.insert(0, max(batch, -(-buckets[0] // 2)))
+    buckets = [batch * max_rows_per_sample]
+    least = max(batch, MIN_BUCKET_ROWS)
+    while len(buckets) < MAX_BUCKETS and buckets[0] > least:
+        buckets.insert(0, max(least, -(-buckets[0] // 2)))
     return tuple(buckets)
 
 

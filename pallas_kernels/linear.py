@@ -22,11 +22,18 @@ class Tiling(NamedTuple):
     num_stages: int
 
 
-# Found by measurement on an H200, at the sizes of OPT-6.7B and 1 to 64 rows.
-WHOLE = Tiling(columns=128, depth=64, splits=1, num_warps=4, num_stages=5)
-WHOLE_16_ROWS = WHOLE._replace(num_warps=8)
-SPLIT = WHOLE._replace(splits=4)
-MAX_ROWS = 64  # more, and arithmetic counts: XLA's products are faster
+# By the padded number of rows: the tilings of whole products and of sums in shares.
+# Found by measurement on an H200, at the sizes of OPT-6.7B.
+_WIDE = Tiling(columns=128, depth=64, splits=1, num_warps=4, num_stages=5)
+TILINGS = {
+    16: (_WIDE._replace(num_warps=8), _WIDE._replace(splits=4)),
+    32: (_WIDE, _WIDE._replace(splits=4)),
+    64: (_WIDE, Tiling(columns=64, depth=128, splits=2, num_warps=4, num_stages=5)),
+    128: (_WIDE._replace(num_warps=8, num_stages=4), _WIDE._replace(splits=4, num_stages=4)),
+}
+MAX_ROWS = max(TILINGS)  # more, and arithmetic counts: XLA's products are faster
+XLA_SHARES = 2
+MAX_ROWS_IN_SHARES = 256  # more, and tiles of whole products fill the device
 
 
 def linear(
@@ -53,8 +60,8 @@ def linear(
     Raises:
         ValueError: unknown implementation, or one that the device cannot run.
     """
-    if _choose(x, weight, parts, WHOLE, implementation, interpret) == "triton":
-        tiling = WHOLE_16_ROWS if x.shape[0] <= 16 else WHOLE
+    tiling = _tiling(x, split=False)
+    if _choose(x, weight, parts, tiling, implementation, interpret) == "triton":
         return _launch(x, weight, bias, tiling, parts=parts, relu=relu, interpret=interpret)
     y = _dot(x, weight)
     if parts > 1:
@@ -80,9 +87,22 @@ def linear_sums(
     Returns:
         float32 [shares, rows, outputs], or the product [rows, outputs] in x's dtype.
     """
-    if _choose(x, weight, 1, SPLIT, implementation, interpret) == "triton":
-        return _launch(x, weight, None, SPLIT, parts=1, relu=False, interpret=interpret)[0]
+    tiling = _tiling(x, split=True)
+    if _choose(x, weight, 1, tiling, implementation, interpret) == "triton":
+        return _launch(x, weight, None, tiling, parts=1, relu=False, interpret=interpret)[0]
+    if implementation is None and _shares_pay(x, weight):
+        x = x.reshape(x.shape[0], XLA_SHARES, -1)
+        weight = weight.reshape(XLA_SHARES, -1, weight.shape[1])
+        return jnp.einsum("rsi,sio->sro", x, weight, preferred_element_type=jnp.float32)
     return _dot(x, weight)
+
+
+def _tiling(x, *, split: bool) -> Tiling:
+    return TILINGS[min(_tile_rows(x.shape[0]), MAX_ROWS)][split]
+
+
+def _tile_rows(rows: int) -> int:
+    return max(16, pl.next_power_of_2(rows))
 
 
 def _choose(x, weight, parts, tiling: Tiling, implementation, interpret) -> str:
@@ -92,6 +112,12 @@ def _choose(x, weight, parts, tiling: Tiling, implementation, interpret) -> str:
     fits = inputs % (tiling.depth * tiling.splits) == 0 and outputs % (tiling.columns * parts) == 0
     few = x.shape[0] <= MAX_ROWS and x.dtype.itemsize == 2
     return "triton" if fits and few and runs_triton() else "xla"
+
+
+def _shares_pay(x, weight) -> bool:
+    """Whether XLA would cut the contracted axis and add the shares up in a launch of its own."""
+    few = x.shape[0] <= MAX_ROWS_IN_SHARES and x.dtype.itemsize == 2
+    return few and weight.shape[0] % XLA_SHARES == 0 and runs_triton()
 
 
 def _dot(x, weight):
@@ -131,13 +157,16 @@ def _kernel(x_ref, weight_ref, *refs, tiling: Tiling, share: int, relu: bool, bi
     bias_ref, outputs = (refs[0], refs[1:]) if biased else (None, refs)
     tile, split = pl.program_id(0), pl.program_id(1)
     rows = x_ref.shape[0]
-    row = jnp.arange(max(16, pl.next_power_of_2(rows)))
+    row = jnp.arange(_tile_rows(rows))
     column = tile * tiling.columns + jnp.arange(tiling.columns)
-    real_row = jnp.minimum(row, rows - 1)[:, None]  # the rows beyond are never stored
+    # Masked, not clamped: every program would read the same last row again and again, and
+    # wait for the others that do.
+    is_row = row[:, None] < rows
 
     def block(i, total):
         depth = split * share + i * tiling.depth + jnp.arange(tiling.depth)
-        x = plgpu.load(x_ref.at[real_row, depth[None, :]])
+        mask = jnp.broadcast_to(is_row, (row.shape[0], tiling.depth))
+        x = plgpu.load(x_ref.at[row[:, None], depth[None, :]], mask=mask, other=0)
         weight = plgpu.load(weight_ref.at[depth[:, None], column[None, :]])
         return total + jnp.dot(
             x,
@@ -152,7 +181,7 @@ def _kernel(x_ref, weight_ref, *refs, tiling: Tiling, share: int, relu: bool, bi
         total += plgpu.load(bias_ref.at[column]).astype(jnp.float32)[None, :]
     if relu:
         total = jnp.maximum(total, 0)
-    mask = jnp.broadcast_to(row[:, None] < rows, total.shape)
+    mask = jnp.broadcast_to(is_row, total.shape)
     if tiling.splits > 1:
         plgpu.store(outputs[0].at[split, row[:, None], column[None, :]], total, mask=mask)
         return

@@ -34,8 +34,12 @@ class Tiling(NamedTuple):
 
 
 DECODE = Tiling(rows=16, keys=64, num_warps=4, num_stages=3)
+# Heads whose size is no power of two pad their blocks in shared memory: where there are
+# programs enough to fill the device, smaller blocks let more of them in.
+DECODE_PADDED = Tiling(rows=16, keys=32, num_warps=2, num_stages=3)
 PREFILL = Tiling(rows=64, keys=32, num_warps=4, num_stages=3)
 PROGRAMS_WANTED = 128  # about one for each multiprocessor: fewer, and keys are split
+PROGRAMS_THAT_FILL = 1024
 COMBINED_HEADS = 4  # of one program that combines shares
 
 
@@ -60,6 +64,8 @@ def ragged_attention(
     batch = key_cache.shape[0]
     decoding = min(rows, max_rows_per_sample or rows) <= DECODE.rows
     tiling = DECODE if decoding else PREFILL
+    if decoding and _dims(head_dim).shape[0] != head_dim and batch * heads >= PROGRAMS_THAT_FILL:
+        tiling = DECODE_PADDED
     splits = 1
     if decoding and batch * heads < PROGRAMS_WANTED:
         splits = pl.cdiv(PROGRAMS_WANTED, heads)

@@ -32,7 +32,7 @@ def close(actual, expected, dtype, scale=1.0):
 
 @every_implementation
 @every_dtype
-@pytest.mark.parametrize("rows", [1, 16, 19, 64])
+@pytest.mark.parametrize("rows", [1, 16, 19, 64, 100])
 @pytest.mark.parametrize(("parts", "relu", "biased"), [(3, False, True), (1, True, False)])
 def test_products_equal_numpy(options, dtype, rows, parts, relu, biased):
     x, weight = random(rows, 128, dtype=dtype), random(128, 768, dtype=dtype, seed=1)
@@ -78,20 +78,21 @@ def test_sum_and_normalisation_equal_numpy(options, dtype, shares, vectors):
 
 
 def test_few_rows_of_16_bits_take_the_triton_product_where_it_fits(monkeypatch):
-    choose = lambda x, weight, parts=1: linear_module._choose(
-        x, weight, parts, linear_module.WHOLE, None, False
-    )
-    few, weight = jnp.zeros((64, 128), "bfloat16"), jnp.zeros((128, 384), "bfloat16")
+    def choose(x, weight, parts=1):
+        tiling = linear_module._tiling(x, split=False)
+        return linear_module._choose(x, weight, parts, tiling, None, False)
+
+    few, weight = jnp.zeros((128, 128), "bfloat16"), jnp.zeros((128, 384), "bfloat16")
     assert choose(few, weight, 3) == ("triton" if runs_triton() else "xla")
     monkeypatch.setattr(linear_module, "runs_triton", lambda: True)
     assert choose(few, weight, 3) == "triton"
-    assert choose(jnp.zeros((65, 128), "bfloat16"), weight, 3) == "xla"
+    assert choose(jnp.zeros((129, 128), "bfloat16"), weight, 3) == "xla"
     assert choose(few.astype("float32"), weight.astype("float32"), 3) == "xla"
     assert choose(few[:, :100], weight[:100]) == "xla"
     assert choose(few, weight[:, :300], 3) == "xla"
 
 
-@pytest.mark.parametrize("rows", [1, 24, 64])
+@pytest.mark.parametrize("rows", [1, 24, 64, 96])
 def test_the_triton_kernels_lower_for_cuda(rows, monkeypatch):
     monkeypatch.setattr("pallas_kernels.implementations.runs_triton", lambda: True)
     products = functools.partial(pallas_kernels.linear, parts=3, implementation="triton")
