@@ -27,10 +27,23 @@ def choose(implementation: str | None, available: Collection[str], interpret: bo
 
 def runs_triton() -> bool:
     """Whether the default device runs Pallas Triton kernels."""
+    return (_compute_capability() or 0) >= 8.0
+
+
+def stages_that_fit(num_stages: int, bytes_per_stage: int) -> int:
+    """At most `num_stages` stages of a software pipeline, as many as shared memory holds."""
+    # Maximum of a block by compute capability: CUDA C++ Programming Guide, "Technical
+    # Specifications per Compute Capability". Kernels need a little beside the pipeline.
+    large = {8.0: 163, 8.7: 163, 9.0: 227, 10.0: 227, 10.3: 227, 11.0: 227, None: 227}
+    available = (large.get(_compute_capability(), 99) - 16) * 1024
+    return max(1, min(num_stages, available // bytes_per_stage))
+
+
+def _compute_capability() -> float | None:
+    """Of the default device; None: not a GPU from NVIDIA."""
     if jax.default_backend() != "gpu":
-        return False
-    capability = getattr(jax.devices()[0], "compute_capability", None)
+        return None
     try:
-        return float(capability) >= 8.0
-    except (TypeError, ValueError):  # not from NVIDIA
-        return False
+        return float(getattr(jax.devices()[0], "compute_capability", None))
+    except (TypeError, ValueError):
+        return None

@@ -9,7 +9,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.implementations import choose, runs_triton
+from pallas_kernels.implementations import choose, runs_triton, stages_that_fit
 
 
 class Tiling(NamedTuple):
@@ -58,7 +58,8 @@ def linear(
         `parts` arrays [rows, outputs / parts] in x's dtype.
 
     Raises:
-        ValueError: unknown implementation, or one that the device cannot run.
+        ValueError: unknown implementation, or one that the device cannot run; Triton was
+            asked for, and there are too many rows or sizes are no multiples of its tiles.
     """
     tiling = _tiling(x, split=False)
     if _choose(x, weight, parts, tiling, implementation, interpret) == "triton":
@@ -106,12 +107,18 @@ def _tile_rows(rows: int) -> int:
 
 
 def _choose(x, weight, parts, tiling: Tiling, implementation, interpret) -> str:
-    if implementation is not None:
-        return choose(implementation, ("triton", "xla"), interpret)
-    inputs, outputs = weight.shape
-    fits = inputs % (tiling.depth * tiling.splits) == 0 and outputs % (tiling.columns * parts) == 0
-    few = x.shape[0] <= MAX_ROWS and x.dtype.itemsize == 2
-    return "triton" if fits and few and runs_triton() else "xla"
+    multiples = (tiling.depth * tiling.splits, tiling.columns * parts)
+    fits = all(size % unit == 0 for size, unit in zip(weight.shape, multiples, strict=True))
+    fits &= x.shape[0] <= MAX_ROWS
+    if implementation is None:
+        return "triton" if fits and x.dtype.itemsize == 2 and runs_triton() else "xla"
+    name = choose(implementation, ("triton", "xla"), interpret)
+    if name == "triton" and not fits:
+        raise ValueError(
+            f"implementation 'triton' takes at most {MAX_ROWS} rows and weights whose sizes are "
+            f"multiples of {multiples}, not {x.shape[0]} rows and weights {weight.shape}"
+        )
+    return name
 
 
 def _shares_pay(x, weight) -> bool:
@@ -145,7 +152,11 @@ def _launch(x, weight, bias, tiling: Tiling, *, parts, relu, interpret):
             grid=(outputs // tiling.columns, tiling.splits),
             out_shape=out_shape,
             compiler_params=plgpu.CompilerParams(
-                num_warps=tiling.num_warps, num_stages=tiling.num_stages
+                num_warps=tiling.num_warps,
+                num_stages=stages_that_fit(
+                    tiling.num_stages,
+                    tiling.depth * (tiling.columns + _tile_rows(rows)) * x.dtype.itemsize,
+                ),
             ),
             interpret=interpret,
             name="linear",

@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import work_items
+from pallas_kernels.implementations import stages_that_fit
 from pallas_kernels.work_items import FIELDS
 
 
@@ -64,7 +65,7 @@ def ragged_attention(
     batch = key_cache.shape[0]
     decoding = min(rows, max_rows_per_sample or rows) <= DECODE.rows
     tiling = DECODE if decoding else PREFILL
-    if decoding and _dims(head_dim).shape[0] != head_dim and batch * heads >= PROGRAMS_THAT_FILL:
+    if decoding and _padded(head_dim) != head_dim and batch * heads >= PROGRAMS_THAT_FILL:
         tiling = DECODE_PADDED
     splits = 1
     if decoding and batch * heads < PROGRAMS_WANTED:
@@ -102,7 +103,11 @@ def ragged_attention(
             else (f32(*shares, head_dim), f32(*shares), f32(*shares))
         ),
         compiler_params=plgpu.CompilerParams(
-            num_warps=tiling.num_warps, num_stages=tiling.num_stages
+            num_warps=tiling.num_warps,
+            num_stages=stages_that_fit(
+                tiling.num_stages,
+                2 * tiling.keys * _padded(head_dim) * key_cache.dtype.itemsize,
+            ),
         ),
         interpret=interpret,
         name="ragged_attention",
@@ -153,18 +158,18 @@ def _kernel(
         sample, before, fresh_end = item["sample"], item["before"], item["fresh_end"]
         sample_row = item["first"] - before
         is_row = in_tile < item["count"]
-        query = load(query_ref, item["first"] + jnp.minimum(in_tile, last(item["count"])))
+        query = load(query_ref, item["first"] + jnp.minimum(in_tile, _last(item["count"])))
         attend = functools.partial(_attend, query, scale=scale)
 
         def fresh_keys(at):
-            place = sample_row + jnp.minimum(at, last(fresh_end))
+            place = sample_row + jnp.minimum(at, _last(fresh_end))
             return load(key_ref, place), load(value_ref, place)
 
         def fresh_visible(at):
             visible = (at < fresh_end)[None, :]
             if ancestors_ref is None:
                 return visible & (at[None, :] <= (before + in_tile)[:, None])
-            row = item["first"] + jnp.minimum(in_tile, last(item["count"]))
+            row = item["first"] + jnp.minimum(in_tile, _last(item["count"]))
             column = jnp.minimum(at, ancestors_ref.shape[1] - 1)
             return visible & (plgpu.load(ancestors_ref.at[row[:, None], column[None, :]]) != 0)
 
@@ -180,7 +185,6 @@ def _kernel(
             return attend(carry, *fresh_keys(at), fresh_visible(at) if masked else None)
 
         begin, end = item["key_begin"] // tiling.keys, pl.cdiv(item["key_end"], tiling.keys)
-        end = jnp.maximum(begin, end)
         if one_tile:
             # Fetched before the long loop, needed after it.
             fresh, visible = fresh_keys(in_tile), fresh_visible(in_tile)
@@ -247,7 +251,7 @@ def _attend(query, carry, keys, values, visible, *, scale):
 def _start(tiling: Tiling, head_dim: int):
     zeros = lambda width: jnp.zeros((tiling.rows, width), jnp.float32)
     highest = jnp.full(tiling.rows, -jnp.inf, jnp.float32)
-    return zeros(_dims(head_dim).shape[0]), highest, zeros(tiling.keys)
+    return zeros(_padded(head_dim)), highest, zeros(tiling.keys)
 
 
 def _loop(begin, end, body, carry, **static):
@@ -261,14 +265,18 @@ def _sum_total(carry):
     return out, highest, jnp.sum(total, axis=1, keepdims=True)
 
 
-def last(count):
+def _last(count):
     """The last of `count` places; 0 if there are none."""
     return jnp.maximum(count - 1, 0)
 
 
 def _dims(head_dim: int) -> Array:
-    """Dimensions of a head, padded to what a matrix unit takes."""
-    return jnp.arange(max(16, pl.next_power_of_2(head_dim)))
+    return jnp.arange(_padded(head_dim))
+
+
+def _padded(head_dim: int) -> int:
+    """The size of a head's tile: what a matrix unit takes."""
+    return max(16, pl.next_power_of_2(head_dim))
 
 
 def _combine_kernel(

@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 ARRAYS_PER_PROGRAM = 8  # whose loads are in flight together
+NUMBERS_PER_PROGRAM = 4096  # of each array, which its registers hold
 ARRAYS_PER_LAUNCH = 128  # an array takes three of a launch's parameters
 
 
@@ -30,10 +31,11 @@ def update(
 
 
 def _launch(caches, rows, segment_ids, positions, interpret):
-    count = len(caches)
+    count, (num_rows, heads, head_dim) = len(caches), rows[0].shape
+    tile = min(heads, max(1, NUMBERS_PER_PROGRAM // pl.next_power_of_2(head_dim)))
     return pl.pallas_call(
-        functools.partial(_kernel, count=count),
-        grid=(segment_ids.shape[0], pl.cdiv(count, ARRAYS_PER_PROGRAM)),
+        functools.partial(_kernel, count=count, tile=tile),
+        grid=(num_rows, pl.cdiv(count, ARRAYS_PER_PROGRAM), pl.cdiv(heads, tile)),
         out_shape=[jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in caches],
         input_output_aliases={2 + count + i: i for i in range(count)},
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
@@ -42,14 +44,15 @@ def _launch(caches, rows, segment_ids, positions, interpret):
     )(segment_ids, positions, *rows, *caches)
 
 
-def _kernel(segment_ids_ref, positions_ref, *refs, count: int):
+def _kernel(segment_ids_ref, positions_ref, *refs, count: int, tile: int):
     rows, caches = refs[:count], refs[2 * count :]  # between them, the caches as inputs
     row, group = pl.program_id(0), pl.program_id(1)
     sample, position = segment_ids_ref[row], positions_ref[row]
     heads, head_dim = rows[0].shape[1:]
-    head = jnp.arange(pl.next_power_of_2(heads))[:, None]
+    in_tile = jnp.arange(pl.next_power_of_2(tile))[:, None]
+    head = pl.program_id(2) * tile + in_tile
     dim = jnp.arange(pl.next_power_of_2(head_dim))[None, :]
-    mask = (head < heads) & (dim < head_dim)
+    mask = (in_tile < tile) & (head < heads) & (dim < head_dim)
 
     def copy(first):
         part = slice(first, first + ARRAYS_PER_PROGRAM)

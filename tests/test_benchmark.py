@@ -8,13 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import benchmark, measure, ragged_attention_xla
 from pallas_kernels import ragged_attention as public_attention
+from pallas_kernels import ragged_attention_xla
+from pallas_kernels.benchmark import __main__ as benchmark
+from pallas_kernels.benchmark import measure, programs, report
+from pallas_kernels.benchmark.cases import Case
 
 MODEL = ("2x80", 2, 80)
-RAGGED = measure.Case(*MODEL, "ragged", "given", 16, (3, 5), (2, 4), 8)
-SINGLE = measure.Case(*MODEL, "1", "given", 16, (3, 5), (1, 1), 1)
-PREFILL = measure.Case(*MODEL, "prefill", "none", 4, (0, 0), (6, 6), 6)
+RAGGED = Case(*MODEL, "ragged", "given", 16, (3, 5), (2, 4), 8)
+SINGLE = Case(*MODEL, "1", "given", 16, (3, 5), (1, 1), 1)
+PREFILL = Case(*MODEL, "prefill", "none", 4, (0, 0), (6, 6), 6)
 
 
 @pytest.fixture
@@ -83,11 +86,11 @@ def test_caches_of_a_chain_outgrow_the_l2_and_take_equal_turns():
         for name in ("triton", "xla", "cudnn"):
             calls = benchmark.count_calls(name, case, benchmark.FULL)
             assert calls % caches == 0
-            assert calls >= (4 if name == "xla" else 8 if case.batch == 64 else 16)
+            assert 0 <= calls - (4 if name == "xla" else 32) < caches
 
 
 def test_unread_entries_are_poisoned_and_padded_caches_hold_the_fresh_rows():
-    made = [measure.make_inputs(RAGGED, jnp.int32(index)) for index in range(2)]
+    made = [programs.make_inputs(RAGGED, jnp.int32(index)) for index in range(2)]
     packed, padded = made[0]["packed"], made[0]["padded"]
     samples, within = RAGGED.row_places()
     for packed_cache, padded_cache, fresh in zip(packed[1], padded[1], packed[2][:2], strict=True):
@@ -114,10 +117,10 @@ def test_unread_entries_are_poisoned_and_padded_caches_hold_the_fresh_rows():
 )
 def test_padded_attention_does_the_same_work(case, form, cudnn_by_xla):
     names = ("xla", "cudnn", "reference")
-    programs = {name: measure.build_program(name, case, 2, 1) for name in names}
+    chains = {name: programs.build_program(name, case, 2, 1) for name in names}
     assert cudnn_by_xla == [form]
-    runs = measure.bind(measure.build_inputs(case), programs, 1)
-    errors = measure.compare(case, runs, programs, "reference")
+    runs = programs.bind(programs.build_inputs(case), chains, 1)
+    errors = programs.compare(case, runs, chains, "reference")
     assert errors.keys() == set(names)
     assert max(errors.values()) <= 1e-2
 
@@ -131,17 +134,17 @@ def test_what_cudnn_refuses_by_lengths_goes_by_a_mask(cudnn_by_xla, monkeypatch)
         return stand_in(*tensors, **options)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
-    programs = {name: measure.build_program(name, SINGLE, 1, 1) for name in ("cudnn", "reference")}
-    assert programs["cudnn"].form == "mask"
-    runs = measure.bind(measure.build_inputs(SINGLE), programs, 1)
-    assert measure.compare(SINGLE, runs, programs, "reference")["cudnn"] <= 1e-2
+    chains = {name: programs.build_program(name, SINGLE, 1, 1) for name in ("cudnn", "reference")}
+    assert chains["cudnn"].form == "mask"
+    runs = programs.bind(programs.build_inputs(SINGLE), chains, 1)
+    assert programs.compare(SINGLE, runs, chains, "reference")["cudnn"] <= 1e-2
 
 
 def test_a_chain_feeds_outputs_on_and_takes_caches_in_turns():
     lasts = []
     for calls, caches in ((1, 1), (2, 1), (2, 2), (3, 2), (3, 1)):
-        programs = {"xla": measure.build_program("xla", RAGGED, calls, caches)}
-        first, last = measure.bind(measure.build_inputs(RAGGED), programs, caches)["xla"]()
+        chains = {"xla": programs.build_program("xla", RAGGED, calls, caches)}
+        first, last = programs.bind(programs.build_inputs(RAGGED), chains, caches)["xla"]()
         assert np.array_equal(first, last) == (calls == 1)
         assert not any(np.array_equal(last, other) for other in lasts)
         lasts.append(last)
@@ -155,7 +158,7 @@ def test_quick_run_writes_the_documented_fields(tmp_path, capsys):
     assert text == json.dumps(results, indent=1, sort_keys=True) + "\n"
     assert results["commit"] == "abc"
     assert results["command"].startswith("python -m pallas_kernels.benchmark --quick")
-    assert results["hardware"].keys() == {"device_kind", "compute_capability"}
+    assert results["hardware"].keys() >= {"device_kind", "compute_capability"}
     assert results["versions"].keys() == {"jax", "jaxlib", "python", "driver"}
     assert results["date"].endswith("+00:00")
     assert results["settings"].keys() == dataclasses.asdict(benchmark.QUICK).keys()
@@ -176,6 +179,9 @@ def test_quick_run_writes_the_documented_fields(tmp_path, capsys):
         figures = entry["implementations"]["xla"]
         assert figures["tflop_per_s"] == pytest.approx(flops / figures["median_us"] / 1e6)
 
+    assert [entry["batch"] for entry in results["updates"]] == [3]
+    assert results["updates"][0]["implementations"].keys() == {"xla", "reference"}
+
     one, eight = results["decode"][:2]
     ratio = results["ratios"]["time_of_8_rows_over_1"]["wall"][0]
     times = [entry["implementations"]["xla"]["median_us"] for entry in (eight, one)]
@@ -184,6 +190,27 @@ def test_quick_run_writes_the_documented_fields(tmp_path, capsys):
     shown = capsys.readouterr().out
     for expected in ("pure read", "2x128", "2x80", "random 8..24", "all 32", "prefill"):
         assert expected in shown
+
+
+def test_table_shows_what_was_measured_of_each_implementation(capsys):
+    triton = {"best_us": 1.0, "median_us": 2.0, "kernel_us": 3.0}
+    rates = {"gb_per_s": 4.0, "share_of_pure_read": 0.05}
+    cudnn = {"median_us": 7.0, "kernel_us": 8.0}
+    implementations = {"triton": triton | rates, "xla": {"median_us": 6.0}, "cudnn": cudnn}
+    entry = RAGGED.describe() | {"implementations": implementations}
+    names = ("triton", "xla", "cudnn")
+    update = {"layers": 2, "batch": 3, "rows": 24, "implementations": {"xla": {"median_us": 9.0}}}
+    results = {"implementations": names, "pure_read": rates, "decode": [entry], "prefill": []}
+    results["updates"] = [update]
+    report.print_tables(results)
+    lines = capsys.readouterr().out.splitlines()
+    header, row = lines[3:5]
+    assert lines[-1].split() == ["2", "3", "24", "9.0"]
+    assert header.endswith("  xla median us cudnn median us cudnn kernel us")
+    assert row.split() == ["2", "ragged", *(f"{cell}.0" for cell in range(1, 9))]
+    implementations["cudnn"] = {"error": "refused"}
+    report.print_tables(results)
+    assert capsys.readouterr().out.splitlines()[4].split()[-3:] == ["6.0", "-", "-"]
 
 
 @pytest.mark.parametrize("factor", [1.05, float("nan")], ids=["off", "nan"])

@@ -16,8 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pallas_kernels
-from pallas_kernels import ragged_attention_triton, ragged_attention_xla, update_kv_cache_triton
-from pallas_kernels.implementations import choose, runs_triton
+from pallas_kernels import (
+    ragged_attention_triton,
+    ragged_attention_xla,
+    update_kv_cache_triton,
+    work_items,
+)
+from pallas_kernels.implementations import choose, runs_triton, stages_that_fit
 
 pytestmark = pytest.mark.gpu
 COMPILED = runs_triton()
@@ -29,11 +34,13 @@ every_number_of_splits = pytest.mark.parametrize("programs", [1, 64], ids=["whol
 
 @pytest.fixture(autouse=True, scope="module")
 def small_blocks():
-    """Several blocks of the short caches here."""
+    """Several blocks of the short caches here, and several tiles of the few rows."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("DECODE", "PREFILL"):
-            tiling = getattr(ragged_attention_triton, name)
-            patch.setattr(ragged_attention_triton, name, tiling._replace(keys=BLOCK))
+            tiling = getattr(ragged_attention_triton, name)._replace(keys=BLOCK)
+            if name == "PREFILL" and not COMPILED:  # a matrix unit's tile has 16 rows at least
+                tiling = tiling._replace(rows=8)
+            patch.setattr(ragged_attention_triton, name, tiling)
         yield
 
 
@@ -116,7 +123,7 @@ def test_fresh_rows_see_their_ancestors_alone(implementation, programs, bound, c
     row = 0
     for count in counts:
         for place in range(count):
-            if place:  # a random tree: a parent's ancestors, and the row itself
+            if place and rng.random() < 0.8:  # a parent's ancestors; or else a root
                 ancestors[row] = ancestors[row - place + rng.integers(place)]
             ancestors[row, place] = True
             row += 1
@@ -125,12 +132,49 @@ def test_fresh_rows_see_their_ancestors_alone(implementation, programs, bound, c
     check(implementation, inputs, bound, programs=programs, ancestors=ancestors)
 
 
+@settings(max_examples=30)
+@given(
+    counts=st.lists(st.integers(0, 10), min_size=BATCH, max_size=BATCH),
+    lengths=st.lists(st.integers(0, 40), min_size=BATCH, max_size=BATCH),
+    splits=st.sampled_from([1, 2, 5, 40]),
+    tile=st.sampled_from([4, 16]),
+)
+def test_work_items_share_every_key_out_once_and_evenly(counts, lengths, splits, tile):
+    block = 4
+    *_, segment_ids, _, cache_lengths = case(counts, lengths)
+    sizes = {"tile": tile, "block": block, "splits": splits, "one_tile": tile == 16}
+    items = work_items.plan(jnp.asarray(segment_ids), jnp.asarray(cache_lengths), **sizes)
+    rows_of = lambda s: [row for row, sample in enumerate(segment_ids) if sample == s]
+    seen = {}  # (row, key) -> times
+    fields = [dict(zip(work_items.FIELDS, f, strict=True)) for f in items.fields.T.tolist()]
+    total = sum(-(-length // block) for length, count in zip(lengths, counts, strict=True) if count)
+    for item in fields:
+        assert item["key_end"] - item["key_begin"] <= block * (
+            -(-total // splits) if splits > 1 else 40
+        )
+        for row in range(item["first"], item["first"] + item["count"]):
+            assert segment_ids[row] == item["sample"]
+            assert rows_of(item["sample"]).index(row) == row - item["first"] + item["before"]
+            for key in range(item["key_begin"], item["key_end"]):
+                seen[row, key] = seen.get((row, key), 0) + 1
+    wanted = [(row, key) for s in range(BATCH) for row in rows_of(s) for key in range(lengths[s])]
+    assert seen == dict.fromkeys(wanted, 1)
+    assert items.num_real.tolist() == [sum(counts)]
+    for row, (first, number, place) in enumerate(items.of_rows.T.tolist()):
+        mine = fields[first : first + number]
+        assert number == 0 if segment_ids[row] == BATCH else number > 0
+        assert all(item["first"] + place == row and place < item["count"] for item in mine)
+        assert [bool(item["fresh_end"]) for item in mine] == [False] * (number - 1) + [True] * bool(
+            number
+        )
+
+
 @every_implementation
 @pytest.mark.parametrize("tile", [4, 5, 64])
 def test_long_segments_are_tiled_correctly(implementation, tile, monkeypatch):
     monkeypatch.setattr(ragged_attention_xla, "MAX_DECODE_ROWS", 3)
     monkeypatch.setattr(ragged_attention_xla, "TILE", tile)
-    if not COMPILED:  # a matrix unit's tile has at least 16 rows
+    if not COMPILED:
         for name, rows in (("DECODE", 3), ("PREFILL", tile)):
             tiling = getattr(ragged_attention_triton, name)
             monkeypatch.setattr(ragged_attention_triton, name, tiling._replace(rows=rows))
@@ -143,11 +187,12 @@ def test_long_segments_are_tiled_correctly(implementation, tile, monkeypatch):
 @every_implementation
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
-def test_every_dtype_and_head_dim(implementation, dtype, head_dim):
+@pytest.mark.parametrize("bound", [8, None], ids=["decode", "unbounded"])
+def test_every_dtype_and_head_dim(implementation, dtype, head_dim, bound):
     inputs = case([3, 1, 0, 8], [17, 0, 24, 5], dtype=jnp.dtype(dtype), head_dim=head_dim)
     # Probabilities are rounded to the cache's dtype before they weigh the values.
     tolerance = {"float32": 1e-5, "bfloat16": 2**-7, "float16": 2**-10}[dtype]
-    check(implementation, inputs, 8, rtol=tolerance)
+    check(implementation, inputs, bound, rtol=tolerance)
 
 
 @every_implementation
@@ -193,6 +238,7 @@ def test_update_writes_real_rows_and_nothing_else(implementation, counts, starts
 def test_many_caches_are_updated_like_one(implementation, monkeypatch):
     monkeypatch.setattr(update_kv_cache_triton, "ARRAYS_PER_LAUNCH", 4)
     monkeypatch.setattr(update_kv_cache_triton, "ARRAYS_PER_PROGRAM", 3)
+    monkeypatch.setattr(update_kv_cache_triton, "NUMBERS_PER_PROGRAM", HEAD_DIM)
     _, key, value, key_cache, value_cache, segment_ids, positions, _ = map(
         jnp.asarray, case([3, 0, 1, 8], [0, 5, 2, 9])
     )
@@ -294,6 +340,16 @@ def test_the_triton_update_lowers_for_cuda(dtype, head_dim):
     update = lambda *args: update_kv_cache_triton.update(args[:4], args[4:8], *args[8:])
     caches, rows = [(3, 64, 12, head_dim, dtype)] * 4, [(10, 12, head_dim, dtype)] * 4
     lower_for_cuda(update, *caches, *rows, (10, "int32"), (10, "int32"))
+
+
+def test_pipelines_are_cut_to_the_shared_memory_there_is(monkeypatch):
+    assert stages_that_fit(3, 64 << 10) == 3  # no GPU here, or an H200
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for capability, stages in (("9.0", 3), ("8.0", 2), ("8.9", 1), ("12.0", 1)):
+        device = SimpleNamespace(compute_capability=capability)
+        monkeypatch.setattr(jax, "devices", lambda device=device: [device])
+        assert stages_that_fit(3, 64 << 10) == stages
+    assert stages_that_fit(3, 1 << 20) == 1
 
 
 @pytest.mark.parametrize(

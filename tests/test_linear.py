@@ -113,3 +113,12 @@ def test_an_unknown_implementation_is_named(call):
         jax.jit(functools.partial(getattr(pallas_kernels, call), implementation="fast", **options))(
             *arguments
         )
+
+
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs"), [(129, 128, 128), (4, 96, 128), (4, 64, 96)]
+)
+def test_triton_is_refused_where_its_tiles_do_not_fit(rows, inputs, outputs):
+    x, weight = jnp.zeros((rows, inputs)), jnp.zeros((inputs, outputs))
+    with pytest.raises(ValueError, match="at most 128 rows and weights whose sizes are multiples"):
+        pallas_kernels.linear(x, weight, implementation="triton", interpret=True)

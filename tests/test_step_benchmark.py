@@ -54,6 +54,7 @@ def test_file_says_what_was_measured_and_where(results):
     assert results["commit"] == "abc"
     assert results["command"].startswith("python -m emsjax.benchmarks.step --model tiny")
     assert results["hardware"]["platform"] == jax.default_backend()
+    assert results["hardware"].keys() >= {"device", "runtime"}
     assert results["versions"]["jax"] == jax.__version__
     assert results["settings"]["config"]["num_hidden_layers"] == 1
     assert results["settings"]["attention"] in ("xla", "triton")
@@ -106,6 +107,9 @@ def test_a_context_too_short_for_the_steps_is_an_error():
     [
         ("nvjet_tst_64x8_64x16_4x1_v_bz_TNT", "gemm"),
         ("gemm_fusion_dot_12", "gemm"),
+        ("linear", "gemm"),
+        ("linear__3", "gemm"),
+        ("loop_nonlinear_fusion", "rest"),
         ("ragged_attention_triton", "attention"),
         ("combine_shares", "attention"),
         ("update_kv_cache_triton", "commit"),

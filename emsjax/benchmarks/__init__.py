@@ -1,28 +1,27 @@
 """Measurements of the library, and what they share: the device's rates and its kernels' times."""
 
 import dataclasses
-import os
-import platform
-import subprocess
-import tempfile
-import time
+import functools
+import re
 from collections import Counter
 from collections.abc import Callable
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.benchmark import report
+from pallas_kernels.benchmark.measure import pure_read, stream_events, time_runs
+
+REPETITIONS, SECONDS = 5, 0.01  # of a rate's measurement, and of each repetition
 KernelTimes = dict[str, tuple[int, float]]  # launches and microseconds by kernel name
-# The first class with a matching part has the kernel.
+# The first class whose pattern is found in a kernel's name, in lower case, has the kernel.
 KERNEL_CLASSES = {
-    "attention": ("ragged_attention", "combine"),  # XLA's runs as "gemm" and "rest" instead
-    "commit": ("update_kv", "scatter"),
-    "norm": ("layer_norm",),
-    "copy": ("memcpy", "memset", "copy"),
-    "gemm": ("gemm", "nvjet", "cutlass", "splitk", "matmul", "dot"),
+    "attention": "ragged_attention|combine",  # XLA's runs as "gemm" and "rest" instead
+    "commit": "update_kv|scatter",
+    "norm": "layer_norm",
+    "copy": "memcpy|memset|copy",
+    "gemm": "^linear|gemm|nvjet|cutlass|splitk|matmul|dot",
 }
 
 
@@ -38,45 +37,24 @@ class Rates:
 
 
 def measured_rates(large: bool) -> Rates:
-    """This device's rates: maxima of 1 GiB buffers and a product of 8192 cubed if `large`."""
+    """This device's best rates: maxima of 1 GiB buffers, a product of 8192 cubed if `large`."""
     edge = 8192 if large else 256
+    # Together far larger than any cache.
+    read = pure_read(4, 16 * edge**2, REPETITIONS, SECONDS)
     key = jax.random.key(0)
     # Not zeros: a GPU computes those with less power, hence faster.
-    a, b = (jax.random.normal(key, (edge, edge), jnp.bfloat16) for _ in range(2))
-    # Together far larger than any cache.
-    buffers = [jax.random.normal(key, (8 * edge, edge), jnp.bfloat16) for _ in range(4)]
-    read = best_seconds(jax.jit(lambda xs: [jnp.max(x) for x in xs]), buffers)
-    matmul = best_seconds(jax.jit(jnp.matmul), a, b)
-    return Rates(sum(x.nbytes for x in buffers) / read, 2 * edge**3 / matmul)
-
-
-def best_seconds(call: Callable, *arguments, repetitions: int = 5, calls: int = 10) -> float:
-    """Seconds of one compiled call: the best mean of `calls` in a row."""
-    jax.block_until_ready(call(*arguments))
-    times = []
-    for _ in range(repetitions):
-        start = time.perf_counter()
-        for _ in range(calls):
-            result = call(*arguments)
-        jax.block_until_ready(result)
-        times.append((time.perf_counter() - start) / calls)
-    return min(times)
+    factors = [jax.random.normal(key, (edge, edge), jnp.bfloat16) for _ in range(2)]
+    product = functools.partial(jax.jit(jnp.matmul), *factors)
+    matmul = min(time_runs(product, REPETITIONS, SECONDS))
+    return Rates(1e6 * read["bytes"] / read["best_us"], 2 * edge**3 / matmul)
 
 
 def kernel_times(call: Callable) -> KernelTimes:
     """Launches and microseconds of each GPU kernel that the call runs."""
     launches, micros = Counter(), Counter()
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            jax.block_until_ready(call())
-        (path,) = Path(folder).rglob("*.xplane.pb")
-        for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-            # Other lines repeat the kernels under the names of their operations.
-            streams = (line for line in plane.lines if line.name.startswith("Stream"))
-            for line in streams if "GPU" in plane.name else ():
-                for event in line.events:
-                    launches[event.name] += 1
-                    micros[event.name] += event.duration_ns / 1e3
+    for name, _, duration_ns in stream_events(call):
+        launches[name] += 1
+        micros[name] += duration_ns / 1e3
     return {name: (launches[name], micros[name]) for name in launches}
 
 
@@ -103,36 +81,15 @@ def kernels_per_step(short: KernelTimes, long: KernelTimes, steps: int, top: int
 
 def kernel_class(name: str) -> str:
     """The class of a GPU kernel, told by its name."""
-    for kind, parts in KERNEL_CLASSES.items():
-        if any(part in name.lower() for part in parts):
+    for kind, pattern in KERNEL_CLASSES.items():
+        if re.search(pattern, name.lower()):
             return kind
     return "rest"
 
 
 def surroundings(commit: str | None) -> dict[str, Any]:
     """What a figure depends on beside the settings; `commit` None: the checkout's own."""
-    device = jax.devices()[0]
-    packages = ("jax", "jaxlib", "flax", "numpy")
-    return {
-        "hardware": {
-            "device": device.device_kind,
-            "platform": device.platform,
-            "runtime": device.client.platform_version,
-        },
-        "versions": {"python": platform.python_version()}
-        | {package: version(package) for package in packages},
-        "xla_flags": os.environ.get("XLA_FLAGS", ""),
-        "commit": commit or checkout_commit(),
-    }
-
-
-def checkout_commit() -> str | None:
-    """HEAD of the checkout this package lies in, "-dirty" if files differ; None outside one."""
-    describe = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
-    try:
-        found = subprocess.run(
-            describe, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return found.stdout.strip()
+    found = report.surroundings("jax", "jaxlib", "flax", "numpy")
+    hardware = found["hardware"]
+    hardware["device"] = hardware.pop("device_kind")
+    return {**found, "commit": commit or report.checkout_commit()}

@@ -1,4 +1,4 @@
-"""How one case of the attention benchmark is set up, compiled, timed and profiled.
+"""How one case of the attention benchmark is set up, compiled and compared.
 
 Axis legend: r = packed rows, b = batch, l = cache length, h = heads,
 d = head_dim, q = rows of a padded sample.
@@ -6,11 +6,8 @@ d = head_dim, q = rows of a padded sample.
 
 import dataclasses
 import functools
-import glob
 import os
-import tempfile
-import time
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -20,67 +17,9 @@ import numpy as np
 from jax import Array, lax
 
 import pallas_kernels
-
-DTYPE = jnp.bfloat16
-MAX_LAUNCHES = 50  # queued before waiting
-PAUSE_SECONDS = 0.05  # between programs under the profiler
-GAP_NS = 20_000_000  # of idleness that tells one program's kernels from the next one's
+from pallas_kernels.benchmark.cases import DTYPE, Case
 
 Result = TypeVar("Result")
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One shape of work; lengths and counts are of the samples, in order."""
-
-    model: str
-    heads: int
-    head_dim: int
-    rows: str  # of each sample: "1", "8" or "ragged"; "prefill"
-    committed: str  # how the lengths were chosen
-    max_len: int
-    lengths: tuple[int, ...]  # committed tokens
-    counts: tuple[int, ...]  # fresh rows
-    padded_rows: int  # of each sample in a padded batch
-
-    @property
-    def batch(self) -> int:
-        return len(self.lengths)
-
-    @property
-    def is_prefill(self) -> bool:
-        return self.rows == "prefill"
-
-    @property
-    def committed_bytes(self) -> int:
-        """Of the keys and values of one layer."""
-        token = self.heads * self.head_dim * jnp.dtype(DTYPE).itemsize
-        return 2 * sum(self.lengths) * token
-
-    @property
-    def causal_flops(self) -> float:
-        """Of the fresh rows among themselves; half of each square."""
-        return sum(4 * self.heads * self.head_dim * count**2 / 2 for count in self.counts)
-
-    def describe(self) -> dict[str, object]:
-        return {
-            "model": self.model,
-            "heads": self.heads,
-            "head_dim": self.head_dim,
-            "batch": self.batch,
-            "rows": self.rows,
-            "packed_rows": sum(self.counts),
-            "committed": self.committed,
-            "committed_tokens": sum(self.lengths),
-            "committed_bytes": self.committed_bytes,
-            "max_len": self.max_len,
-        }
-
-    def row_places(self) -> tuple[np.ndarray, np.ndarray]:
-        """Sample of each packed row, and which of its rows it is. int32 [r], [r]"""
-        samples = np.repeat(np.arange(self.batch, dtype=np.int32), self.counts)
-        within = [np.arange(count, dtype=np.int32) for count in self.counts]
-        return samples, np.concatenate(within)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,82 +179,3 @@ def compare(case: Case, runs, programs: dict[str, Program], expected: str) -> di
     norm = lambda rows: np.linalg.norm(rows, axis=-1)
     wanted = outputs[expected]
     return {name: float(np.max(norm(x - wanted) / norm(wanted))) for name, x in outputs.items()}
-
-
-def time_runs(run: Callable[[], object], repetitions: int, seconds: float) -> list[float]:
-    """Wall seconds of one run, once for each repetition.
-
-    A repetition queues as many runs as take about `seconds`, and waits for the
-    last, so that the host's part hides behind the device's.
-    """
-
-    def wall(launches: int) -> float:
-        start = time.perf_counter()
-        for _ in range(launches):
-            out = run()
-        jax.block_until_ready(out)
-        return (time.perf_counter() - start) / launches
-
-    wall(1)  # whatever the first run alone does
-    launches = int(np.clip(seconds / wall(2), 2, MAX_LAUNCHES))
-    return [wall(launches) for _ in range(repetitions)]
-
-
-def best_and_median_us(seconds: Sequence[float], calls: int) -> dict[str, float]:
-    """Microseconds of each of a run's calls."""
-    us = 1e6 * np.array(seconds) / calls
-    return {"best_us": float(np.min(us)), "median_us": float(np.median(us))}
-
-
-def pure_read(buffers: int, size: int, repetitions: int, seconds: float) -> dict[str, float]:
-    """The rate at which XLA reads bf16 buffers of `size` bytes for their largest elements."""
-    elements = size // jnp.dtype(DTYPE).itemsize
-    make = jax.jit(lambda key: jax.random.normal(key, elements, DTYPE))
-    made = [make(jax.random.key(i)) for i in range(buffers)]
-    largest = jax.jit(lambda made: [jnp.max(buffer) for buffer in made])
-    times = time_runs(functools.partial(largest, made), repetitions, seconds)
-    figures = best_and_median_us(times, 1)
-    total = buffers * size
-    return {**figures, "bytes": total, "gb_per_s": total / figures["median_us"] / 1e3}
-
-
-def kernel_seconds(runs: Collection[Callable[[], object]]) -> list[float] | None:
-    """Seconds that the GPU's streams are busy with each run, by the profiler.
-
-    All runs share one trace, since a trace is slow to start and to write; pauses
-    part them. None: the trace does not fall into one part for each run.
-    """
-    for run in runs:
-        jax.block_until_ready(run())
-    with tempfile.TemporaryDirectory() as directory:
-        with jax.profiler.trace(directory):
-            for run in runs:
-                jax.block_until_ready(run())
-                time.sleep(PAUSE_SECONDS)
-        (path,) = glob.glob(directory + "/**/*.xplane.pb", recursive=True)
-        spans = _stream_spans(jax.profiler.ProfileData.from_file(path))
-    parts = split_at_gaps(spans)
-    return [sum(part) / 1e9 for part in parts] if len(parts) == len(runs) else None
-
-
-def _stream_spans(data) -> list[tuple[float, float]]:
-    """(start, duration) in nanoseconds of all that ran on the streams of a GPU."""
-    return [
-        (event.start_ns, event.duration_ns)
-        for plane in data.planes
-        if "GPU" in plane.name
-        for line in plane.lines
-        if line.name.startswith("Stream")
-        for event in line.events
-    ]
-
-
-def split_at_gaps(spans: Sequence[tuple[float, float]]) -> list[list[float]]:
-    """Durations of (start, duration) spans, parted where nothing runs for `GAP_NS`."""
-    parts, end = [], -float("inf")
-    for start, duration in sorted(spans):
-        if start - end > GAP_NS:
-            parts.append([])
-        parts[-1].append(duration)
-        end = max(end, start + duration)
-    return parts
