@@ -41,6 +41,8 @@ def small_blocks():
             if name == "PREFILL" and not COMPILED:  # a matrix unit's tile has 16 rows at least
                 tiling = tiling._replace(rows=8)
             patch.setattr(ragged_attention_triton, name, tiling)
+        patch.setattr(ragged_attention_xla, "MAX_DECODE_ROWS", 10)
+        patch.setattr(ragged_attention_xla, "TILE", 10)
         yield
 
 

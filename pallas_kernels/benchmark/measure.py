@@ -12,7 +12,7 @@ import numpy as np
 
 from pallas_kernels.benchmark.cases import DTYPE
 
-MAX_LAUNCHES = 50  # queued before waiting
+MAX_LAUNCHES = 200  # queued before waiting
 PAUSE_SECONDS = 0.05  # between programs under the profiler
 GAP_NS = 20_000_000  # of idleness that tells one program's kernels from the next one's
 
