@@ -3,7 +3,7 @@
 from emsjax import verification
 from emsjax.decoding import DecodeState, StepInfo, step
 from emsjax.draft_length import FixedLength
-from emsjax.drafting import Draft, Drafter, PromptLookup
+from emsjax.drafting import Draft, Drafter, DraftModel, PromptLookup
 from emsjax.generation import generate, init_state
 from emsjax.opt import OPT, OPTConfig
 from emsjax.output import GenerateOutput, Stats
@@ -14,6 +14,7 @@ __all__ = [
     "OPT",
     "DecodeState",
     "Draft",
+    "DraftModel",
     "Drafter",
     "FixedLength",
     "GenerateOutput",

@@ -19,7 +19,8 @@ from emsjax.drafting import Draft, Drafter
 from emsjax.kernels import Kernels, resolve_kernels
 from emsjax.opt import OPT
 from emsjax.packing import pack, row_buckets
-from emsjax.sampling import Purpose, Sampling, draw, position_keys, warp
+from emsjax.sampling import Sampling
+from emsjax.verdict import judge
 from emsjax.verification import accepted_counts, first_end, usable_counts
 
 
@@ -123,15 +124,21 @@ def step(
     block = jnp.concatenate([last, draft.tokens], axis=1)  # [b, k1]
     buckets = row_buckets(batch, block.shape[1])
     branches = [
-        functools.partial(_forward_bucket, model, state, block, counts, kernels, num_rows, buckets)
+        functools.partial(
+            _forward_bucket, model, state, draft, block, counts, kernels, num_rows, buckets
+        )
         for num_rows in buckets
     ]
     bucket = jnp.searchsorted(jnp.asarray(buckets), jnp.sum(counts))
-    target_tokens, logprobs, fresh = lax.switch(bucket, branches)
+    verdict, fresh = lax.switch(bucket, branches)
 
-    num_accepted = accepted_counts(target_tokens, draft.tokens, draft_rows)
+    k = draft.tokens.shape[1]
+    num_accepted = accepted_counts(verdict.accepted[:, :k], draft_rows)
+    stands = jnp.arange(k + 1) < num_accepted[:, None]
+    tokens = jnp.where(stands, verdict.drafted, verdict.tokens)
+    logprobs = jnp.where(stands, verdict.drafted_logprobs, verdict.logprobs)
     num_emitted = jnp.where(state.active, num_accepted + 1, 0)
-    num_emitted, ended = first_end(target_tokens, num_emitted, state.end_token_ids)
+    num_emitted, ended = first_end(tokens, num_emitted, state.end_token_ids)
     num_accepted = jnp.minimum(num_accepted, num_emitted)
 
     # A step commits exactly as many rows as it emits; rejected rows leave no trace.
@@ -145,10 +152,10 @@ def step(
         policy_state = draft_length.update(policy_state, draft_rows, num_accepted)
 
     num_rows = jnp.asarray(buckets, jnp.int32)[bucket]
-    info = StepInfo(target_tokens, draft_rows, num_accepted, num_emitted, num_rows)
+    info = StepInfo(tokens, draft_rows, num_accepted, num_emitted, num_rows)
     new_state = dataclasses.replace(
         state,
-        tokens=_append(state.tokens, target_tokens, state.lengths, num_emitted),
+        tokens=_append(state.tokens, tokens, state.lengths, num_emitted),
         logprobs=_append(state.logprobs, logprobs, state.lengths, num_emitted),
         lengths=lengths,
         active=state.active & ~ended & (lengths < state.length_limits),
@@ -208,8 +215,8 @@ def _propose(model, drafter, state, draft_length) -> tuple[Draft, Any]:
     return dataclasses.replace(draft, counts=counts), drafter_state
 
 
-def _forward_bucket(model, state, block, counts, kernels: Kernels, num_rows, buckets):
-    """The target's choices [b, k1], their log-probabilities, and fresh K/V of buckets[-1] rows."""
+def _forward_bucket(model, state, draft, block, counts, kernels: Kernels, num_rows, buckets):
+    """The target's verdict on every drafted token, and fresh K/V of buckets[-1] rows."""
     width = block.shape[1]
     rows = pack(state.lengths - 1, counts, num_rows)
     hidden, fresh = model(
@@ -219,25 +226,10 @@ def _forward_bucket(model, state, block, counts, kernels: Kernels, num_rows, buc
         attention=kernels.attention,
         max_rows_per_sample=width,
     )
-    tokens, logprobs = _choose(model.logits(hidden), rows, state)
+    verdict = judge(model.logits(hidden), rows, draft, state.keys, state.sampling)
     pad = ((0, buckets[-1] - num_rows), (0, 0), (0, 0))
     fresh = jax.tree.map(lambda x: jnp.pad(x, pad), fresh)
-    return rows.scatter(tokens, width), rows.scatter(logprobs, width), fresh
-
-
-def _choose(logits, rows, state):
-    """Each row's next token under the target, and its log-probability. [r], [r]"""
-    # From logits, as rounding in the log-softmax could merge two candidates.
-    if state.sampling is None:
-        tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    else:
-        sample = jnp.minimum(rows.segment_ids, state.lengths.shape[0] - 1)
-        sampling = jax.tree.map(lambda x: x[sample], state.sampling)
-        logits = warp(logits, sampling)
-        keys = position_keys(state.keys[sample], rows.positions + 1, Purpose.TARGET)
-        tokens = draw(logits, sampling.temperature, keys)
-    log_probs = jax.nn.log_softmax(logits)
-    return tokens, jnp.take_along_axis(log_probs, tokens[:, None], axis=1)[:, 0]
+    return jax.tree.map(lambda x: rows.scatter(x, width), verdict), fresh
 
 
 def _append(buffer, block, lengths, counts):

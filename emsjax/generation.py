@@ -41,8 +41,9 @@ def generate(
 ) -> GenerateOutput:
     """Complete ragged prompts by batched, unpadded, lossless speculative decoding.
 
-    The tokens are those of plain decoding (`drafter=None`) whatever the drafter
-    proposes: greedily, or sampled under the same keys.
+    Greedy tokens are those of plain decoding (`drafter=None`) whatever the drafter
+    proposes, and so are sampled ones, under the same keys, if the drafter is
+    deterministic; with a draft model they have the same distribution.
 
     Args:
         model: the target model.
@@ -71,8 +72,8 @@ def generate(
             vocabulary, a count below 1, a wrong number of per-prompt values or keys,
             a prompt whose length + max_new_tokens - 1 exceeds the model's positions,
             sampling values out of range, a missing or legacy key, a budget that is
-            not positive, or a run that does not fit into memory. Nothing has been
-            allocated then.
+            not positive, a drafter that does not suit the model, or a run that does
+            not fit into memory. Nothing has been allocated then.
 
     Reference: EMS-SD, arXiv 2405.07542.
     """
@@ -88,6 +89,7 @@ def generate(
         eos_token_ids=eos_token_ids,
         key=key,
     )
+    _check_target(drafter, model, requests)
     slots = requests.total_sequences
     if batch_size is not None:
         slots = check_at_least("batch_size", batch_size, 1)
@@ -142,6 +144,7 @@ def init_state(
         eos_token_ids=eos_token_ids,
         key=key,
     )
+    _check_target(drafter, model, requests)
     slots = requests.total_sequences
     group = np.arange(slots)
     resolve_kernels(attention_implementation)
@@ -186,12 +189,19 @@ def _drafter_for(drafter, requests: Requests, group: np.ndarray, slots: int):
     return _ConstantDrafter(drafter) if is_leaf else drafter
 
 
+def _check_target(drafter: Drafter | None, model: OPT, requests: Requests) -> None:
+    """Raises a ValueError if the drafter cannot draft for this model and these requests."""
+    if hasattr(drafter, "check_target"):
+        drafter.check_target(model.config, requests.positions)
+
+
 def _max_draft_tokens(drafter: Drafter | None) -> int:
     return 0 if drafter is None else int(drafter.max_draft_tokens)
 
 
 def _check_memory(model: OPT, drafter: Drafter | None, requests: Requests, slots: int) -> None:
     """Raises a ValueError if the run does not fit."""
+    state_bytes = getattr(drafter, "state_bytes", lambda max_len: 0)
     check_fits(
         model.config,
         model.dtype,
@@ -199,6 +209,7 @@ def _check_memory(model: OPT, drafter: Drafter | None, requests: Requests, slots
         prompt_slots=_prompt_slots(slots, requests.num_sequences),
         max_len=requests.max_len,
         max_draft_tokens=_max_draft_tokens(drafter),
+        drafter_bytes_per_slot=state_bytes(requests.max_len),
     )
 
 

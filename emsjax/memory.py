@@ -19,6 +19,7 @@ class MemoryPlan:
     prefill_chunk: int
     logits: int
     attention: int
+    drafter: int = 0
 
     @classmethod
     def for_run(
@@ -30,6 +31,7 @@ class MemoryPlan:
         prompt_slots: int,
         max_len: int,
         max_draft_tokens: int,
+        drafter_bytes_per_slot: int = 0,
     ) -> "MemoryPlan":
         """Plan `slots` decode slots, filled from `prompt_slots` prefilled prompts."""
         item, size = jnp.dtype(dtype).itemsize, config.hidden_size
@@ -50,13 +52,14 @@ class MemoryPlan:
             # One layer's keys and values, masked and transposed, and its scores, three
             # times over: what the XLA implementation was seen to hold.
             attention=2 * layer + 3 * scores,
+            drafter=slots * drafter_bytes_per_slot,
         )
 
     @property
     def total(self) -> int:
         """Prefill and verification follow one another; the larger counts."""
         step = max(self.prefill_chunk, self.logits)
-        return self.weights + self.caches + self.attention + step
+        return self.weights + self.caches + self.drafter + self.attention + step
 
     def describe(self) -> str:
         parts = [
@@ -65,6 +68,7 @@ class MemoryPlan:
             ("prefill chunk", self.prefill_chunk),
             ("logits", self.logits),
             ("attention", self.attention),
+            ("drafter", self.drafter),
         ]
         listed = ", ".join(f"{name} {readable(size)}" for name, size in parts)
         return f"{readable(self.total)} ({listed})"
@@ -78,8 +82,9 @@ def check_fits(
     prompt_slots: int,
     max_len: int,
     max_draft_tokens: int,
+    drafter_bytes_per_slot: int = 0,
 ) -> MemoryPlan:
-    """The plan of a run whose weights are loaded already.
+    """The plan of a run whose weights are loaded already; the drafter's own are too.
 
     Raises:
         ValueError: it does not fit; names the sum and the largest batch that does.
@@ -93,6 +98,7 @@ def check_fits(
             prompt_slots=prompt_slots,
             max_len=max_len,
             max_draft_tokens=max_draft_tokens,
+            drafter_bytes_per_slot=drafter_bytes_per_slot,
         )
 
     wanted, available = plan(slots, prompt_slots), available_bytes()

@@ -14,7 +14,7 @@ from emsjax import checkpoint
 from emsjax.cache import KeysValues, KVCache
 from emsjax.config import ACTIVATIONS, POSITION_OFFSET, OPTConfig
 from emsjax.packing import PackedRows
-from pallas_kernels.add_layer_norm import add
+from pallas_kernels.add_layer_norm import add, normalise
 
 LAYER_NORM_EPSILON = 1e-5
 
@@ -91,8 +91,14 @@ def addend(linear: nnx.Linear, x: Float[Array, "r i"]) -> Addend:
 
 def add_norm(norm: nnx.LayerNorm, x: Float[Array, "r e"], y: Addend):
     """x + y, and what `norm` makes of it."""
-    scale, bias = (None if p is None else p[...] for p in (norm.scale, norm.bias))
-    return pallas_kernels.add_layer_norm(x, *y, scale, bias, epsilon=LAYER_NORM_EPSILON)
+    return pallas_kernels.add_layer_norm(x, *y, *affine(norm), epsilon=LAYER_NORM_EPSILON)
+
+
+def affine(norm: nnx.LayerNorm) -> tuple[Array | None, Array | None]:
+    """Scale and bias; None where the norm has none."""
+    return tuple(
+        None if parameter is None else parameter[...] for parameter in (norm.scale, norm.bias)
+    )
 
 
 def weights(linear: nnx.Linear) -> tuple[Array, Array | None]:
@@ -192,7 +198,8 @@ class OPT(nnx.Module):
 
     def logits(self, hidden: Float[Array, "r e"]) -> Float[Array, "r v"]:
         """float32 logits of hidden states."""
-        x = hidden if self.final_layer_norm is None else self.final_layer_norm(hidden)
+        x, norm = hidden, self.final_layer_norm
+        x = x if norm is None else normalise(x, *affine(norm), LAYER_NORM_EPSILON)
         x = x if self.project_out is None else self.project_out(x)
         return jnp.einsum(
             "rw,vw->rv",

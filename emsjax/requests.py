@@ -40,6 +40,12 @@ class Requests:
         return len(self.prompts)
 
     @property
+    def positions(self) -> int:
+        """Most positions that a prompt needs: its last token is never fed."""
+        lengths = [len(prompt) for prompt in self.prompts]
+        return int((lengths + self.max_new_tokens).max()) - 1
+
+    @property
     def total_sequences(self) -> int:
         return self.num_prompts * self.num_sequences
 

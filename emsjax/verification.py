@@ -1,28 +1,44 @@
 """Which draft tokens stand: pure functions of what was drafted and what the target says.
 
-The target's own token is found for every row (the likeliest, or the one drawn
-from the row's key), and a draft token is accepted if it is that token. Whatever
-the drafter proposes, the emitted tokens are then the target's own: greedy
-decoding and plain sampling under the same keys, token for token.
+Tokens that were not drawn (greedy decoding, deterministic drafters) are accepted if they
+are the target's own: the likeliest, or the one drawn from the row's key. The emitted
+tokens are then those of plain decoding. Tokens drawn from a draft distribution q are
+accepted by rejection sampling against the target's p: with probability min(1, p/q), and
+what takes the place of a rejected one is drawn from the residual, so that what is emitted
+has distribution p exactly (arXiv 2211.17192, theorem 1; arXiv 2302.01318).
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Bool, Float, Int32
+
+
+def acceptance_probability(
+    target_probs: Float[Array, "*n v"], draft_probs: Float[Array, "*n v"]
+) -> Float[Array, "*n v"]:
+    """min(1, p/q) of every token: how likely it stands if it was drafted."""
+    drafted = draft_probs > 0
+    ratio = target_probs / jnp.where(drafted, draft_probs, 1)
+    return jnp.where(drafted, jnp.minimum(ratio, 1), 1)
+
+
+def residual_distribution(
+    target_probs: Float[Array, "*n v"], draft_probs: Float[Array, "*n v"]
+) -> Float[Array, "*n v"]:
+    """max(0, p - q), normalised: the distribution of what replaces a rejected token.
+
+    Nothing is ever rejected where q covers p; p itself stands there.
+    """
+    excess = jnp.maximum(target_probs - draft_probs, 0)
+    total = jnp.sum(excess, axis=-1, keepdims=True)
+    return jnp.where(total > 0, excess / jnp.where(total > 0, total, 1), target_probs)
 
 
 def accepted_counts(
-    target_tokens: Int32[Array, "b k1"],
-    draft_tokens: Int32[Array, "b k"],
-    draft_counts: Int32[Array, "b"],
+    accepted: Bool[Array, "b k"], draft_counts: Int32[Array, "b"]
 ) -> Int32[Array, "b"]:
-    """Length of each sample's longest drafted prefix that equals the target's tokens.
-
-    target_tokens[s, i] is the target's choice after i draft tokens, so k1 = k + 1.
-    """
-    k = draft_tokens.shape[1]
-    equal = draft_tokens == target_tokens[:, :k]
-    equal &= jnp.arange(k) < draft_counts[:, None]
-    return jnp.sum(jnp.cumprod(equal, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
+    """Length of each sample's longest drafted prefix of accepted tokens."""
+    accepted = accepted & (jnp.arange(accepted.shape[1]) < draft_counts[:, None])
+    return jnp.sum(jnp.cumprod(accepted, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
 
 
 def first_end(

@@ -58,12 +58,17 @@ def add_layer_norm(
 
 def _xla(x, y, y_bias, scale, bias, epsilon):
     total = add(x, y, y_bias)
-    out = total.astype(jnp.float32)
+    return total, normalise(total, scale, bias, epsilon)
+
+
+def normalise(x: Array, scale: Array | None, bias: Array | None, epsilon: float) -> Array:
+    """The normalisation alone: see `add_layer_norm`."""
+    out = x.astype(jnp.float32)
     out -= jnp.mean(out, axis=1, keepdims=True)
     out *= lax.rsqrt(jnp.mean(out * out, axis=1, keepdims=True) + epsilon)
     out = out if scale is None else out * scale.astype(jnp.float32)
     out = out if bias is None else out + bias.astype(jnp.float32)
-    return total, out.astype(x.dtype)
+    return out.astype(x.dtype)
 
 
 def add(x: Array, y: Array, y_bias: Array | None) -> Array:

@@ -14,7 +14,17 @@ import pytest
 
 # Before the first import of emsjax. What users pass in (checks, requests,
 # generation) must get past the annotations to the library's own errors.
-CHECKED = ["cache", "decoding", "drafting", "opt", "output", "packing", "prefill", "verification"]
+CHECKED = [
+    "cache",
+    "decoding",
+    "drafting",
+    "opt",
+    "output",
+    "packing",
+    "prefill",
+    "verdict",
+    "verification",
+]
 jaxtyping.install_import_hook([f"emsjax.{name}" for name in CHECKED], "beartype.beartype")
 
 from hypothesis import HealthCheck, settings  # noqa: E402

@@ -17,8 +17,9 @@ class Draft:
     Attributes:
         tokens: the proposals; entries at or beyond `counts` are ignored.
         counts: proposed tokens per sample, 0 allowed.
-        probs: the distributions the tokens were drawn from, or None when the
-            drafter is deterministic.
+        probs: the distributions the tokens were drawn from, each after the tokens
+            before it, v at most the target's vocabulary; None where the tokens were
+            not drawn: all is greedy, or the drafter is deterministic.
     """
 
     tokens: Int32[Array, "b k"]
@@ -40,6 +41,8 @@ class Drafter(Protocol):
     A drafter that holds something for each prompt may also have
     `for_prompts(prompt_indices, num_prompts)`, called on the host before `init`:
     it returns the drafter for a batch whose slot i serves prompt prompt_indices[i].
+    One that cannot serve every target may have `check_target(config, positions)`,
+    which raises a ValueError, and one with large state `state_bytes(max_len)` (per sample).
 
     Attributes:
         max_draft_tokens: static upper limit k of tokens per sample and step.

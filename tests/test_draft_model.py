@@ -1,0 +1,254 @@
+"""A draft model in the loop: the target's tokens, or exactly its distribution."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from toy import VOCAB, ragged_prompts, tiny_model
+
+import emsjax
+from emsjax.sampling import warp
+from emsjax.verification import acceptance_probability, residual_distribution
+
+PROMPTS = ragged_prompts([5, 12, 2, 9])
+weights = hnp.arrays(np.float64, 6, elements=st.sampled_from([0.0, 0.0, 0.01, 0.3, 1.0, 7.0]))
+
+
+def small_model(**overrides):
+    return tiny_model(num_hidden_layers=1, hidden_size=16, **overrides)
+
+
+def normalised(weights):
+    return jnp.asarray(weights / max(weights.sum(), 1e-300), jnp.float32)
+
+
+@settings(max_examples=200)
+@given(p=weights.filter(lambda w: w.any()), q=weights)
+def test_accepted_and_residual_mass_add_up_to_the_target(p, q):
+    p, q = normalised(p), normalised(q)  # q may be zero: nothing was drafted
+    accepted = q * acceptance_probability(p, q)
+    emitted = accepted + (1 - accepted.sum()) * residual_distribution(p, q)
+    np.testing.assert_allclose(emitted, p, atol=1e-6)
+    assert (accepted <= p + 1e-6).all()
+
+
+@pytest.mark.parametrize("max_draft_tokens", [1, 4])
+def test_greedy_tokens_are_the_plain_ones(max_draft_tokens):
+    model = tiny_model()
+    plain = emsjax.generate(model, PROMPTS, max_new_tokens=20)
+    half = emsjax.OPT(small_model().config, rngs=nnx.Rngs(1), dtype=jnp.bfloat16)
+    for draft_model, accepts in ((model, 1.0), (small_model(), None), (half, None)):
+        drafter = emsjax.DraftModel(draft_model, max_draft_tokens)
+        out = emsjax.generate(model, PROMPTS, drafter=drafter, max_new_tokens=20)
+        np.testing.assert_array_equal(out.tokens, plain.tokens)
+        np.testing.assert_allclose(out.logprobs, plain.logprobs, atol=1e-4)
+        assert accepts is None or out.stats.acceptance_rate == accepts
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(0.3, 1.0), (1.0, 0.8), (3.0, 1.0)])
+def test_a_model_that_drafts_for_itself_is_always_right(temperature, top_p):
+    model = tiny_model()
+    sampling = emsjax.Sampling(temperature, top_p=top_p)
+    out = emsjax.generate(
+        model,
+        PROMPTS,
+        drafter=emsjax.DraftModel(model),
+        max_new_tokens=40,
+        sampling=sampling,
+        key=jax.random.key(0),
+    )
+    assert out.stats.num_drafted.sum() > 100
+    assert out.stats.acceptance_rate >= 0.99
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Pause:
+    """Drafts nothing from the third step to the eighth."""
+
+    def init(self, batch):
+        return jnp.zeros((), jnp.int32)
+
+    def lengths(self, state, active):
+        return jnp.full(active.shape, jnp.where((state >= 2) & (state < 8), 0, 4), jnp.int32)
+
+    def update(self, state, num_drafted, num_accepted):
+        return state + 1
+
+
+def test_a_sample_that_paused_is_caught_up_before_it_drafts_again():
+    model = tiny_model()
+    out = emsjax.generate(
+        model,
+        PROMPTS,
+        drafter=emsjax.DraftModel(model),
+        draft_length=Pause(),
+        max_new_tokens=40,
+    )
+    plain = emsjax.generate(model, PROMPTS, max_new_tokens=40)
+    np.testing.assert_array_equal(out.tokens, plain.tokens)
+    assert (out.stats.accepted_histogram[:, 0] >= 6).all()
+    assert out.stats.acceptance_rate == 1  # a cache with holes would draft otherwise
+
+
+def test_the_draft_cache_equals_that_of_a_fresh_prefill_after_ragged_acceptance():
+    draft_model = tiny_model()  # right at times: the target is warmer
+    model = tiny_model(init_std=0.28)
+    drafter = emsjax.DraftModel(draft_model, 3)
+    state = emsjax.init_state(model, drafter, PROMPTS, max_new_tokens=30)
+    step = jax.jit(emsjax.step)
+    accepted = []
+    for _ in range(6):
+        state, info = step(model, drafter, state)
+        accepted.append(info.num_accepted)
+    assert len({tuple(counts.tolist()) for counts in accepted}) > 1
+    cache = state.drafter_state
+    assert (cache.lengths >= state.lengths - emsjax.drafting.draft_model.CATCH_UP_ROWS).all()
+    fresh = drafter.init(state.tokens, cache.lengths + 1, state.tokens.shape[1])
+    real = np.arange(state.tokens.shape[1]) < np.asarray(cache.lengths)[:, None]
+    for got, expected in zip(
+        jax.tree.leaves(cache.layers), jax.tree.leaves(fresh.layers), strict=True
+    ):
+        np.testing.assert_allclose(got[real], expected[real], atol=1e-4)
+
+
+def test_a_sequence_does_not_depend_on_the_batch_around_it():
+    model, drafter = tiny_model(), emsjax.DraftModel(small_model(), 3)
+    keys = jax.random.split(jax.random.key(5), len(PROMPTS))
+    options = {"max_new_tokens": 16, "drafter": drafter, "sampling": emsjax.Sampling(1.0)}
+    together = emsjax.generate(model, PROMPTS, key=keys, **options)
+    order = [2, 0, 3, 1]
+    shuffled = emsjax.generate(
+        model, [PROMPTS[i] for i in order], key=keys[jnp.array(order)], **options
+    )
+    np.testing.assert_array_equal(shuffled.tokens, together.tokens[order])
+    for index, prompt in enumerate(PROMPTS):
+        alone = emsjax.generate(model, [prompt], key=keys[index : index + 1], **options)
+        np.testing.assert_array_equal(alone.tokens[0], together.tokens[index])
+        np.testing.assert_allclose(alone.logprobs[0], together.logprobs[index], atol=1e-4)
+
+
+def test_padded_vocabularies_share_their_prefix():
+    model, draft_model = tiny_model(), small_model(vocab_size=VOCAB + 3)
+    drafter = emsjax.DraftModel(draft_model, vocab_size=VOCAB - 2)
+    plain = emsjax.generate(model, PROMPTS, max_new_tokens=12)
+    out = emsjax.generate(model, PROMPTS, drafter=drafter, max_new_tokens=12)
+    np.testing.assert_array_equal(out.tokens, plain.tokens)
+    options = {"sampling": emsjax.Sampling(2.0), "key": jax.random.key(1)}
+    out = emsjax.generate(model, PROMPTS, drafter=drafter, max_new_tokens=12, **options)
+    assert out.stats.num_drafted.sum() > 0
+    assert out.tokens.max() < VOCAB
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: emsjax.DraftModel(small_model(), 0), "max_draft_tokens must be at least 1"),
+        (lambda: emsjax.DraftModel(small_model(), vocab_size=0), "vocab_size must be at least 1"),
+        (
+            lambda: emsjax.DraftModel(small_model(), vocab_size=VOCAB + 1),
+            f"at most the draft model's {VOCAB}, not {VOCAB + 1}",
+        ),
+        (
+            lambda: emsjax.DraftModel(small_model(vocab_size=VOCAB + 3)),
+            f"has {VOCAB + 3} ids and the target's {VOCAB}",
+        ),
+        (
+            lambda: emsjax.DraftModel(small_model(vocab_size=VOCAB + 3), vocab_size=VOCAB + 2),
+            f"at most the target's {VOCAB}, not {VOCAB + 2}",
+        ),
+        (
+            lambda: emsjax.DraftModel(small_model(max_position_embeddings=20)),
+            "has 20 positions, but 21 are needed",
+        ),
+    ],
+)
+def test_a_draft_model_that_does_not_suit_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        emsjax.generate(tiny_model(), PROMPTS, drafter=make(), max_new_tokens=10)
+
+
+SEQUENCES, TOKENS, CELLS = 50_000, 3, 4  # a vocabulary of four: 64 joint outcomes
+SAMPLING = emsjax.Sampling(0.9, top_p=0.95)
+
+
+def four_tokens(seed):
+    config = emsjax.OPTConfig(
+        vocab_size=CELLS,
+        hidden_size=8,
+        num_hidden_layers=1,
+        ffn_dim=8,
+        num_attention_heads=2,
+        max_position_embeddings=16,
+        init_std=0.8,
+        eos_token_id=None,
+    )
+    return emsjax.OPT(config, rngs=nnx.Rngs(seed), dtype=jnp.float32)
+
+
+def exact_distribution(model, prompt):
+    """Of the first TOKENS tokens, from the model's own probabilities of every prefix. [4, 4, 4]"""
+    joint = np.ones((CELLS,) * TOKENS)
+    one = lambda value, dtype: jnp.full(1, value, dtype)
+    sampling = emsjax.Sampling(
+        one(SAMPLING.temperature, "float32"), one(0, "int32"), one(SAMPLING.top_p, "float32")
+    )
+    for n in range(TOKENS):
+        for prefix in itertools.product(range(CELLS), repeat=n):
+            tokens = jnp.asarray([*prompt, *prefix], jnp.int32)
+            rows = emsjax.packing.pack(
+                jnp.zeros(1, jnp.int32), jnp.array([len(tokens)]), len(tokens)
+            )
+            hidden, _ = model(tokens, rows, model.init_cache(1, 16))
+            logits = warp(model.logits(hidden[-1:]), sampling)
+            probs = np.asarray(jax.nn.softmax(logits)[0], np.float64)
+            joint[prefix] *= probs.reshape((CELLS,) + (1,) * (TOKENS - n - 1))
+    return joint
+
+
+def chi_square(model, drafter):
+    """Statistic and degrees of freedom of what is emitted against the exact distribution."""
+    prompt = [1, 3, 0, 2, 1, 3]
+    out = emsjax.generate(
+        model,
+        [prompt],
+        drafter=drafter,
+        max_new_tokens=TOKENS,
+        sampling=SAMPLING,
+        num_sequences=SEQUENCES,
+        batch_size=SEQUENCES // 50,
+        key=jax.random.key(11),
+    )
+    observed = np.zeros((CELLS,) * TOKENS)
+    np.add.at(observed, tuple(out.tokens.T), 1)
+    expected = SEQUENCES * exact_distribution(model, prompt)
+    possible = expected > 0
+    assert observed[~possible].sum() == 0
+    statistic = ((observed - expected)[possible] ** 2 / expected[possible]).sum()
+    return statistic, possible.sum() - 1
+
+
+@pytest.mark.parametrize("drafter", ["model", "prompt lookup", None])
+def test_the_first_tokens_have_exactly_the_targets_distribution(drafter):
+    model = four_tokens(0)
+    drafters = {
+        "model": emsjax.DraftModel(four_tokens(1), 2),
+        "prompt lookup": emsjax.PromptLookup(match_length=1, max_draft_tokens=2),
+    }
+    statistic, freedom = chi_square(model, drafters.get(drafter))
+    # Mean `freedom`, variance 2 x freedom: above this once in more than a thousand seeds.
+    assert statistic < freedom + 3.5 * np.sqrt(2 * freedom)
+
+
+def test_the_same_test_rejects_a_verifier_that_forgets_the_residual(monkeypatch):
+    monkeypatch.setattr("emsjax.verdict.residual_distribution", lambda p, q: p)
+    drafter = emsjax.DraftModel(four_tokens(1), 1)  # compiled nowhere else
+    statistic, freedom = chi_square(four_tokens(0), drafter)
+    assert statistic > 2 * (freedom + 3.5 * np.sqrt(2 * freedom))
