@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -169,6 +168,6 @@ class DraftModel:
         logits = self.draft_model.logits(hidden[last_rows])
         return logits[:, : self.vocab_size], cache.commit(fresh, rows, rows.counts, kernels.update)
 
-    def _prefill(self, cache: KVCache, tokens, lengths) -> Any:
+    def _prefill(self, cache: KVCache, tokens, lengths) -> KVCache:
         kernels = resolve_kernels(self.attention_implementation)
         return prefill(self.draft_model, cache, tokens, lengths, kernels=kernels)
