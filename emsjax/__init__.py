@@ -6,7 +6,7 @@ from emsjax.draft_length import FixedLength
 from emsjax.drafting import Draft, Drafter, DraftModel, PromptLookup
 from emsjax.generation import generate, init_state
 from emsjax.opt import OPT, OPTConfig
-from emsjax.output import GenerateOutput, Stats
+from emsjax.output import GenerateOutput, Stats, rank_by_mean_logprob
 from emsjax.sampling import Sampling
 
 __version__ = "0.1.0"
@@ -25,6 +25,7 @@ __all__ = [
     "StepInfo",
     "generate",
     "init_state",
+    "rank_by_mean_logprob",
     "step",
     "verification",
 ]

@@ -327,6 +327,7 @@ def _output(model: OPT, requests: Requests, results: list[dict[str, np.ndarray]]
         lengths=emitted,
         logprobs=np.where(real, np.take_along_axis(logprobs, at, 1), 0).astype(np.float32),
         finish_reasons=reasons,
+        num_sequences=requests.num_sequences,
         stats=Stats(
             num_steps=gather("num_steps"),
             num_drafted=gather("num_drafted"),

@@ -63,6 +63,7 @@ class GenerateOutput:
             (temperature 0: the unwarped softmax); 0 after the end.
         finish_reasons: "eos", "length" or "time" for each sequence.
         stats: see `Stats`.
+        num_sequences: sequences per prompt.
     """
 
     tokens: Int32[np.ndarray, "s m"]
@@ -70,6 +71,24 @@ class GenerateOutput:
     logprobs: Float32[np.ndarray, "s m"]
     finish_reasons: list[str]
     stats: Stats
+    num_sequences: int = 1
+
+
+def rank_by_mean_logprob(out: GenerateOutput) -> Int32[np.ndarray, "p n"]:
+    """Each prompt's sequences, the one with the best mean log-probability first.
+
+    Returns:
+        Rows of `out.tokens`, for p prompts with n sequences each. A sequence without
+        tokens comes last; equal ones keep their order.
+
+    Reference: the ranking behind Pass@First in BASS, arXiv 2404.15778.
+    """
+    total = out.logprobs.sum(axis=1, dtype=np.float64)
+    mean = np.where(out.lengths > 0, total / np.maximum(out.lengths, 1), -np.inf)
+    mean = mean.reshape(-1, out.num_sequences)
+    order = np.argsort(-mean, axis=1, kind="stable")
+    first = np.arange(len(mean))[:, None] * out.num_sequences
+    return (first + order).astype(np.int32)
 
 
 def _ratio(part: int, whole: int) -> float:

@@ -99,3 +99,14 @@ def test_logprobs_are_those_of_the_warped_distribution():
     hidden, _ = model(jnp.asarray(prompt[-1:], jnp.int32), rows, state.cache)
     probs = expected_probs(model.logits(hidden)[0], 0.7, 4, 0.9)
     np.testing.assert_allclose(np.exp(out.logprobs[0, 0]), probs[out.tokens[0, 0]], rtol=1e-4)
+
+
+def test_sequences_are_ranked_by_mean_logprob_within_their_prompt():
+    options = {"max_new_tokens": [6, 9], "sampling": Sampling(1.5), "key": jax.random.key(2)}
+    out = emsjax.generate(tiny_model(), ragged_prompts([4, 7]), num_sequences=3, **options)
+    ranks = emsjax.rank_by_mean_logprob(out)
+    for prompt, row in enumerate(ranks):
+        assert sorted(row) == [3 * prompt + i for i in range(3)]
+        means = [np.mean(out.logprobs[i][: out.lengths[i]]) for i in row]
+        assert means == sorted(means, reverse=True)
+    assert len({tuple(row % 3) for row in ranks}) == 2  # not the order they came in
