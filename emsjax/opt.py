@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jaxtyping import Array, Float, Int32
 
 import pallas_kernels
@@ -15,13 +14,9 @@ from emsjax.cache import KeysValues, KVCache
 from emsjax.config import ACTIVATIONS, POSITION_OFFSET, OPTConfig
 from emsjax.packing import PackedRows
 from pallas_kernels.add_layer_norm import add, normalise
+from pallas_kernels.implementations import matmul_precision
 
 LAYER_NORM_EPSILON = 1e-5
-
-
-def matmul_precision(dtype) -> lax.Precision | None:
-    """float32 means float32: not TF32, which a GPU would choose by default."""
-    return lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
 class OPTLayer(nnx.Module):

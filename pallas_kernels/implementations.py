@@ -3,6 +3,8 @@
 from collections.abc import Collection
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 
 def choose(implementation: str | None, available: Collection[str], interpret: bool = False) -> str:
@@ -47,3 +49,8 @@ def _compute_capability() -> float | None:
         return float(getattr(jax.devices()[0], "compute_capability", None))
     except (TypeError, ValueError):
         return None
+
+
+def matmul_precision(dtype) -> lax.Precision | None:
+    """float32 means float32: not TF32, which a GPU would choose by default."""
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else None

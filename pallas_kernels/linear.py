@@ -9,7 +9,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.implementations import choose, runs_triton, stages_that_fit
+from pallas_kernels.implementations import choose, matmul_precision, runs_triton, stages_that_fit
 
 
 class Tiling(NamedTuple):
@@ -128,9 +128,7 @@ def _shares_pay(x, weight) -> bool:
 
 
 def _dot(x, weight):
-    # float32 means float32: not TF32, which a GPU would choose by default.
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.dot(x, weight, precision=precision)
+    return jnp.dot(x, weight, precision=matmul_precision(x.dtype))
 
 
 def _launch(x, weight, bias, tiling: Tiling, *, parts, relu, interpret):
@@ -182,7 +180,7 @@ def _kernel(x_ref, weight_ref, *refs, tiling: Tiling, share: int, relu: bool, bi
         return total + jnp.dot(
             x,
             weight,
-            precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+            precision=matmul_precision(x.dtype),
             preferred_element_type=jnp.float32,
         )
 

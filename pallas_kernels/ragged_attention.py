@@ -53,7 +53,7 @@ def ragged_attention(
         max_rows_per_sample: static upper bound of the rows that one sample has
             in this call; None: all of them. Small bounds (decoding) take a path
             that serves all samples at once.
-        scale: of the scores; None: head_dim ** -0.5.
+        scale: of the scores, above 0; None: head_dim ** -0.5.
         ancestors: visibility among the fresh rows; as many columns as any sample has
             rows, at least. None: causal.
         implementation: "triton", "xla", "reference", or None: Triton on NVIDIA GPUs
@@ -65,12 +65,15 @@ def ragged_attention(
         Attention outputs in the query's dtype.
 
     Raises:
-        ValueError: unknown implementation, or one that the device cannot run.
+        ValueError: unknown implementation, or one that the device cannot run; a scale
+            that is not above 0.
 
     Reference: the unpadded input tokens of EMS-SD, arXiv 2405.07542, section 3; the
     ancestor mask is the tree attention of SpecInfer, arXiv 2305.09781, section 4.
     """
     name = choose(implementation, IMPLEMENTATIONS, interpret)
+    if scale is not None and not scale > 0:
+        raise ValueError(f"scale must be above 0, not {scale}")
     attention = IMPLEMENTATIONS[name]
     if name == "triton":
         attention = functools.partial(attention, interpret=interpret)

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import work_items
-from pallas_kernels.implementations import stages_that_fit
+from pallas_kernels.implementations import matmul_precision, stages_that_fit
 from pallas_kernels.work_items import FIELDS
 
 
@@ -229,7 +229,7 @@ def _kernel(
 
 def _attend(query, carry, keys, values, visible, *, scale):
     """One block of keys: the softmax so far as (weighted values, largest score, weights)."""
-    precision = lax.Precision.HIGHEST if query.dtype == jnp.float32 else None
+    precision = matmul_precision(query.dtype)
     dot = functools.partial(jnp.dot, precision=precision, preferred_element_type=jnp.float32)
     out, highest, total = carry
     scores = dot(query, keys.T)  # scaled in the exponent, as one multiply-add

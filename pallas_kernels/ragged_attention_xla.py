@@ -12,6 +12,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from pallas_kernels.implementations import matmul_precision
+from pallas_kernels.work_items import extents
+
 TILE = 128
 MAX_DECODE_ROWS = 64
 
@@ -39,26 +42,15 @@ def ragged_attention(
     path = _all_samples_at_once if tile <= MAX_DECODE_ROWS else _tile_by_tile
     tensors = (*fresh, key_cache, value_cache)
     places = (segment_ids, positions, cache_lengths)
-    out = path(*tensors, *places, ancestors, min(tile, TILE), scale)
+    out = path(tensors, *places, ancestors, min(tile, TILE), scale)
     return out.astype(query.dtype)
 
 
-def _all_samples_at_once(
-    query,
-    key,
-    value,
-    key_cache,
-    value_cache,
-    segment_ids,
-    positions,
-    cache_lengths,
-    ancestors,
-    tile,
-    scale,
-):
+def _all_samples_at_once(tensors, segment_ids, positions, cache_lengths, ancestors, tile, scale):
+    query, key, value, key_cache, value_cache = tensors
     del positions  # they follow from the order of the rows
     batch = key_cache.shape[0]
-    first, counts = _extents(segment_ids, batch)
+    first, counts = extents(segment_ids, batch)
     row = jnp.minimum(first[:, None] + jnp.arange(tile), query.shape[0] - 1)  # [b, q]
     index = jnp.arange(tile)
     if ancestors is None:
@@ -73,21 +65,10 @@ def _all_samples_at_once(
     return jnp.where((segment_ids < batch)[:, None, None], out[sample, within], 0)
 
 
-def _tile_by_tile(
-    query,
-    key,
-    value,
-    key_cache,
-    value_cache,
-    segment_ids,
-    positions,
-    cache_lengths,
-    ancestors,
-    tile,
-    scale,
-):
+def _tile_by_tile(tensors, segment_ids, positions, cache_lengths, ancestors, tile, scale):
+    query, key, value, key_cache, value_cache = tensors
     rows, batch = query.shape[0], key_cache.shape[0]
-    first, counts = _extents(segment_ids, batch)
+    first, counts = extents(segment_ids, batch)
     tiles_through = jnp.cumsum((counts + tile - 1) // tile)  # [b]
 
     def attend_tile(i, out):
@@ -120,13 +101,6 @@ def _tile_by_tile(
     return lax.fori_loop(0, tiles_through[-1], attend_tile, jnp.zeros_like(query))
 
 
-def _extents(segment_ids, batch):
-    """First row and row count of each sample. [b], [b]"""
-    belongs = segment_ids == jnp.arange(batch)[:, None]  # [b, r]
-    first = jnp.argmax(belongs, axis=1).astype(jnp.int32)
-    return first, jnp.sum(belongs, axis=1, dtype=jnp.int32)
-
-
 def _attend(query, key, value, key_cache, value_cache, visible, cache_lengths, scale):
     """query [b, q, h, d]; key, value [b, f, h, d]; visible [b, q, f] -> [b, q, h, d]."""
     # XLA would like the caches transposed, and would transpose those of all layers
@@ -137,7 +111,7 @@ def _attend(query, key, value, key_cache, value_cache, visible, cache_lengths, s
     key_cache, value_cache = (
         with_layout_constraint(cache, layout) for cache in (key_cache, value_cache)
     )
-    precision = lax.Precision.HIGHEST if key_cache.dtype == jnp.float32 else None
+    precision = matmul_precision(key_cache.dtype)
 
     def dot(spec, x, y):
         return jnp.einsum(spec, x, y, precision=precision, preferred_element_type=jnp.float32)

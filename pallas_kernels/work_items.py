@@ -60,9 +60,7 @@ def plan(
         one_tile: no sample has more than `tile` rows.
     """
     batch, rows = cache_lengths.shape[0], segment_ids.shape[0]
-    belongs = segment_ids == jnp.arange(batch)[:, None]  # [b, r]
-    first = jnp.argmax(belongs, axis=1).astype(jnp.int32)
-    counts = jnp.sum(belongs, axis=1, dtype=jnp.int32)
+    first, counts = extents(segment_ids, batch)
     tiles, blocks = pl.cdiv(counts, tile), pl.cdiv(cache_lengths, block)
     shares = jnp.ones_like(blocks)
     if splits > 1:
@@ -97,3 +95,10 @@ def plan(
         jnp.stack([jnp.where(real, field, 0) for field in of_rows]),
         jnp.sum(counts, dtype=jnp.int32)[None],
     )
+
+
+def extents(segment_ids: Array, batch: int) -> tuple[Array, Array]:
+    """First row and row count of each sample. [b], [b]"""
+    belongs = segment_ids == jnp.arange(batch)[:, None]  # [b, r]
+    first = jnp.argmax(belongs, axis=1).astype(jnp.int32)
+    return first, jnp.sum(belongs, axis=1, dtype=jnp.int32)

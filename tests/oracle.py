@@ -6,7 +6,16 @@ import numpy as np
 
 
 def ragged_attention(
-    query, key, value, key_cache, value_cache, segment_ids, positions, lengths, ancestors=None
+    query,
+    key,
+    value,
+    key_cache,
+    value_cache,
+    segment_ids,
+    positions,
+    lengths,
+    ancestors=None,
+    scale=None,
 ):
     """Every row by itself: gather what it may see, exponentiate, divide."""
     out = np.zeros(query.shape, np.float64)
@@ -26,7 +35,7 @@ def ragged_attention(
                 math.fsum(
                     np.float64(a) * np.float64(b) for a, b in zip(query[row, head], k, strict=True)
                 )
-                / math.sqrt(query.shape[2])
+                * (1 / math.sqrt(query.shape[2]) if scale is None else scale)
                 for k in keys
             ]
             weights = np.exp(np.array(scores) - max(scores))

@@ -198,6 +198,30 @@ def test_every_dtype_and_head_dim(implementation, dtype, head_dim, bound):
 
 
 @every_implementation
+@every_number_of_splits
+@pytest.mark.parametrize("bound", [10, None], ids=["decode", "unbounded"])
+def test_scores_are_scaled_as_asked(implementation, programs, bound):
+    inputs = case([3, 0, 10, 1], [BLOCK + 3, 4, 0, 2 * BLOCK])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ragged_attention_triton, "PROGRAMS_WANTED", programs)
+        out = pallas_kernels.ragged_attention(
+            *map(jnp.asarray, inputs),
+            max_rows_per_sample=bound,
+            scale=0.9,
+            implementation=implementation,
+            interpret=not COMPILED,
+        )
+    expected = oracle.ragged_attention(*inputs, scale=0.9)
+    np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan")])
+def test_a_scale_that_is_not_positive_is_refused(scale):
+    with pytest.raises(ValueError, match="scale must be above 0"):
+        pallas_kernels.ragged_attention(*map(jnp.asarray, case([1] * 4, [1] * 4)), scale=scale)
+
+
+@every_implementation
 def test_one_causal_segment_equals_jax_nn_attention(implementation):
     inputs = case([0, 20, 0, 0], [0, 0, 0, 0])
     query, key, value = (jnp.asarray(x[None, :20]) for x in inputs[:3])
