@@ -81,15 +81,14 @@ def check_requests(
                 f"max_position_embeddings is {limit}"
             )
     num_sequences = check_at_least("num_sequences", num_sequences, 1)
-    sampling = (Sampling() if sampling is None else sampling).expand(len(ids))
-    sampled = bool((sampling.temperature > 0).any())
+    sampling = (Sampling() if sampling is None else sampling).expand(len(ids)).in_use()
     return Requests(
         prompts=ids,
         max_new_tokens=np.array(new, np.int32),
-        sampling=sampling if sampled else None,
+        sampling=sampling,
         num_sequences=num_sequences,
         end_token_ids=_end_token_ids(config, eos_token_ids),
-        keys=_sequence_keys(key, len(ids) * num_sequences, needed=sampled),
+        keys=_sequence_keys(key, len(ids) * num_sequences, needed=sampling is not None),
         max_len=round_up_length(max(len(p) + extra for p, extra in zip(ids, new, strict=True))),
     )
 

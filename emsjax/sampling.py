@@ -12,6 +12,8 @@ from jaxtyping import Array, Float, Int32, Key
 
 from emsjax.checks import per_prompt
 
+DIGIT_BITS = 2  # of a threshold, found in one pass over the logits
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +21,7 @@ class Sampling:
     """How the next token is drawn: warped by temperature, then top-k, then top-p.
 
     Each field is one value for all prompts or one per prompt; inside the device
-    loop, an array [b].
+    loop, an array [b], or None if no sample has a use for it.
 
     Attributes:
         temperature: divides the logits; 0 is greedy decoding.
@@ -60,6 +62,15 @@ class Sampling:
             columns["top_p"].astype(np.float32),
         )
 
+    def in_use(self) -> "Sampling | None":
+        """Of expanded values: without those that change nothing; None if all is greedy."""
+        sampled = self.temperature > 0
+        if not sampled.any():
+            return None
+        top_k = self.top_k if (sampled & (self.top_k > 0)).any() else None
+        top_p = self.top_p if (sampled & (self.top_p < 1)).any() else None
+        return Sampling(self.temperature, top_k, top_p)
+
 
 class Purpose(enum.IntEnum):
     """What random bits are for: each purpose has its own stream."""
@@ -82,14 +93,19 @@ def warp(logits: Float[Array, "r v"], sampling: Sampling) -> Float[Array, "r v"]
     """Logits of the distribution that each row is sampled from, -inf for what is ruled out.
 
     `sampling` holds one value per row. Rows of temperature 0 stay as they are.
-    Needs no sort: the thresholds are found by bisection.
+    Needs no sort: the thresholds are found digit by digit.
     """
     greedy = sampling.temperature <= 0
     warped = logits / jnp.where(greedy, 1, sampling.temperature)[:, None]
-    top_k = jnp.where(sampling.top_k > 0, sampling.top_k, logits.shape[1])
-    warped = _keep_largest(warped, jnp.ones_like(warped), top_k.astype(jnp.float32), greedy)
-    keep_all = greedy | (sampling.top_p >= 1)
-    return _keep_largest(warped, jax.nn.softmax(warped), sampling.top_p, keep_all)
+    if sampling.top_k is not None:
+        goal = jnp.where(sampling.top_k > 0, sampling.top_k, logits.shape[1])
+        warped = _keep_largest(warped, jnp.ones_like, goal.astype(jnp.float32), greedy)
+    if sampling.top_p is not None:
+        highest = jnp.max(warped, axis=-1, keepdims=True)
+        weigh = lambda x: jnp.exp(x - highest)  # again in every pass: cheaper than to be read
+        goal = sampling.top_p * jnp.sum(weigh(warped), axis=-1)
+        warped = _keep_largest(warped, weigh, goal, greedy | (sampling.top_p >= 1))
+    return warped
 
 
 def draw(
@@ -101,22 +117,26 @@ def draw(
     return jnp.argmax(logits + noise, axis=-1).astype(jnp.int32)
 
 
-def _keep_largest(logits, weights, goal, keep_all):
+def _keep_largest(logits, weigh, goal, keep_all):
     """-inf for all but the fewest largest entries whose weights reach `goal`, ties kept.
 
-    Bisects over the 32 bits of the floats' order, so the threshold is exact.
+    The threshold is exact: the floats' 32 bits, as integers in their order, are found
+    from the highest on, `DIGIT_BITS` in each pass.
     """
-    bits = lax.bitcast_convert_type(logits, jnp.int32)
-    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the floats' order
+    bits = lax.bitcast_convert_type(jnp.where(logits == 0, 0, logits), jnp.uint32)  # no -0
+    sign = jnp.uint32(1 << 31)
+    order = jnp.where(bits >= sign, ~bits, bits | sign)
 
-    def halve(_, bounds):
-        low, high = bounds  # the sum reaches the goal at `low`, not at `high`
-        middle = (low >> 1) + (high >> 1) + (low & high & 1)
-        reached = jnp.sum(jnp.where(order >= middle[:, None], weights, 0), axis=-1) >= goal
-        return jnp.where(reached, middle, low), jnp.where(reached, high, middle)
+    def refine(step, threshold):
+        shift = jnp.uint32(32 - DIGIT_BITS) - jnp.uint32(DIGIT_BITS) * step
+        digits = jnp.zeros_like(threshold)
+        for digit in range(1, 1 << DIGIT_BITS):
+            bound = threshold + (jnp.uint32(digit) << shift)
+            above = jnp.where(order >= bound[:, None], weigh(logits), 0)
+            digits += (jnp.sum(above, axis=-1) >= goal).astype(jnp.uint32)
+        return threshold + (digits << shift)
 
-    info = jnp.iinfo(jnp.int32)
-    low = jnp.full(logits.shape[0], info.min, jnp.int32)
-    threshold, _ = lax.fori_loop(0, 32, halve, (low, jnp.full_like(low, info.max)))
+    threshold = jnp.zeros(logits.shape[0], jnp.uint32)
+    threshold = lax.fori_loop(jnp.uint32(0), jnp.uint32(32 // DIGIT_BITS), refine, threshold)
     kept = (order >= threshold[:, None]) | keep_all[:, None]
     return jnp.where(kept, logits, -jnp.inf)
