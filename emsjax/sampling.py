@@ -7,12 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Float, Int32, Key
 
+import pallas_kernels
 from emsjax.checks import per_prompt
-
-DIGIT_BITS = 2  # of a threshold, found in one pass over the logits
 
 
 @jax.tree_util.register_dataclass
@@ -93,19 +91,14 @@ def warp(logits: Float[Array, "r v"], sampling: Sampling) -> Float[Array, "r v"]
     """Logits of the distribution that each row is sampled from, -inf for what is ruled out.
 
     `sampling` holds one value per row. Rows of temperature 0 stay as they are.
-    Needs no sort: the thresholds are found digit by digit.
     """
     greedy = sampling.temperature <= 0
     warped = logits / jnp.where(greedy, 1, sampling.temperature)[:, None]
-    if sampling.top_k is not None:
-        goal = jnp.where(sampling.top_k > 0, sampling.top_k, logits.shape[1])
-        warped = _keep_largest(warped, jnp.ones_like, goal.astype(jnp.float32), greedy)
-    if sampling.top_p is not None:
-        highest = jnp.max(warped, axis=-1, keepdims=True)
-        weigh = lambda x: jnp.exp(x - highest)  # again in every pass: cheaper than to be read
-        goal = sampling.top_p * jnp.sum(weigh(warped), axis=-1)
-        warped = _keep_largest(warped, weigh, goal, greedy | (sampling.top_p >= 1))
-    return warped
+    if sampling.top_k is None and sampling.top_p is None:
+        return warped
+    cutoff = pallas_kernels.sampling_cutoff(warped, sampling.top_k, sampling.top_p)
+    cutoff = jnp.where(greedy, -jnp.inf, cutoff)
+    return jnp.where(warped >= cutoff[:, None], warped, -jnp.inf)
 
 
 def draw(
@@ -115,28 +108,3 @@ def draw(
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys)
     noise = jnp.where(temperature[:, None] > 0, noise, 0)
     return jnp.argmax(logits + noise, axis=-1).astype(jnp.int32)
-
-
-def _keep_largest(logits, weigh, goal, keep_all):
-    """-inf for all but the fewest largest entries whose weights reach `goal`, ties kept.
-
-    The threshold is exact: the floats' 32 bits, as integers in their order, are found
-    from the highest on, `DIGIT_BITS` in each pass.
-    """
-    bits = lax.bitcast_convert_type(jnp.where(logits == 0, 0, logits), jnp.uint32)  # no -0
-    sign = jnp.uint32(1 << 31)
-    order = jnp.where(bits >= sign, ~bits, bits | sign)
-
-    def refine(step, threshold):
-        shift = jnp.uint32(32 - DIGIT_BITS) - jnp.uint32(DIGIT_BITS) * step
-        digits = jnp.zeros_like(threshold)
-        for digit in range(1, 1 << DIGIT_BITS):
-            bound = threshold + (jnp.uint32(digit) << shift)
-            above = jnp.where(order >= bound[:, None], weigh(logits), 0)
-            digits += (jnp.sum(above, axis=-1) >= goal).astype(jnp.uint32)
-        return threshold + (digits << shift)
-
-    threshold = jnp.zeros(logits.shape[0], jnp.uint32)
-    threshold = lax.fori_loop(jnp.uint32(0), jnp.uint32(32 // DIGIT_BITS), refine, threshold)
-    kept = (order >= threshold[:, None]) | keep_all[:, None]
-    return jnp.where(kept, logits, -jnp.inf)

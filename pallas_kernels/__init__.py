@@ -1,4 +1,4 @@
-"""Attention, KV-cache and normalisation kernels over packed rows; depends on jax alone.
+"""Attention, KV-cache, normalisation and sampling kernels over packed rows; depends on jax alone.
 
 `reference` holds every operation in dense jnp: the specification that the
 other implementations are tested against.
@@ -8,6 +8,7 @@ from pallas_kernels import reference
 from pallas_kernels.add_layer_norm import add_layer_norm
 from pallas_kernels.linear import linear, linear_sums
 from pallas_kernels.ragged_attention import ragged_attention
+from pallas_kernels.sampling_cutoff import sampling_cutoff
 from pallas_kernels.update_kv_cache import update_kv_cache, update_kv_caches
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "linear_sums",
     "ragged_attention",
     "reference",
+    "sampling_cutoff",
     "update_kv_cache",
     "update_kv_caches",
 ]
