@@ -5,10 +5,12 @@ import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import emsjax
 from emsjax import benchmarks
-from emsjax.benchmarks import Rates, step
+from emsjax.benchmarks import Rates, overheads, runs, step
 from emsjax.config import OPTConfig
 
 # flax's LayerNorm promotes bfloat16 to float32 on its own.
@@ -21,7 +23,7 @@ REFERENCE = Rates(read=4.35e12, matmul=790e12)
     [(1, 1, 3.17), (1, 8, 3.17), (8, 1, 3.93), (8, 8, 3.93), (24, 1, 5.66), (24, 8, 5.83)],
 )
 def test_floor_of_opt_6_7b(batch, rows, expected):
-    floor = step.floor_ms(step.MODELS["opt-6.7b"], batch, rows, 900, REFERENCE)
+    floor = step.floor_ms(runs.MODELS["opt-6.7b"], batch, rows, 900, REFERENCE)
     assert floor == pytest.approx(expected, abs=0.02)
 
 
@@ -69,7 +71,7 @@ def test_steps_feed_exactly_the_rows_of_their_shape(results):
         assert entry["rows_per_step"] == batch * rows
         assert entry["padding_rows_per_step"] == entry["accepted_tokens"] == 0
         assert entry["mean_context"] == pytest.approx(20, abs=0.5)
-        assert entry["cache_length"] >= 20 + step.LONG
+        assert entry["cache_length"] >= 20 + runs.LONG
 
 
 def test_times_and_floors_belong_together(results):
@@ -89,8 +91,8 @@ def test_times_and_floors_belong_together(results):
 
 def test_rows_other_than_the_shape_are_an_error():
     with standard_dtypes():
-        run = step.StepRun(step.random_model(step.MODELS["tiny"]), 1, 2, 20, None)
-        run.advance(step.LONG)
+        run = runs.StepRun(runs.random_model(runs.MODELS["tiny"]), 1, 2, 20, None)
+        run.advance(runs.LONG)
     assert run.fed()["rows_per_step"] == 2
     run.shape = (1, 3)
     with pytest.raises(RuntimeError, match="26 rows"):
@@ -99,7 +101,52 @@ def test_rows_other_than_the_shape_are_an_error():
 
 def test_a_context_too_short_for_the_steps_is_an_error():
     with pytest.raises(ValueError, match="--context must be at least 7, not 6"):
-        step.StepRun(step.random_model(step.MODELS["tiny"]), 1, 1, 6, None)
+        runs.StepRun(runs.random_model(runs.MODELS["tiny"]), 1, 1, 6, None)
+
+
+def test_a_source_drafts_and_its_tokens_are_replaced():
+    draft_model = emsjax.DraftModel(runs.random_model(runs.MODELS["tiny"]), 3)
+    with standard_dtypes():
+        run = runs.StepRun(draft_model.draft_model, 2, 4, 20, None, source=draft_model)
+        run.advance(runs.LONG)
+        fed = run.fed()
+    assert (fed["rows_per_step"], fed["accepted_tokens"]) == (8, 0)
+    # Every token but the last drafted one has been fed, or forgotten again as rejected.
+    np.testing.assert_array_equal(run.state.drafter_state.lengths, run.state.lengths - 1)
+
+
+def test_the_bare_loop_emits_the_tokens_of_plain_decoding():
+    model = runs.random_model(runs.MODELS["tiny"])
+    with standard_dtypes():
+        plain = runs.StepRun(model, 3, 1, 20, None)
+        bare = overheads.PlainRun(model, runs.StepRun(model, 3, 1, 20, None).state, None)
+        for run in (plain, bare):
+            run.advance(runs.LONG)
+    np.testing.assert_array_equal(bare.state.lengths, plain.state.lengths)
+    for name in ("tokens", "logprobs"):
+        emitted = [np.asarray(getattr(run.state, name))[:, :33] for run in (plain, bare)]
+        np.testing.assert_allclose(*emitted, rtol=1e-5)
+    assert np.asarray(plain.state.logprobs)[:, 20:27].all()
+
+
+def test_overheads_are_ratios_of_times_in_the_file(tmp_path, capsys):
+    path = tmp_path / "overheads.json"
+    models = ["--model", "tiny", "--draft-model", "tiny"]
+    with standard_dtypes():
+        overheads.main([*models, "--context", "20", "--output", str(path), "--commit", "abc"])
+    found = json.loads(path.read_text())
+    assert found["commit"] == "abc"
+    names = [entry["comparison"] for entry in found["comparisons"]]
+    assert names == ["plain", "plain", "plain", "drafting", "sampling"]
+    assert len(capsys.readouterr().out.splitlines()) == len(names)
+    for entry in found["comparisons"]:
+        base, other = (times["best_ms"] for times in entry["times"].values())
+        assert entry["ratio"] == pytest.approx(other / base)
+        if "share" in entry:
+            assert entry["draft_step_ms"] == pytest.approx((other - base) / 4)
+            assert entry["share"] == pytest.approx(1 - base / other)
+    sampled = found["comparisons"][4]["fed"]["sampled"]
+    assert sampled["rows_per_step"] == 192
 
 
 @pytest.mark.parametrize(

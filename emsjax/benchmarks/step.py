@@ -27,48 +27,22 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from flax import nnx
 
-import emsjax
-from emsjax.benchmarks import Rates, kernel_times, kernels_per_step, measured_rates, surroundings
+from emsjax.benchmarks import Rates, measured_rates, surroundings
+from emsjax.benchmarks.runs import (
+    LONG,
+    MODELS,
+    REPETITIONS,
+    StepRun,
+    profile,
+    random_model,
+    time_steps,
+)
 from emsjax.cli import positive_int
 from emsjax.config import OPTConfig
-from emsjax.decoding import DecodeState, decode_loop
 from emsjax.kernels import resolve_kernels
 
-SHORT, LONG = 3, 13  # steps of the two runs whose difference is timed
-REPETITIONS = 7
-MAX_NEW_TOKENS = 128  # the cache has room for a whole completion, as in real use
 ITEM_BYTES = 2  # bfloat16
-MODELS = {
-    "opt-6.7b": OPTConfig(
-        hidden_size=4096, ffn_dim=16384, num_hidden_layers=32, num_attention_heads=32
-    ),
-    "tiny": OPTConfig(
-        vocab_size=128, hidden_size=64, ffn_dim=256, num_hidden_layers=2, num_attention_heads=4
-    ),
-}
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class RejectedDrafter:
-    """Always proposes as many tokens as it may, all of them `token_id`."""
-
-    token_id: int
-    max_draft_tokens: int
-
-    def init(self, prompts, prompt_lengths, max_len):
-        return ()
-
-    def propose(self, state, tokens, lengths, draft_lengths, keys, sampling):
-        shape = (tokens.shape[0], self.max_draft_tokens)
-        return emsjax.Draft(jnp.full(shape, self.token_id, jnp.int32), draft_lengths), state
-
-    def commit(self, state, lengths):
-        return state
 
 
 def floor_ms(config: OPTConfig, batch: int, rows: int, context: float, rates: Rates) -> float:
@@ -84,120 +58,33 @@ def floor_ms(config: OPTConfig, batch: int, rows: int, context: float, rates: Ra
     return 1e3 * (seconds + keys_and_values / rates.read)
 
 
-def random_model(config: OPTConfig) -> emsjax.OPT:
-    """Random bfloat16 weights under which the last token id is never chosen."""
-    # Not under jit: that compiles the random draws of every layer anew, for longer than they take.
-    model = emsjax.OPT(config, rngs=nnx.Rngs(0))
-    table = model.embed_tokens.embedding
-    # A zero embedding has logit 0, below the largest of the others, and loses a tie.
-    table[...] = table[...].at[-1].set(0)
-    return model
-
-
-class StepRun:
-    """The device loop of one shape, restarted at the same contexts for every run."""
-
-    def __init__(self, model: emsjax.OPT, batch: int, rows: int, context: int, attention):
-        vocab = model.config.vocab_size
-        # The middle of the timed steps, which follow SHORT others, is to have this context.
-        length = context - (SHORT + LONG) // 2 + 2
-        if length < 1:
-            raise ValueError(f"--context must be at least {context + 1 - length}, not {context}")
-        prompts = np.random.default_rng(0).integers(5, vocab - 1, (batch, length))
-        self.shape = (batch, rows)
-        self.model, self.attention = model, attention
-        self.drafter = RejectedDrafter(vocab - 1, rows - 1) if rows > 1 else None
-        self.lengths = np.full(batch, length, np.int32)
-        self.state = emsjax.init_state(
-            model,
-            self.drafter,
-            list(prompts),
-            max_new_tokens=max(MAX_NEW_TOKENS, LONG + rows),
-            eos_token_ids=(),
-            attention_implementation=attention,
-        )
-
-    def rewind(self) -> None:
-        """Back to the prompts: what a cache holds beyond its lengths does not count."""
-        cache = dataclasses.replace(self.state.cache, lengths=jnp.array(self.lengths - 1))
-        state = dataclasses.replace(self.state, lengths=jnp.array(self.lengths), cache=cache)
-        self.state: DecodeState = jax.block_until_ready(state)
-
-    def advance(self, steps: int) -> float:
-        """Run so many steps from the prompts on; seconds."""
-        self.rewind()
-        start = time.perf_counter()
-        self.state = decode_loop(
-            self.model,
-            self.drafter,
-            self.state,
-            None,
-            steps,
-            attention_implementation=self.attention,
-        )
-        jax.block_until_ready(self.state)
-        return time.perf_counter() - start
-
-    def fed(self) -> dict[str, Any]:
-        """What the counters say of all steps so far, and the contexts of the timed ones.
-
-        Raises:
-            RuntimeError: a step fed other rows than the shape says, or a draft was accepted.
-        """
-        batch, rows = self.shape
-        counters = self.state.counters
-        calls, accepted = int(counters.model_calls), int(counters.num_accepted.sum())
-        if int(counters.real_rows) != calls * batch * rows or accepted:
-            raise RuntimeError(
-                f"{calls} steps of shape {batch}x{rows} fed {counters.real_rows} rows, of which "
-                f"{accepted} drafts were accepted: their time is not that of the shape"
-            )
-        ends = np.asarray(self.state.cache.lengths)  # after LONG steps
-        return {
-            "steps_run": calls,
-            "rows_per_step": int(counters.real_rows) / calls,
-            "padding_rows_per_step": int(counters.padding_rows) / calls,
-            "accepted_tokens": accepted,
-            "mean_context": float(ends.mean()) - (LONG - SHORT + 1) / 2,
-            "cache_length": self.state.tokens.shape[1],
-        }
-
-
 def measure(model, shape, context, attention, rates: dict[str, Rates], top: int) -> dict[str, Any]:
     """Everything about one shape, as it stands in the JSON file."""
     start = time.perf_counter()
     run = StepRun(model, *shape, context, attention)
     run.advance(LONG)  # compiles
     setup = time.perf_counter() - start
-    seconds = np.array([[run.advance(n) for n in (SHORT, LONG)] for _ in range(REPETITIONS)])
-    # Not the least difference: a slow short run would make that too small.
-    best = 1e3 * float(np.diff(seconds.min(axis=0))[0]) / (LONG - SHORT)
-    median = 1e3 * float(np.median(np.diff(seconds))) / (LONG - SHORT)
+    times = time_steps({"step": run})["step"]
     fed = run.fed()
     floors = {
         name: floor_ms(model.config, *shape, fed["mean_context"], rate)
         for name, rate in rates.items()
+    }
+    ratios = {
+        f"{which}_ratio": {name: times[f"{which}_ms"] / floor for name, floor in floors.items()}
+        for which in ("best", "median")
     }
     return {
         "shape": f"{shape[0]}x{shape[1]}",
         "batch": shape[0],
         "rows_per_sample": shape[1],
         **fed,
-        "runs_ms": {str(n): (1e3 * seconds[:, i]).tolist() for i, n in enumerate((SHORT, LONG))},
-        "best_ms": best,
-        "median_ms": median,
+        **times,
         "floor_ms": floors,
-        "best_ratio": {name: best / floor for name, floor in floors.items()},
-        "median_ratio": {name: median / floor for name, floor in floors.items()},
+        **ratios,
         "setup_s": setup,
         "profile": profile(run, top) if top and jax.default_backend() == "gpu" else None,
     }
-
-
-def profile(run: StepRun, top: int) -> dict[str, Any]:
-    """Device time of a step by kernel class, and its `top` longest kernels."""
-    short, long = (kernel_times(lambda n=n: run.advance(n)) for n in (SHORT, LONG))
-    return kernels_per_step(short, long, LONG - SHORT, top)
 
 
 def shapes(text: str) -> list[tuple[int, int]]:

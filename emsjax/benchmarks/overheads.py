@@ -1,0 +1,230 @@
+"""`python -m emsjax.benchmarks.overheads`: what sampling, drafting and the loop itself cost.
+
+Three comparisons on random bfloat16 weights, the sides of each taking turns within one run:
+
+- `sampling`: steps that sample with temperature 0.8 and top-p 0.9 beside greedy ones, at
+  24 samples x 8 rows, deterministic drafts;
+- `drafting`: steps in which a draft model proposes 4 tokens beside steps whose drafts come
+  for nothing, at 8 samples, greedy; the draft model's work is real, its tokens are replaced by
+  rejected ones;
+- `plain`: `drafter=None` beside a decode loop that has nothing of speculation in it, at 1, 8
+  and 24 samples.
+
+The JSON file holds `command`, `hardware`, `versions`, `commit`, `settings` and one entry of
+`comparisons` each: the shape, times of both sides in ms (see `emsjax.benchmarks.runs`), the
+`ratio` of the best times, of drafting also `draft_step_ms` and its `share` of a step, and on a
+GPU profiles of both sides.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32
+
+import emsjax
+from emsjax.benchmarks import surroundings
+from emsjax.benchmarks.runs import (
+    LONG,
+    MODELS,
+    REPETITIONS,
+    Run,
+    StepRun,
+    profile,
+    random_model,
+    time_steps,
+)
+from emsjax.cache import KVCache
+from emsjax.decoding import DecodeState
+from emsjax.kernels import resolve_kernels
+from emsjax.packing import PackedRows
+
+SAMPLED = emsjax.Sampling(temperature=0.8, top_p=0.9)
+SAMPLING_SHAPE = (24, 8)
+DRAFTED_BATCH, DRAFT_TOKENS = 8, 4
+PLAIN_BATCHES = (1, 8, 24)
+KERNELS_LISTED = 12
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PlainState:
+    """All that greedy decoding needs: see `emsjax.DecodeState`."""
+
+    tokens: Int32[Array, "b t"]
+    logprobs: Float[Array, "b t"]
+    lengths: Int32[Array, "b"]
+    length_limits: Int32[Array, "b"]
+    active: Bool[Array, "b"]
+    end_token_ids: Int32[Array, "m"]
+    cache: KVCache
+    num_steps: Int32[Array, ""]
+
+
+@functools.partial(jax.jit, static_argnames="attention", donate_argnames="state")
+def plain_loop(model: emsjax.OPT, state: PlainState, max_steps, *, attention) -> PlainState:
+    """Greedy decoding with a row for every sample: no drafts, buckets, verdicts or counts."""
+    kernels, batch = resolve_kernels(attention), state.lengths.shape[0]
+    slots = jnp.arange(batch, dtype=jnp.int32)
+
+    def advance(state: PlainState) -> PlainState:
+        counts = state.active.astype(jnp.int32)
+        last = state.lengths - 1
+        rows = PackedRows(jnp.where(state.active, slots, batch), last, slots, counts)
+        hidden, fresh = model(
+            state.tokens[slots, last],
+            rows,
+            state.cache,
+            attention=kernels.attention,
+            max_rows_per_sample=1,
+        )
+        logits = model.logits(hidden)
+        token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        logprob = jnp.max(jax.nn.log_softmax(logits), axis=-1)
+        at = jnp.where(state.active, state.lengths, state.tokens.shape[1])
+        lengths = state.lengths + counts
+        ended = jnp.any(token[:, None] == state.end_token_ids, axis=1)
+        return dataclasses.replace(
+            state,
+            tokens=state.tokens.at[slots, at].set(token, mode="drop"),
+            logprobs=state.logprobs.at[slots, at].set(logprob, mode="drop"),
+            lengths=lengths,
+            active=state.active & ~ended & (lengths < state.length_limits),
+            cache=state.cache.commit(fresh, rows, counts, kernels.update),
+            num_steps=state.num_steps + 1,
+        )
+
+    last_step = state.num_steps + max_steps
+    unfinished = lambda state: jnp.any(state.active) & (state.num_steps < last_step)
+    return lax.while_loop(unfinished, advance, state)
+
+
+class PlainRun:
+    """`plain_loop`, timed as `StepRun` is."""
+
+    def __init__(self, model: emsjax.OPT, state: DecodeState, attention):
+        self.model, self.attention = model, attention
+        names = [field.name for field in dataclasses.fields(PlainState)]
+        shared = {name: getattr(state, name) for name in names if hasattr(state, name)}
+        self.state = PlainState(**shared, num_steps=jnp.zeros((), jnp.int32))
+        self.lengths = np.asarray(state.lengths)
+
+    def rewind(self) -> None:
+        cache = dataclasses.replace(self.state.cache, lengths=jnp.array(self.lengths - 1))
+        state = dataclasses.replace(self.state, lengths=jnp.array(self.lengths), cache=cache)
+        self.state = jax.block_until_ready(state)
+
+    def advance(self, steps: int) -> float:
+        self.rewind()
+        start = time.perf_counter()
+        self.state = plain_loop(self.model, self.state, steps, attention=self.attention)
+        jax.block_until_ready(self.state)
+        return time.perf_counter() - start
+
+
+def compare(base: str, runs: Mapping[str, Run]) -> dict[str, Any]:
+    """Times of both runs, and the ratio of the other's best to that of `base`."""
+    for run in runs.values():
+        run.advance(LONG)  # compiles
+    times = time_steps(runs)
+    (other,) = runs.keys() - {base}
+    on_gpu = jax.default_backend() == "gpu"
+    profiles = {name: profile(run, KERNELS_LISTED) for name, run in runs.items() if on_gpu}
+    ratio = times[other]["best_ms"] / times[base]["best_ms"]
+    return {"ratio": ratio, "times": times, "profiles": profiles}
+
+
+def compare_sampling(model, context: int, attention) -> dict[str, Any]:
+    start = functools.partial(StepRun, model, *SAMPLING_SHAPE, context, attention)
+    runs = {"greedy": start(), "sampled": start(sampling=SAMPLED)}
+    entry = {"comparison": "sampling", "shape": SAMPLING_SHAPE} | compare("greedy", runs)
+    return entry | {"fed": {name: run.fed() for name, run in runs.items()}}
+
+
+def compare_drafting(model, draft_model, context: int, attention) -> dict[str, Any]:
+    shape = (DRAFTED_BATCH, DRAFT_TOKENS + 1)
+    start = functools.partial(StepRun, model, *shape, context, attention)
+    drafter = emsjax.DraftModel(draft_model, DRAFT_TOKENS, attention_implementation=attention)
+    runs = {"given": start(), "drafted": start(source=drafter)}
+    entry = {"comparison": "drafting", "shape": shape} | compare("given", runs)
+    given, drafted = (entry["times"][name]["best_ms"] for name in ("given", "drafted"))
+    return entry | {
+        "share": (drafted - given) / drafted,
+        "draft_step_ms": (drafted - given) / DRAFT_TOKENS,
+        "fed": {name: run.fed() for name, run in runs.items()},
+    }
+
+
+def compare_plain(model, batch: int, context: int, attention) -> dict[str, Any]:
+    start = functools.partial(StepRun, model, batch, 1, context, attention)
+    runs = {"bare": PlainRun(model, start().state, attention), "plain": start()}
+    return {"comparison": "plain", "shape": (batch, 1)} | compare("bare", runs)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m emsjax.benchmarks.overheads",
+        description="What sampling, drafting and the loop itself cost, with random weights.",
+    )
+    add = parser.add_argument
+    add("--model", choices=MODELS, default="opt-6.7b", help="default: %(default)s")
+    add("--draft-model", choices=MODELS, default="opt-125m", help="default: %(default)s")
+    add("--context", type=int, default=900, help="mean cached tokens of a sample (default: 900)")
+    add("--attention", choices=("triton", "xla"), help="default: the device's")
+    add("--output", type=Path, help="JSON file")
+    add("--commit", help="of the measured code (default: the checkout's)")
+    return parser
+
+
+def describe(entry: Mapping[str, Any]) -> str:
+    """One comparison as a line of text."""
+    times = [f"{name} {of['best_ms']:.3f} ms" for name, of in entry["times"].items()]
+    line = f"{entry['comparison']:>9}  {entry['shape'][0]}x{entry['shape'][1]}  "
+    line += f"{', '.join(times)}, ratio {entry['ratio']:.3f}"
+    if "share" in entry:
+        line += f", a draft step {entry['draft_step_ms']:.3f} ms, share {entry['share']:.2f}"
+    return line
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    options = make_parser().parse_args(arguments)
+    results = {
+        "command": shlex.join(["python", "-m", "emsjax.benchmarks.overheads", *arguments]),
+        **surroundings(options.commit),
+        "settings": {
+            "model": options.model,
+            "draft_model": options.draft_model,
+            "dtype": "bfloat16",
+            "context": options.context,
+            "repetitions": REPETITIONS,
+            "sampling": dataclasses.asdict(SAMPLED),
+        },
+        "comparisons": [],
+    }
+    model = random_model(MODELS[options.model])
+    draft_model = random_model(MODELS[options.draft_model])
+    rest = options.context, options.attention
+    comparisons = [functools.partial(compare_plain, model, batch, *rest) for batch in PLAIN_BATCHES]
+    comparisons.append(functools.partial(compare_drafting, model, draft_model, *rest))
+    comparisons.append(functools.partial(compare_sampling, model, *rest))
+    for measure in comparisons:
+        results["comparisons"].append(measure())
+        print(describe(results["comparisons"][-1]), flush=True)
+        if options.output:
+            options.output.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""The device loop at a fixed shape and context, run again and again to be timed.
+
+Weights are random and drafts always rejected, so every step feeds the same number of rows
+and emits one token per sample. The state is put back before every run, so all runs work at
+the same contexts; the time of a step is that of a long run less that of a short one.
+"""
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import emsjax
+from emsjax.benchmarks import kernel_times, kernels_per_step
+from emsjax.config import OPTConfig
+from emsjax.decoding import DecodeState, decode_loop
+
+SHORT, LONG = 3, 13  # steps of the two runs whose difference is timed
+REPETITIONS = 7
+MAX_NEW_TOKENS = 128  # the cache has room for a whole completion, as in real use
+MODELS = {
+    "opt-6.7b": OPTConfig(
+        hidden_size=4096, ffn_dim=16384, num_hidden_layers=32, num_attention_heads=32
+    ),
+    "opt-125m": OPTConfig(),
+    "tiny": OPTConfig(
+        vocab_size=128, hidden_size=64, ffn_dim=256, num_hidden_layers=2, num_attention_heads=4
+    ),
+}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RejectedDrafter:
+    """Always proposes as many tokens as it may, all of them `token_id`.
+
+    A `source` drafts first, its tokens are then replaced: its time is paid, and the
+    target sees the same rows with and without it.
+    """
+
+    token_id: int = dataclasses.field(metadata={"static": True})
+    max_draft_tokens: int = dataclasses.field(metadata={"static": True})
+    source: Any = None
+
+    def init(self, *prompts):
+        return () if self.source is None else self.source.init(*prompts)
+
+    def propose(self, state, tokens, lengths, draft_lengths, keys, sampling):
+        drafted = jnp.zeros((tokens.shape[0], self.max_draft_tokens), jnp.int32)
+        if self.source is not None:
+            draft, state = self.source.propose(
+                state, tokens, lengths, draft_lengths, keys, sampling
+            )
+            drafted = draft.tokens
+        # Never true; whoever drafted cannot be left out as unused.
+        rejected = jnp.where(drafted < 0, drafted, self.token_id)
+        return emsjax.Draft(rejected, draft_lengths), state
+
+    def commit(self, state, lengths):
+        return state if self.source is None else self.source.commit(state, lengths)
+
+
+def random_model(config: OPTConfig) -> emsjax.OPT:
+    """Random bfloat16 weights under which the last token id is never the likeliest."""
+    # Not under jit: that compiles the random draws of every layer anew, for longer than they take.
+    model = emsjax.OPT(config, rngs=nnx.Rngs(0))
+    table = model.embed_tokens.embedding
+    # A zero embedding has logit 0, below the largest of the others, and loses a tie.
+    table[...] = table[...].at[-1].set(0)
+    return model
+
+
+class Run(Protocol):
+    """Something that can be timed."""
+
+    def advance(self, steps: int) -> float:
+        """Run so many steps from the prompts on; seconds."""
+        ...
+
+
+class StepRun:
+    """The device loop of one shape: `rows` rows of each of `batch` samples.
+
+    Args:
+        context: mean cached tokens of a sample in the timed steps.
+        source: what drafts, at a cost; None: drafts come for nothing.
+        sampling: None: greedy.
+
+    Raises:
+        ValueError: too short a context, or what `emsjax.init_state` refuses.
+    """
+
+    def __init__(
+        self,
+        model: emsjax.OPT,
+        batch: int,
+        rows: int,
+        context: int,
+        attention,
+        *,
+        source: Any = None,
+        sampling: emsjax.Sampling | None = None,
+    ):
+        vocab = model.config.vocab_size
+        # The middle of the timed steps, which follow SHORT others, is to have this context.
+        length = context - (SHORT + LONG) // 2 + 2
+        if length < 1:
+            raise ValueError(f"--context must be at least {context + 1 - length}, not {context}")
+        prompts = np.random.default_rng(0).integers(5, vocab - 1, (batch, length))
+        self.shape = (batch, rows)
+        self.model, self.attention = model, attention
+        self.drafter = RejectedDrafter(vocab - 1, rows - 1, source) if rows > 1 else None
+        self.lengths = np.full(batch, length, np.int32)
+        self.state = emsjax.init_state(
+            model,
+            self.drafter,
+            list(prompts),
+            max_new_tokens=max(MAX_NEW_TOKENS, LONG + rows),
+            sampling=sampling,
+            key=jax.random.key(0),
+            eos_token_ids=(),
+            attention_implementation=attention,
+        )
+
+    def rewind(self) -> None:
+        """Back to the prompts: what a cache holds beyond its lengths does not count."""
+        cache = dataclasses.replace(self.state.cache, lengths=jnp.array(self.lengths - 1))
+        state = dataclasses.replace(self.state, lengths=jnp.array(self.lengths), cache=cache)
+        if self.drafter is not None:
+            back = self.drafter.commit(state.drafter_state, state.lengths)
+            state = dataclasses.replace(state, drafter_state=back)
+        self.state: DecodeState = jax.block_until_ready(state)
+
+    def advance(self, steps: int) -> float:
+        self.rewind()
+        start = time.perf_counter()
+        self.state = decode_loop(
+            self.model,
+            self.drafter,
+            self.state,
+            None,
+            steps,
+            attention_implementation=self.attention,
+        )
+        jax.block_until_ready(self.state)
+        return time.perf_counter() - start
+
+    def fed(self) -> dict[str, Any]:
+        """What the counters say of all steps so far, and the contexts of the timed ones.
+
+        Raises:
+            RuntimeError: a step fed other rows than the shape says, or drafts were accepted
+                (when sampling, more than one in a hundred).
+        """
+        batch, rows = self.shape
+        counters = self.state.counters
+        calls, accepted = int(counters.model_calls), int(counters.num_accepted.sum())
+        allowed = 0 if self.state.sampling is None else calls * batch * (rows - 1) // 100
+        if int(counters.real_rows) != calls * batch * rows or accepted > allowed:
+            raise RuntimeError(
+                f"{calls} steps of shape {batch}x{rows} fed {counters.real_rows} rows, of which "
+                f"{accepted} drafts were accepted: their time is not that of the shape"
+            )
+        ends = np.asarray(self.state.cache.lengths)  # after LONG steps
+        return {
+            "steps_run": calls,
+            "rows_per_step": int(counters.real_rows) / calls,
+            "padding_rows_per_step": int(counters.padding_rows) / calls,
+            "accepted_tokens": accepted,
+            "mean_context": float(ends.mean()) - (LONG - SHORT + 1) / 2,
+            "cache_length": self.state.tokens.shape[1],
+        }
+
+
+def time_steps(runs: Mapping[str, Run], repetitions: int = REPETITIONS) -> dict[str, dict]:
+    """Milliseconds of a step of each run, which take turns; they must have been compiled.
+
+    Returns:
+        By name: `runs_ms`, the times by steps; `best_ms`, of a step, from the fastest runs;
+        `median_ms`, the median of the differences.
+    """
+    seconds = {name: [] for name in runs}
+    for _ in range(repetitions):
+        for name, run in runs.items():
+            seconds[name].append([run.advance(steps) for steps in (SHORT, LONG)])
+    return {name: _step_times(np.array(of_run)) for name, of_run in seconds.items()}
+
+
+def _step_times(seconds: np.ndarray) -> dict[str, Any]:
+    ms, steps = 1e3 * seconds, LONG - SHORT
+    # Not the least difference: a slow short run would make that too small.
+    return {
+        "runs_ms": {str(n): ms[:, i].tolist() for i, n in enumerate((SHORT, LONG))},
+        "best_ms": float(np.diff(ms.min(axis=0))[0]) / steps,
+        "median_ms": float(np.median(np.diff(ms))) / steps,
+    }
+
+
+def profile(run: Run, top: int) -> dict[str, Any]:
+    """Device time of a step by kernel class, and its `top` longest kernels."""
+    short, long = (kernel_times(lambda n=n: run.advance(n)) for n in (SHORT, LONG))
+    return kernels_per_step(short, long, LONG - SHORT, top)
