@@ -31,6 +31,9 @@ TILINGS = {
     64: (_WIDE, Tiling(columns=64, depth=128, splits=2, num_warps=4, num_stages=5)),
     128: (_WIDE._replace(num_warps=8, num_stages=4), _WIDE._replace(splits=4, num_stages=4)),
 }
+# Where these would be too few programs, narrower ones: their columns, and warps.
+NARROWER = ((64, 4), (32, 2))
+PROGRAMS_WANTED = 90  # of 132 multiprocessors
 MAX_ROWS = max(TILINGS)  # more, and arithmetic counts: XLA's products are faster
 XLA_SHARES = 2
 MAX_ROWS_IN_SHARES = 256  # more, and tiles of whole products fill the device
@@ -61,7 +64,7 @@ def linear(
         ValueError: unknown implementation, or one that the device cannot run; Triton was
             asked for, and there are too many rows or sizes are no multiples of its tiles.
     """
-    tiling = _tiling(x, split=False)
+    tiling = _tiling(x, weight, split=False)
     if _choose(x, weight, parts, tiling, implementation, interpret) == "triton":
         return _launch(x, weight, bias, tiling, parts=parts, relu=relu, interpret=interpret)
     y = _dot(x, weight)
@@ -88,7 +91,7 @@ def linear_sums(
     Returns:
         float32 [shares, rows, outputs], or the product [rows, outputs] in x's dtype.
     """
-    tiling = _tiling(x, split=True)
+    tiling = _tiling(x, weight, split=True)
     if _choose(x, weight, 1, tiling, implementation, interpret) == "triton":
         return _launch(x, weight, None, tiling, parts=1, relu=False, interpret=interpret)[0]
     if implementation is None and _shares_pay(x, weight):
@@ -98,8 +101,13 @@ def linear_sums(
     return _dot(x, weight)
 
 
-def _tiling(x, *, split: bool) -> Tiling:
-    return TILINGS[min(_tile_rows(x.shape[0]), MAX_ROWS)][split]
+def _tiling(x, weight, *, split: bool) -> Tiling:
+    tiling = TILINGS[min(_tile_rows(x.shape[0]), MAX_ROWS)][split]
+    inputs, outputs = weight.shape
+    for columns, num_warps in NARROWER:
+        if outputs // tiling.columns * tiling.splits < PROGRAMS_WANTED:
+            tiling = tiling._replace(columns=columns, depth=128, num_warps=num_warps)
+    return tiling if inputs % (tiling.depth * tiling.splits) == 0 else tiling._replace(depth=64)
 
 
 def _tile_rows(rows: int) -> int:

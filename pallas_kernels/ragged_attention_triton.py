@@ -38,8 +38,12 @@ DECODE = Tiling(rows=16, keys=64, num_warps=4, num_stages=3)
 # Heads whose size is no power of two pad their blocks in shared memory: where there are
 # programs enough to fill the device, smaller blocks let more of them in.
 DECODE_PADDED = Tiling(rows=16, keys=32, num_warps=2, num_stages=3)
+# Small heads: the same bytes on their way in more stages, or in larger blocks where there
+# is hardly a program for each multiprocessor.
+DECODE_SMALL = Tiling(rows=16, keys=64, num_warps=2, num_stages=4)
+DECODE_FEW_SMALL = Tiling(rows=16, keys=128, num_warps=4, num_stages=4)
 PREFILL = Tiling(rows=64, keys=32, num_warps=4, num_stages=3)
-PROGRAMS_WANTED = 128  # about one for each multiprocessor: fewer, and keys are split
+PROGRAMS_WANTED = 128  # about one for each multiprocessor: far fewer, and keys are split
 PROGRAMS_THAT_FILL = 1024
 COMBINED_HEADS = 4  # of one program that combines shares
 
@@ -64,11 +68,9 @@ def ragged_attention(
     rows, heads, head_dim = query.shape
     batch = key_cache.shape[0]
     decoding = min(rows, max_rows_per_sample or rows) <= DECODE.rows
-    tiling = DECODE if decoding else PREFILL
-    if decoding and _padded(head_dim) != head_dim and batch * heads >= PROGRAMS_THAT_FILL:
-        tiling = DECODE_PADDED
+    tiling = _decode_tiling(head_dim, batch * heads) if decoding else PREFILL
     splits = 1
-    if decoding and batch * heads < PROGRAMS_WANTED:
+    if decoding and batch * heads < 3 * PROGRAMS_WANTED // 4:
         splits = pl.cdiv(PROGRAMS_WANTED, heads)
     items = work_items.plan(
         segment_ids,
@@ -123,6 +125,14 @@ def ragged_attention(
         interpret=interpret,
         name="ragged_attention_combine",
     )(items.of_rows, *outputs)
+
+
+def _decode_tiling(head_dim: int, programs: int) -> Tiling:
+    if head_dim <= 64:
+        return DECODE_SMALL if programs >= PROGRAMS_WANTED else DECODE_FEW_SMALL
+    if _padded(head_dim) != head_dim and programs >= PROGRAMS_THAT_FILL:
+        return DECODE_PADDED
+    return DECODE
 
 
 def _kernel(

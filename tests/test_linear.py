@@ -79,7 +79,7 @@ def test_sum_and_normalisation_equal_numpy(options, dtype, shares, vectors):
 
 def test_few_rows_of_16_bits_take_the_triton_product_where_it_fits(monkeypatch):
     def choose(x, weight, parts=1):
-        tiling = linear_module._tiling(x, split=False)
+        tiling = linear_module._tiling(x, weight, split=False)
         return linear_module._choose(x, weight, parts, tiling, None, False)
 
     few, weight = jnp.zeros((128, 128), "bfloat16"), jnp.zeros((128, 384), "bfloat16")
@@ -90,6 +90,21 @@ def test_few_rows_of_16_bits_take_the_triton_product_where_it_fits(monkeypatch):
     assert choose(few.astype("float32"), weight.astype("float32"), 3) == "xla"
     assert choose(few[:, :100], weight[:100]) == "xla"
     assert choose(few, weight[:, :300], 3) == "xla"
+
+
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs", "split"),
+    [(8, 768, 2304, False), (8, 768, 768, True), (8, 3072, 768, True), (64, 2048, 6144, False)],
+)
+def test_a_small_weight_is_cut_into_enough_programs(rows, inputs, outputs, split):
+    x, weight = (
+        jax.ShapeDtypeStruct(shape, "bfloat16") for shape in [(rows, inputs), (inputs, outputs)]
+    )
+    tiling = linear_module._tiling(x, weight, split=split)
+    assert outputs % tiling.columns == inputs % (tiling.depth * tiling.splits) == 0
+    assert outputs // tiling.columns * tiling.splits >= 72
+    large = linear_module._tiling(x, jax.ShapeDtypeStruct((4096, 16384), "bfloat16"), split=split)
+    assert large.columns >= 64
 
 
 @pytest.mark.parametrize("rows", [1, 24, 64, 96])
@@ -116,7 +131,7 @@ def test_an_unknown_implementation_is_named(call):
 
 
 @pytest.mark.parametrize(
-    ("rows", "inputs", "outputs"), [(129, 128, 128), (4, 96, 128), (4, 64, 96)]
+    ("rows", "inputs", "outputs"), [(129, 128, 128), (4, 96, 128), (4, 64, 80)]
 )
 def test_triton_is_refused_where_its_tiles_do_not_fit(rows, inputs, outputs):
     x, weight = jnp.zeros((rows, inputs)), jnp.zeros((inputs, outputs))
