@@ -12,13 +12,14 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from io import BufferedWriter
 from pathlib import Path
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-    """An open output: the ids it held when opened, and how to add to it."""
+    """An open output: the (id, sequence) pairs it held when opened, and how to add to it."""
 
-    done: frozenset[str | int]
+    done: frozenset[tuple[str | int, int]]
     file: BufferedWriter
 
     def append(self, results: Sequence[Mapping]) -> None:
@@ -30,7 +31,9 @@ class Results:
 
 
 @contextlib.contextmanager
-def open_results(path: Path, configuration: Mapping, ids: set[str | int]) -> Iterator[Results]:
+def open_results(
+    path: Path, configuration: Mapping, ids: set[str | int], num_sequences: int
+) -> Iterator[Results]:
     """Open an output to append to, cutting off an unfinished last line.
 
     Raises:
@@ -41,15 +44,17 @@ def open_results(path: Path, configuration: Mapping, ids: set[str | int]) -> Ite
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ValueError(f"another run is writing {path}") from error
-        done, size = read_results(path, configuration, ids)
+        done, size = read_results(path, configuration, ids, num_sequences)
         if size == 0:
             write_atomically(configuration_path(path), json.dumps(configuration, indent=2) + "\n")
         file.truncate(size)
         yield Results(frozenset(done), file)
 
 
-def read_results(path: Path, configuration: Mapping, ids: set[str | int]) -> tuple[set, int]:
-    """The ids that an output holds, and the bytes of its finished lines.
+def read_results(
+    path: Path, configuration: Mapping, ids: set[str | int], num_sequences: int
+) -> tuple[set, int]:
+    """The (id, sequence) pairs that an output holds, and the bytes of its finished lines.
 
     A last line that has no end or is no JSON is what a killed run left: not counted.
 
@@ -59,24 +64,42 @@ def read_results(path: Path, configuration: Mapping, ids: set[str | int]) -> tup
     content = path.read_bytes() if path.exists() else b""
     if content:
         check_configuration(path, configuration)
-    done: set[str | int] = set()
+    done: set[tuple[str | int, int]] = set()
     size = 0
     *finished, unfinished = content.split(b"\n")
     for number, line in enumerate(finished, start=1):
         try:
-            result_id = json.loads(line)["id"]
-            known = result_id in ids
-        except (ValueError, TypeError, KeyError) as error:
+            result = json.loads(line)
+        except ValueError as error:
             if number == len(finished) and not unfinished:
                 break
             raise ValueError(f"{path}, line {number}: not a result of emsjax") from error
-        if not known:
-            raise ValueError(f"{path}, line {number}: id {result_id!r} is not in the input")
-        if result_id in done:
-            raise ValueError(f"{path}, line {number}: id {result_id!r} appears twice")
-        done.add(result_id)
+        try:
+            result_key = key_of(result, ids, num_sequences)
+            if result_key in done:
+                which = "" if num_sequences == 1 else f" with sequence {result['sequence']}"
+                raise ValueError(f"id {result['id']!r} appears twice{which}")
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from error
+        done.add(result_key)
         size += len(line) + 1
     return done, size
+
+
+def key_of(result: Any, ids: set[str | int], num_sequences: int) -> tuple[str | int, int]:
+    """The id and the sequence of a line; its field "sequence" is read where there are several.
+
+    Raises:
+        ValueError: no id, or an id or sequence that this run does not have.
+    """
+    if not isinstance(result, dict) or not isinstance(result.get("id"), str | int):
+        raise ValueError("not a result of emsjax")
+    if result["id"] not in ids:
+        raise ValueError(f"id {result['id']!r} is not in the input")
+    sequence = result.get("sequence") if num_sequences > 1 else 0
+    if sequence not in range(num_sequences):
+        raise ValueError(f'field "sequence" must be in 0..{num_sequences - 1}, not {sequence!r}')
+    return result["id"], sequence
 
 
 def check_configuration(path: Path, configuration: Mapping) -> None:

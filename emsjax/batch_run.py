@@ -30,9 +30,15 @@ class RunOptions:
     revision: str | None
     dtype: str
     drafter: str
-    match_length: int | None
     max_draft_tokens: int | None
+    match_length: int | None
     search_generated: bool
+    draft_model: str | None
+    draft_revision: str | None
+    temperature: float
+    top_k: int
+    top_p: float
+    num_sequences: int
     batch_size: int
     max_new_tokens: int
     prompt_template: str | None
@@ -44,7 +50,7 @@ class RunOptions:
 def run(options: RunOptions, input_path: Path, output_path: Path, console: Console) -> None:
     """Complete every record of the input that the output does not hold yet.
 
-    Group g is always records g*batch_size onwards, whatever is done already: a
+    Groups of records are cut from the whole input, whatever is done already: a
     resumed run feeds the same batches and so draws the same tokens.
 
     Raises:
@@ -59,44 +65,50 @@ def run(options: RunOptions, input_path: Path, output_path: Path, console: Conso
     }
     if not output_path.parent.is_dir():
         raise ValueError(f"--output: {output_path.parent} is no folder")
-    done, _ = read_results(output_path, configuration, ids)
-    if done == ids:
-        console.print(f"{output_path} is complete: {len(done)} records.", highlight=False)
+    total = len(records) * options.num_sequences
+    done, _ = read_results(output_path, configuration, ids, options.num_sequences)
+    if len(done) == total:
+        console.print(f"{output_path} is complete: {total} results.", highlight=False)
         return
 
+    config = read_config(options)
     tokenizer, prompts = tokenize(records, options)
+    positions = check_positions(
+        records, prompts, options.max_new_tokens, config.max_position_embeddings
+    )
     import emsjax
 
+    # The drafter first: it is small, and may not suit the model.
+    drafter = load_drafter(options, config, len(tokenizer), positions)
     model = emsjax.OPT.from_pretrained(
         options.model, dtype=options.dtype, revision=options.revision
     )
-    with open_results(output_path, configuration, ids) as results:
+    with open_results(output_path, configuration, ids, options.num_sequences) as results:
         if results.done:
-            console.print(f"Going on after {len(results.done)} records.", highlight=False)
-        groups = [
-            range(start, min(start + options.batch_size, len(records)))
-            for start in range(0, len(records), options.batch_size)
-        ]
-        pending = [
-            group for group in groups if any(records[i].id not in results.done for i in group)
-        ]
-        missing = len(records) - len(results.done)
+            console.print(f"Going on after {len(results.done)} results.", highlight=False)
         tally = Tally()
         with make_progress(console) as progress:
-            task = progress.add_task("", total=missing, speed="")
-            for group in pending:
+            task = progress.add_task("", total=total - len(results.done), speed="")
+            for group in record_groups(len(records), options):
+                keys = [
+                    (records[place].id, sequence)
+                    for place in group
+                    for sequence in range(options.num_sequences)
+                ]
+                if results.done.issuperset(keys):
+                    continue
                 started = time.perf_counter()
-                out = complete_group(model, prompts, group, options)
+                out = complete_group(model, drafter, prompts, group, options)
                 tally.add(out.stats, time.perf_counter() - started)
                 lines = [
-                    completion(records[place], out, row, tokenizer)
-                    for row, place in enumerate(group)
-                    if records[place].id not in results.done
+                    completion(*key, out, row, tokenizer)
+                    for row, key in enumerate(keys)
+                    if key not in results.done
                 ]
                 results.append(lines)
                 progress.update(task, advance=len(lines), speed=tally.speed)
     console.print(
-        f"{missing} records, {tally.emitted} tokens, {tally.speed}, "
+        f"{total - len(results.done)} results, {tally.emitted} tokens, {tally.speed}, "
         f"mean acceptance length {tally.emitted / max(tally.steps, 1):.2f}",
         highlight=False,
     )
@@ -133,21 +145,33 @@ def make_progress(console: Console) -> Progress:
     )
 
 
+def read_config(options: RunOptions):
+    """The model's `OPTConfig`, without its weights."""
+    from transformers import AutoConfig
+
+    from emsjax.config import OPTConfig
+
+    config = AutoConfig.from_pretrained(options.model, **revision_of(options))
+    return OPTConfig.from_dict(config.to_dict())
+
+
+def revision_of(options: RunOptions) -> dict[str, str]:
+    return {} if options.revision is None else {"revision": options.revision}
+
+
 def tokenize(records: Sequence[Record], options: RunOptions):
     """The tokenizer and every record's token ids, cut to `max_prompt_tokens`.
 
     Raises:
-        ValueError: a prompt without tokens, or beyond the model's position limit.
+        ValueError: a prompt without tokens.
     """
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    from emsjax.config import OPTConfig
-
-    revision = {} if options.revision is None else {"revision": options.revision}
-    config = OPTConfig.from_dict(AutoConfig.from_pretrained(options.model, **revision).to_dict())
     # The tokenizer cuts text only, so a start token stays whichever end is kept.
     tokenizer = AutoTokenizer.from_pretrained(
-        options.model, truncation_side="left" if options.keep == "last" else "right", **revision
+        options.model,
+        truncation_side="left" if options.keep == "last" else "right",
+        **revision_of(options),
     )
     cut = options.max_prompt_tokens is not None
     length = {"truncation": True, "max_length": options.max_prompt_tokens} if cut else {}
@@ -155,13 +179,17 @@ def tokenize(records: Sequence[Record], options: RunOptions):
     for record, prompt in zip(records, prompts, strict=True):
         if not prompt:
             raise ValueError(f"record {record.id!r} (line {record.line}): no tokens in the prompt")
-    check_positions(records, prompts, options.max_new_tokens, config.max_position_embeddings)
     return tokenizer, prompts
 
 
 def check_positions(
     records: Sequence[Record], prompts: Sequence[list[int]], max_new_tokens: int, limit: int
-) -> None:
+) -> int:
+    """The positions that the longest record needs.
+
+    Raises:
+        ValueError: more than `limit`.
+    """
     longest = limit - max_new_tokens + 1  # the last token is emitted, never fed
     too_long = [
         (record, len(prompt))
@@ -169,7 +197,7 @@ def check_positions(
         if len(prompt) > longest
     ]
     if not too_long:
-        return
+        return max(map(len, prompts)) + max_new_tokens - 1
     record, tokens = too_long[0]
     advice = f"--max-prompt-tokens {longest} would fit" if longest > 0 else "lower --max-new-tokens"
     raise ValueError(
@@ -179,37 +207,78 @@ def check_positions(
     )
 
 
-def complete_group(model, prompts: Sequence[list[int]], group: range, options: RunOptions):
-    """`emsjax.generate` for the records of one group, each with the key of its place."""
+def load_drafter(options: RunOptions, target, tokenizer_size: int, positions: int):
+    """The drafter, for a target of this configuration that uses up to `positions` positions.
+
+    Raises:
+        ValueError: a draft model that does not suit it.
+    """
+    import emsjax
+
+    if options.drafter == "none":
+        return None
+    if options.drafter == "prompt-lookup":
+        return emsjax.PromptLookup(
+            match_length=options.match_length,
+            max_draft_tokens=options.max_draft_tokens,
+            search_generated=options.search_generated,
+        )
+    model = emsjax.OPT.from_pretrained(
+        options.draft_model, dtype=options.dtype, revision=options.draft_revision
+    )
+    same_size = model.config.vocab_size == target.vocab_size
+    drafter = emsjax.DraftModel(
+        model, options.max_draft_tokens, vocab_size=None if same_size else tokenizer_size
+    )
+    drafter.check_target(target, positions)
+    return drafter
+
+
+def records_per_group(options: RunOptions) -> int:
+    return max(1, options.batch_size // options.num_sequences)
+
+
+def record_groups(count: int, options: RunOptions) -> list[range]:
+    """Places of the records that are completed together: at most `batch_size` sequences, if it can.
+
+    A record with more sequences is a group of its own, and `emsjax.generate` cuts it.
+    """
+    size = records_per_group(options)
+    return [range(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def complete_group(model, drafter, prompts, group: range, options: RunOptions):
+    """`emsjax.generate` for one group; each sequence has the key of its place in the output."""
     import jax
     import numpy as np
 
     import emsjax
 
-    drafter = None
-    if options.drafter == "prompt-lookup":
-        drafter = emsjax.PromptLookup(
-            match_length=options.match_length,
-            max_draft_tokens=options.max_draft_tokens,
-            search_generated=options.search_generated,
-        )
+    num_sequences = options.num_sequences
+    places = np.arange(group.start * num_sequences, group.stop * num_sequences, dtype=np.uint32)
     fold_in = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
+    slots = min(options.batch_size, records_per_group(options) * num_sequences)
     return emsjax.generate(
         model,
         [np.asarray(prompts[place], np.int32) for place in group],
         drafter=drafter,
         max_new_tokens=options.max_new_tokens,
-        batch_size=options.batch_size,  # a partial last group is filled up: no new shapes
-        key=fold_in(jax.random.key(options.seed), np.asarray(group, np.uint32)),
+        sampling=emsjax.Sampling(options.temperature, options.top_k, options.top_p),
+        num_sequences=num_sequences,
+        batch_size=slots,  # a partial last group is filled up: no new shapes
+        key=fold_in(jax.random.key(options.seed), places),
     )
 
 
-def completion(record: Record, out, row: int, tokenizer) -> dict:
+def completion(record_id: str | int, sequence: int, out, row: int, tokenizer) -> dict:
     """An output line."""
     tokens = out.tokens[row, : out.lengths[row]].tolist()
+    logprobs = out.logprobs[row, : out.lengths[row]]
     return {
-        "id": record.id,
+        "id": record_id,
+        **({"sequence": sequence} if out.num_sequences > 1 else {}),
         "text": tokenizer.decode(tokens, skip_special_tokens=True),
         "tokens": tokens,
+        "mean_logprob": float(f"{logprobs.mean(dtype=float):.6g}"),
         "finish_reason": out.finish_reasons[row],
     }

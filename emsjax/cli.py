@@ -6,11 +6,17 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rich.console import Console
 
 from emsjax import batch_run
+
+DRAFTER_OPTIONS = {  # each drafter's own, and their defaults
+    "none": {},
+    "prompt-lookup": {"match_length": 2, "max_draft_tokens": 7, "search_generated": False},
+    "model": {"draft_model": None, "draft_revision": None, "max_draft_tokens": 4},
+}
 
 
 class OneLineErrorParser(argparse.ArgumentParser):
@@ -30,6 +36,11 @@ def positive_int(text: str) -> int:
 positive_int.__name__ = "integer"  # argparse: "invalid integer value"
 
 
+def flag(name: str) -> str:
+    """The option whose value is stored under this name."""
+    return "--" + name.replace("_", "-")
+
+
 def own_version() -> str:
     try:
         return version("emsjax")
@@ -47,7 +58,8 @@ def make_parser() -> argparse.ArgumentParser:
         "demo",
         help="complete 8 prompts with the embedded model, plainly and speculatively",
         description="Complete 8 ragged prompts with the embedded model by plain decoding and by "
-        "speculative decoding, and compare. Exit code 1 unless the tokens are identical.",
+        "speculative decoding, greedily and by sampling, and compare. Exit code 1 unless the "
+        "tokens are identical.",
     )
     add_generate_arguments(
         commands.add_parser(
@@ -71,7 +83,12 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help='JSON Lines: objects with a unique "id" (string or integer) and "prompt"',
     )
-    add("--output", required=True, type=Path, help="JSON Lines: id, text, tokens, finish_reason")
+    add(
+        "--output",
+        required=True,
+        type=Path,
+        help="JSON Lines: id, text, tokens, mean_logprob (higher is likelier), finish_reason",
+    )
     add(
         "--prompt-template",
         metavar="TEMPLATE",
@@ -90,36 +107,91 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         help="which end of a cut prompt stays (default: %(default)s)",
     )
     add("--max-new-tokens", type=positive_int, default=128, metavar="N", help="default: 128")
-    add("--batch-size", type=positive_int, default=8, metavar="N", help="default: 8")
-    add("--drafter", choices=("none", "prompt-lookup"), default="none", help="default: none")
+    add(
+        "--num-sequences",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help='sequences of each record, one output line each, with "sequence" (default: 1)',
+    )
+    add(
+        "--batch-size",
+        type=positive_int,
+        default=8,
+        metavar="N",
+        help="sequences decoded at once (default: 8)",
+    )
+    add("--drafter", choices=DRAFTER_OPTIONS, default="none", help="default: none")
+    add(
+        "--max-draft-tokens",
+        type=positive_int,
+        metavar="N",
+        help="default: 7 for prompt lookup, 4 for a model",
+    )
     add("--match-length", type=positive_int, metavar="N", help="prompt lookup (default: 2)")
-    add("--max-draft-tokens", type=positive_int, metavar="N", help="prompt lookup (default: 7)")
     add("--search-generated", action="store_true", help="prompt lookup also in the completion")
-    add("--seed", type=int, default=0, help="of the random keys, one per record (default: 0)")
+    add("--draft-model", metavar="DIR_OR_ID", help="local folder or Hugging Face id")
+    add("--draft-revision", metavar="REVISION", help="branch, tag or commit of the draft model")
+    add("--temperature", type=float, default=0.0, help="default: 0, greedy")
+    add("--top-k", type=int, default=0, metavar="N", help="default: 0, all tokens")
+    add("--top-p", type=float, default=1.0, metavar="P", help="default: 1, all tokens")
+    add("--seed", type=int, default=0, help="of the random keys, one per sequence (default: 0)")
 
 
 def run_options(arguments: argparse.Namespace) -> batch_run.RunOptions:
     """The options that change results, from the parsed arguments.
 
     Raises:
-        ValueError: an option of prompt lookup without prompt lookup, or a path
-            as the model that is no folder.
+        ValueError: options that contradict each other, sampling values out of
+            range, or a path as a model that is no folder.
     """
     given = {name: getattr(arguments, name) for name in batch_run.RunOptions.__dataclass_fields__}
-    if given["drafter"] == "none":
-        for name in ("match_length", "max_draft_tokens", "search_generated"):
-            if given[name]:
-                flag = name.replace("_", "-")
-                raise ValueError(f"--{flag} is an option of --drafter prompt-lookup")
-    else:
-        given["match_length"] = given["match_length"] or 2
-        given["max_draft_tokens"] = given["max_draft_tokens"] or 7
-    folder = Path(given["model"])
-    if folder.is_dir():
-        given["model"] = str(folder.resolve())  # the same run from any working folder
-    elif folder.is_absolute() or given["model"].startswith("."):
-        raise ValueError(f"--model: {folder} is no folder")
+    complete_drafter_options(given)
+    check_sampling(given)
+    for name in ("model", "draft_model"):
+        if given[name] is not None:
+            given[name] = resolve_model(flag(name), given[name])
     return batch_run.RunOptions(**given)
+
+
+def complete_drafter_options(given: dict[str, Any]) -> None:
+    """Set the drafter's own options that were not given.
+
+    Raises:
+        ValueError: an option of another drafter, or no draft model.
+    """
+    own = DRAFTER_OPTIONS[given["drafter"]]
+    for name in (name for options in DRAFTER_OPTIONS.values() for name in options):
+        if given[name] and name not in own:
+            owners = [drafter for drafter, options in DRAFTER_OPTIONS.items() if name in options]
+            raise ValueError(f"{flag(name)} is an option of --drafter {' or '.join(owners)}")
+    for name, default in own.items():
+        given[name] = given[name] or default
+    if given["drafter"] == "model" and given["draft_model"] is None:
+        raise ValueError("--drafter model needs --draft-model")
+
+
+def check_sampling(given: dict[str, Any]) -> None:
+    from emsjax.sampling import Sampling
+
+    for name in ("temperature", "top_k", "top_p"):
+        try:
+            Sampling(**{name: given[name]}).expand(1)
+        except ValueError as error:
+            raise ValueError(str(error).replace(f"sampling.{name}", flag(name))) from error
+    for name, off in (("top_k", 0), ("top_p", 1)):
+        if given["temperature"] == 0 and given[name] != off:
+            raise ValueError(f"{flag(name)} needs a --temperature above 0: greedy has no choice")
+
+
+def resolve_model(option: str, folder_or_id: str) -> str:
+    """A folder as an absolute path: the same run from any working folder."""
+    folder = Path(folder_or_id)
+    if folder.is_dir():
+        return str(folder.resolve())
+    if folder.is_absolute() or folder_or_id.startswith("."):
+        raise ValueError(f"{option}: {folder} is no folder")
+    return folder_or_id
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -134,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             return demo.run(Console())
         batch_run.run(run_options(parsed), parsed.input, parsed.output, Console(stderr=True))
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OverflowError, OSError, ImportError) as error:
         print("emsjax: error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -1,83 +1,47 @@
-"""`emsjax generate`: files, errors and exit codes."""
+"""`emsjax generate`: files, options, errors and exit codes."""
 
-import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
-from flax import nnx
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from jsonl import (
+    END,
+    RECORDS,
+    FakeGenerate,
+    assert_error,
+    command,
+    read_lines,
+    save_random_model,
+    save_tiny_model,
+    write_records,
+)
+from transformers import AutoTokenizer
 
 import emsjax
-from emsjax import batch_output
 from emsjax.cli import main
-
-END, POSITIONS = 2, 64
-TEXTS = ["def f(x):\n    return x", "for i in range(3):", "a", "print('hello, world')", "x = 1"]
-RECORDS = [{"id": f"r{i}" if i % 2 else i, "prompt": TEXTS[i % 5] * (i % 3 + 1)} for i in range(11)]
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
-    """A folder: a random model of 64 positions, a byte-level tokenizer with a start token."""
     folder = tmp_path_factory.mktemp("tiny")
-    config = emsjax.OPTConfig(
-        vocab_size=300,
-        hidden_size=16,
-        num_hidden_layers=1,
-        ffn_dim=32,
-        max_position_embeddings=POSITIONS,
-        num_attention_heads=2,
-    )
-    emsjax.OPT(config, rngs=nnx.Rngs(0), dtype="float32").save_pretrained(folder)
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<s>", "<pad>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(TEXTS, trainer)
-    bpe.post_processor = processors.TemplateProcessing(
-        single="</s> $A", special_tokens=[("</s>", END)]
-    )
-    PreTrainedTokenizerFast(
-        tokenizer_object=bpe, bos_token="</s>", eos_token="</s>", pad_token="<pad>"
-    ).save_pretrained(folder)
+    save_tiny_model(folder)
     return folder
 
 
-class FakeGenerate:
-    """Tokens that depend on a sequence's prompt and key alone; remembers its calls."""
-
-    def __init__(self, interrupt_at=None):
-        self.calls = []
-        self.interrupt_at = interrupt_at
-
-    def __call__(self, model, prompts, *, drafter, max_new_tokens, batch_size, key):
-        if len(self.calls) == self.interrupt_at:
-            raise KeyboardInterrupt
-        self.calls.append(SimpleNamespace(prompts=prompts, drafter=drafter, batch_size=batch_size))
-        tokens = np.ones((len(prompts), max_new_tokens), np.int32)
-        lengths = np.zeros(len(prompts), np.int32)
-        for row, (prompt, bits) in enumerate(zip(prompts, jax.random.key_data(key), strict=True)):
-            draw = np.random.default_rng([*prompt.tolist(), *np.asarray(bits).tolist()])
-            lengths[row] = draw.integers(1, max_new_tokens + 1)
-            tokens[row, : lengths[row]] = draw.integers(3, 300, lengths[row])
-            tokens[row, lengths[row] - 1] = END
-        stats = SimpleNamespace(num_emitted=lengths, num_steps=lengths)
-        return SimpleNamespace(
-            tokens=tokens, lengths=lengths, finish_reasons=["eos"] * len(prompts), stats=stats
-        )
+@pytest.fixture(scope="session")
+def draft_models(tmp_path_factory):
+    """Folders of draft models that suit it, or do not."""
+    sizes = {
+        "equal": {},
+        "padded": {"vocab_size": 320},
+        "small vocabulary": {"vocab_size": 100},
+        "few positions": {"max_position_embeddings": 10},
+    }
+    folders = {name: tmp_path_factory.mktemp("draft") for name in sizes}
+    for seed, (name, folder) in enumerate(folders.items(), start=1):
+        save_random_model(folder, seed, **sizes[name])
+    return folders
 
 
 @pytest.fixture
@@ -92,31 +56,6 @@ def paths(tmp_path):
     return SimpleNamespace(input=tmp_path / "in.jsonl", output=tmp_path / "out.jsonl")
 
 
-def write_records(path, records=RECORDS):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-
-
-def read_lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def command(model, paths, *options):
-    fixed = ["--input", paths.input, "--output", paths.output, "--dtype", "float32"]
-    sizes = ["--batch-size", "3", "--max-new-tokens", "6"]
-    return [str(a) for a in ["generate", "--model", model, *fixed, *sizes, *options]]
-
-
-def assert_error(capsys, code, *parts):
-    """One line on stderr, exit code 2."""
-    captured = capsys.readouterr()
-    assert code == 2
-    assert captured.out == ""
-    assert captured.err.startswith("emsjax: error: ")
-    assert captured.err.count("\n") == 1
-    for part in parts:
-        assert part in captured.err
-
-
 def test_an_output_line_holds_the_emitted_tokens_and_their_text(tiny_model, paths, fake, capsys):
     write_records(paths.input)
     assert main(command(tiny_model, paths)) == 0
@@ -129,7 +68,7 @@ def test_an_output_line_holds_the_emitted_tokens_and_their_text(tiny_model, path
     assert [line["id"] for line in lines] == [record["id"] for record in RECORDS]
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     for line in lines:
-        assert line.keys() == {"id", "text", "tokens", "finish_reason"}
+        assert line.keys() == {"id", "text", "tokens", "mean_logprob", "finish_reason"}
         assert line["tokens"][-1] == END
         assert line["text"] == tokenizer.decode(line["tokens"][:-1])
     assert [call.batch_size for call in fake.calls] == [3] * 4  # the last has two records
@@ -145,76 +84,118 @@ def test_records_have_keys_of_their_place_and_the_seed(tiny_model, paths, fake):
     assert {tuple(line["tokens"]) for line in read_lines(paths.output)}.isdisjoint(tokens)
 
 
-@pytest.mark.parametrize("finished_groups", [0, 1, 3])
-@pytest.mark.parametrize("cut_bytes", [0, 1, 25, 200], ids=lambda n: f"minus{n}bytes")
-def test_an_interrupted_run_ends_with_the_results_of_an_uninterrupted_one(
-    tiny_model, paths, monkeypatch, finished_groups, cut_bytes
-):
+def test_sequences_share_their_record_and_have_keys_of_their_own(tiny_model, paths, fake):
     write_records(paths.input)
-    monkeypatch.setattr(emsjax, "generate", FakeGenerate(), raising=False)
-    assert main(command(tiny_model, paths)) == 0
-    whole = paths.output.read_bytes()
+    options = ["--num-sequences", "3", "--batch-size", "7", "--seed", "5"]
+    assert main(command(tiny_model, paths, *options)) == 0
+    assert [len(call.prompts) for call in fake.calls] == [2] * 5 + [1]
+    assert [call.batch_size for call in fake.calls] == [6] * 6  # no slot stays idle
+    lines = read_lines(paths.output)
+    wanted = [(record["id"], sequence) for record in RECORDS for sequence in range(3)]
+    assert [(line["id"], line["sequence"]) for line in lines] == wanted
 
-    paths.output = paths.output.with_name("resumed.jsonl")
-    generate = FakeGenerate(interrupt_at=finished_groups)
-    monkeypatch.setattr(emsjax, "generate", generate, raising=False)
-    assert main(command(tiny_model, paths)) == 130
-    size = paths.output.stat().st_size
-    os.truncate(paths.output, max(size - cut_bytes, 0))
-
-    kept = paths.output.read_bytes().count(b"\n")
-    generate = FakeGenerate()
-    monkeypatch.setattr(emsjax, "generate", generate, raising=False)
-    assert main(command(tiny_model, paths)) == 0
-    assert paths.output.read_bytes() == whole
-    assert len(generate.calls) == 4 - kept // 3
-    ids = [record["id"] for record in RECORDS]
-    assert [line["id"] for line in read_lines(paths.output)] == ids
+    keys = np.concatenate([jax.random.key_data(call.key) for call in fake.calls])
+    for place, sequence in ((0, 0), (1, 2), (10, 1)):
+        key = jax.random.fold_in(jax.random.key(5), place * 3 + sequence)
+        np.testing.assert_array_equal(keys[place * 3 + sequence], jax.random.key_data(key))
 
 
-def test_an_unfinished_last_line_with_an_end_is_cut_off_too(tiny_model, paths, fake):
+def test_more_sequences_than_the_batch_holds_are_cut_by_the_library(tiny_model, paths, fake):
     write_records(paths.input)
-    assert main(command(tiny_model, paths)) == 0
-    whole = paths.output.read_bytes()
-    paths.output.write_bytes(whole[:-20] + b"\n")
-    assert main(command(tiny_model, paths)) == 0
-    assert paths.output.read_bytes() == whole
+    assert main(command(tiny_model, paths, "--num-sequences", "4")) == 0
+    assert [(len(call.prompts), call.batch_size) for call in fake.calls] == [(1, 3)] * 11
 
 
-def test_a_killed_process_goes_on_and_ends_with_the_plain_results(tiny_model, paths):
-    records = [{"id": i, "prompt": TEXTS[i % 5]} for i in range(32)]
-    write_records(paths.input, records)
-    options = ["--drafter", "prompt-lookup", "--batch-size", "1"]
-    arguments = command(tiny_model, paths, *options)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "emsjax", *arguments], stderr=subprocess.DEVNULL
-    )
-    while process.poll() is None and not (paths.output.exists() and paths.output.stat().st_size):
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    before = paths.output.read_bytes()
-    assert before
-    assert main(arguments) == 0
-    assert paths.output.read_bytes().startswith(before[: before.rfind(b"\n") + 1])
-    resumed = read_lines(paths.output)
-
-    assert [line["id"] for line in resumed] == list(range(32))
-    paths.output = paths.output.with_name("plain.jsonl")
-    assert main(command(tiny_model, paths)) == 0
-    assert resumed == read_lines(paths.output)
-
-
-def test_a_complete_output_is_left_alone_and_no_model_loaded(tiny_model, paths, fake, capsys):
+def test_mean_logprob_ranks_as_the_library_does(tiny_model, paths, fake):
     write_records(paths.input)
-    assert main(command(tiny_model, paths)) == 0
-    before = paths.output.read_bytes()
-    capsys.readouterr()
-    fake.calls.clear()
-    assert main(command(tiny_model, paths)) == 0
-    assert "complete" in capsys.readouterr().err
-    assert not fake.calls
-    assert paths.output.read_bytes() == before
+    options = ["--num-sequences", "4", "--batch-size", "44"]
+    assert main(command(tiny_model, paths, *options)) == 0
+    (call,) = fake.calls
+    means = np.array([line["mean_logprob"] for line in read_lines(paths.output)]).reshape(11, 4)
+    ranks = emsjax.rank_by_mean_logprob(call.out) - 4 * np.arange(11)[:, None]
+    np.testing.assert_array_equal(np.argsort(-means, axis=1), ranks)
+    total = call.out.logprobs.sum(axis=1, dtype=float)
+    np.testing.assert_allclose(means.ravel(), total / call.out.lengths, rtol=5e-6)
+
+
+def attributes(drafter):
+    """A drafter's settings; those of a draft model without its weights."""
+    settings = dict(vars(drafter))
+    model = settings.pop("draft_model", None)
+    return settings if model is None else settings | {"dtype": model.dtype.name}
+
+
+LOOKUP = dict(vars(emsjax.PromptLookup()))
+MODEL = {"max_draft_tokens": 4, "vocab_size": None, "attention_implementation": None}
+MODEL |= {"dtype": "float32"}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["prompt-lookup"], LOOKUP),
+        (
+            ["prompt-lookup", "--match-length", 3, "--max-draft-tokens", 5, "--search-generated"],
+            LOOKUP | {"match_length": 3, "max_draft_tokens": 5, "search_generated": True},
+        ),
+        (["model", "--draft-model", "equal"], MODEL),
+        (
+            ["model", "--draft-model", "equal", "--max-draft-tokens", "2"],
+            MODEL | {"max_draft_tokens": 2},
+        ),
+        (["model", "--draft-model", "padded"], MODEL | {"vocab_size": "the tokenizer's"}),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
+)
+def test_the_drafter_is_made_as_asked_for(tiny_model, draft_models, paths, fake, options, expected):
+    write_records(paths.input)
+    options = [draft_models.get(option, option) for option in options]
+    assert main(command(tiny_model, paths, "--drafter", *options)) == 0
+    if expected.get("vocab_size"):
+        expected = expected | {"vocab_size": len(AutoTokenizer.from_pretrained(tiny_model))}
+    assert {id(call.drafter) for call in fake.calls} == {id(fake.calls[0].drafter)}
+    assert attributes(fake.calls[0].drafter) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], emsjax.Sampling()),
+        (["--temperature", "0.7"], emsjax.Sampling(0.7)),
+        (
+            ["--temperature", "2", "--top-k", "5", "--top-p", "0.9"],
+            emsjax.Sampling(2.0, top_k=5, top_p=0.9),
+        ),
+    ],
+    ids=["greedy", "temperature", "all"],
+)
+def test_sampling_is_as_asked_for(tiny_model, paths, fake, options, expected):
+    write_records(paths.input)
+    assert main(command(tiny_model, paths, *options)) == 0
+    assert all(call.sampling == expected for call in fake.calls)
+    assert fake.calls[0].drafter is None
+
+
+def sampled_tokens(model, paths, batch_size, *drafter):
+    paths.output = paths.output.with_name(f"{batch_size} {len(drafter)}.jsonl")
+    options = ["--temperature", "0.8", "--top-p", "0.95", "--num-sequences", "3"]
+    assert main(command(model, paths, *options, *drafter, "--batch-size", batch_size)) == 0
+    return {(line["id"], line["sequence"]): line["tokens"] for line in read_lines(paths.output)}
+
+
+def test_sampled_tokens_are_the_same_for_any_batch_size(tiny_model, draft_models, paths):
+    write_records(paths.input, RECORDS[:6])
+    plain = sampled_tokens(tiny_model, paths, 8)
+    assert len({tuple(tokens) for tokens in plain.values()}) > 12
+    for batch_size in (1, 7, 64):
+        lookup = sampled_tokens(tiny_model, paths, batch_size, "--drafter", "prompt-lookup")
+        assert lookup == plain
+
+    drafter = ["--drafter", "model", "--draft-model", draft_models["padded"]]
+    drafted = sampled_tokens(tiny_model, paths, 8, *drafter)
+    assert drafted != plain  # of the same distribution
+    for batch_size in (1, 7, 64):
+        assert sampled_tokens(tiny_model, paths, batch_size, *drafter) == drafted
 
 
 BAD_LINES = {
@@ -250,20 +231,67 @@ def test_a_bad_line_is_named_before_any_work_starts(paths, fake, capsys, bad):
         (["--prompt-template", "{prompt.real}"], ["--prompt-template"]),
         (["--batch-size", "0"], ["--batch-size", "at least 1"]),
         (["--max-new-tokens", "many"], ["--max-new-tokens", "many"]),
+        (["--num-sequences", "0"], ["--num-sequences", "at least 1"]),
+        (["--temperature", "-0.5"], ["--temperature", ">= 0", "-0.5"]),
+        (["--temperature", "nan"], ["--temperature", "finite"]),
+        (["--temperature", "inf"], ["--temperature", "finite"]),
+        (["--temperature", "warm"], ["--temperature", "warm"]),
+        (["--top-k", "-1"], ["--top-k", "at least 0"]),
+        (["--top-k", "1.5"], ["--top-k", "1.5"]),
+        (["--top-p", "0"], ["--top-p", "(0, 1]"]),
+        (["--top-p", "1.1"], ["--top-p", "(0, 1]", "1.1"]),
+        (["--top-p", "nan"], ["--top-p", "(0, 1]"]),
+        (["--top-k", "5"], ["--top-k", "--temperature above 0"]),
+        (["--top-p", "0.9"], ["--top-p", "--temperature above 0"]),
+        (["--drafter", "model"], ["--drafter model", "--draft-model"]),
+        (["--drafter", "tree"], ["--drafter", "prompt-lookup"]),
+        (["--drafter", "model", "--draft-model", "./none"], ["--draft-model", "none is no folder"]),
+        (["--draft-model", "d"], ["--draft-model", "--drafter model"]),
+        (["--draft-model", "d", "--drafter", "prompt-lookup"], ["--draft-model", "model"]),
+        (["--draft-revision", "main"], ["--draft-revision", "--drafter model"]),
+        (["--max-draft-tokens", "2"], ["--max-draft-tokens", "prompt-lookup or model"]),
         (["--match-length", "2"], ["--match-length", "prompt-lookup"]),
+        (["--match-length", "2", "--drafter", "model"], ["--match-length", "prompt-lookup"]),
+        (["--search-generated", "--drafter", "model"], ["--search-generated", "prompt-lookup"]),
         (["--output", "no/such/folder/out.jsonl"], ["--output", "no/such/folder"]),
         (["--model", "./no-such-folder"], ["--model", "no-such-folder"]),
         (["--input", "no-such-file.jsonl"], ["no-such-file.jsonl"]),
     ],
-    ids=lambda value: " ".join(value[:2]),
+    ids=lambda value: " ".join(value[:4]),
 )
-def test_a_bad_option_is_named(tiny_model, paths, fake, capsys, options, parts):
+def test_a_bad_option_is_named(tiny_model, paths, fake, capsys, monkeypatch, options, parts):
     write_records(paths.input)
+    monkeypatch.delattr(emsjax.OPT, "from_pretrained")  # nothing is loaded
     try:
         code = main(command(tiny_model, paths, *options))
     except SystemExit as stop:  # argparse's way out
         code = stop.code
     assert_error(capsys, code, *parts)
+    assert not paths.output.exists()
+
+
+@pytest.mark.parametrize(
+    ("draft", "parts"),
+    [
+        ("small vocabulary", ["vocab_size", "100"]),
+        ("few positions", ["10 positions", "are needed"]),
+    ],
+)
+def test_a_draft_model_that_does_not_suit_is_refused_before_the_model_is_loaded(
+    tiny_model, draft_models, paths, fake, capsys, monkeypatch, draft, parts
+):
+    write_records(paths.input)
+    loaded = []
+
+    def remember(folder, load=emsjax.OPT.from_pretrained, **options):
+        loaded.append((folder, options))
+        return load(folder, **options)
+
+    monkeypatch.setattr(emsjax.OPT, "from_pretrained", remember)
+    folder = draft_models[draft]
+    drafter = ["--drafter", "model", "--draft-model", folder, "--draft-revision", "main"]
+    assert_error(capsys, main(command(tiny_model, paths, *drafter)), *parts)
+    assert loaded == [(str(folder), {"dtype": "float32", "revision": "main"})]
     assert not paths.output.exists()
 
 
@@ -284,72 +312,3 @@ def test_a_cut_prompt_keeps_its_start_token_and_one_end(tiny_model, paths, fake,
     assert main(command(tiny_model, paths, *options)) == 0
     (prompt,) = fake.calls[0].prompts
     assert AutoTokenizer.from_pretrained(tiny_model).decode(prompt) == f"</s>{kept}"
-
-
-CHANGES = {
-    "seed": ["--seed", "1"],
-    "batch_size": ["--batch-size", "4"],
-    "drafter": ["--drafter", "prompt-lookup"],
-    "max_prompt_tokens": ["--max-prompt-tokens", "9"],
-}
-
-
-@pytest.mark.parametrize(("name", "options"), CHANGES.items(), ids=CHANGES)
-def test_results_of_another_configuration_stay(
-    tiny_model, paths, fake, capsys, monkeypatch, name, options
-):
-    write_records(paths.input)
-    monkeypatch.setattr(emsjax, "generate", FakeGenerate(interrupt_at=1), raising=False)
-    assert main(command(tiny_model, paths)) == 130
-    before = paths.output.read_bytes()
-    capsys.readouterr()
-    assert_error(capsys, main(command(tiny_model, paths, *options)), name, "is now")
-    assert paths.output.read_bytes() == before
-
-
-def test_results_of_another_input_stay(tiny_model, paths, fake, capsys):
-    write_records(paths.input)
-    assert main(command(tiny_model, paths)) == 0
-    before = paths.output.read_bytes()
-    write_records(paths.input, RECORDS[:-1])
-    capsys.readouterr()
-    assert_error(capsys, main(command(tiny_model, paths)), "input_sha256")
-    assert paths.output.read_bytes() == before
-
-
-@pytest.mark.parametrize(
-    ("tamper", "part"),
-    [
-        (lambda lines: ["{}\n", *lines], "line 1"),
-        (lambda lines: [*lines, lines[0]], "twice"),
-        (lambda lines: ['{"id": "stranger"}\n', *lines], "'stranger'"),
-        (lambda lines: ["notes\n", *lines], "line 1"),
-    ],
-    ids=["no id", "repeated id", "unknown id", "no JSON"],
-)
-def test_an_output_changed_by_hand_stays(tiny_model, paths, fake, capsys, tamper, part):
-    write_records(paths.input)
-    assert main(command(tiny_model, paths)) == 0
-    lines = paths.output.read_text().splitlines(keepends=True)[:4]
-    paths.output.write_text("".join(tamper(lines)))
-    before = paths.output.read_bytes()
-    capsys.readouterr()
-    assert_error(capsys, main(command(tiny_model, paths)), part)
-    assert paths.output.read_bytes() == before
-
-
-def test_an_output_without_its_sidecar_stays(tiny_model, paths, fake, capsys):
-    write_records(paths.input)
-    paths.output.write_text("precious\n")
-    assert_error(capsys, main(command(tiny_model, paths)), "out.jsonl.run.json")
-    assert paths.output.read_text() == "precious\n"
-
-
-def test_two_runs_never_write_the_same_output(tmp_path):
-    path = tmp_path / "out.jsonl"
-    with (
-        batch_output.open_results(path, {}, set()),
-        pytest.raises(ValueError, match="another run"),
-        batch_output.open_results(path, {}, set()),
-    ):
-        pass

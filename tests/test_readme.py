@@ -2,17 +2,19 @@
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import emsjax
 from emsjax.cli import main
 from emsjax.demo import demo
+from emsjax.output import PaddingRatio
 from emsjax.packing import pack, row_buckets
 
 README = Path(__file__).parents[1] / "README.md"
+COMPARED = ["prompt lookup", "draft model", "lookup, 4 samples"]  # in the demo
 
 
 def test_the_example_gives_the_tokens_of_plain_decoding(capsys):
@@ -37,30 +39,54 @@ def test_the_demo_says_identical_and_saves_model_calls(capsys, monkeypatch):
     outputs = []
 
     def remember(*args, generate=emsjax.generate, **options):
-        outputs.append(generate(*args, **options))
+        timed = len(outputs) % 2  # a second call with the same arguments
+        outputs.append(outputs[-1] if timed else generate(*args, **options))
         return outputs[-1]
 
     monkeypatch.setattr(emsjax, "generate", remember)
+    monkeypatch.setattr(demo, "MAX_SAMPLED_TOKENS", 8)
     assert main(["demo"]) == 0
     shown = capsys.readouterr().out
-    assert "identical" in shown
-    assert "prompt lookup" in shown
-    plain, lookup = outputs[0].stats, outputs[-1].stats
-    assert plain.mean_acceptance_length == 1
-    assert lookup.mean_acceptance_length >= 1.5
-    assert lookup.num_steps.sum() < plain.num_steps.sum() / 1.5
+    for method in demo.METHODS:
+        verdict = "identical" if method.name in COMPARED else "reference"
+        assert re.search(rf"^{method.name} .* {verdict}$", shown, re.MULTILINE)
+
+    plain, lookup, draft, *sampled = outputs[::2]
+    assert plain.stats.mean_acceptance_length == 1
+    assert lookup.stats.mean_acceptance_length >= 1.5
+    assert draft.stats.mean_acceptance_length >= 2.0
+    for out in (lookup, draft):
+        assert out.stats.num_steps.sum() < plain.stats.num_steps.sum() / 1.5
+        np.testing.assert_array_equal(out.tokens, plain.tokens)
+    assert [len(out.tokens) for out in sampled] == [4 * demo.SAMPLED_PROMPTS] * 2
+    np.testing.assert_array_equal(sampled[0].tokens, sampled[1].tokens)
+    assert (sampled[0].tokens[0::4] != sampled[0].tokens[1::4]).any()
 
 
-def test_the_demo_fails_if_one_token_differs(capsys, monkeypatch):
-    generate = emsjax.generate
+@pytest.mark.parametrize("field", ["tokens", "lengths"])
+@pytest.mark.parametrize("wrong", [None, *COMPARED])
+def test_the_demo_fails_if_one_token_differs(capsys, monkeypatch, wrong, field):
+    calls = []
 
-    def flip_last_token(*args, drafter, **options):
-        out = generate(*args, drafter=drafter, **options)
-        tokens = np.array(out.tokens)
-        tokens[-1, 0] ^= drafter is not None
-        return SimpleNamespace(tokens=tokens, lengths=out.lengths, stats=out.stats)
+    def constant(model, prompts, drafter, num_sequences=1, **options):
+        method = demo.METHODS[len(calls) // 2].name
+        calls.append(method)
+        ones = np.ones(len(prompts) * num_sequences, np.int32)
+        tokens = np.ones((len(ones), 4), np.int32)
+        stats = emsjax.Stats(ones, ones, ones, ones, tokens, 4, PaddingRatio(0.0, 0.0))
+        fields = {"tokens": tokens, "lengths": 3 * ones}
+        if method == wrong:
+            fields[field] = fields[field].copy()
+            fields[field].flat[-1] += 1
+        logprobs = np.zeros(tokens.shape, np.float32)
+        reasons = ["length"] * len(ones)
+        return emsjax.GenerateOutput(
+            **fields, logprobs=logprobs, finish_reasons=reasons, stats=stats
+        )
 
-    monkeypatch.setattr(demo, "MAX_NEW_TOKENS", 4)
-    monkeypatch.setattr(emsjax, "generate", flip_last_token)
-    assert main(["demo"]) == 1
-    assert "identical" not in capsys.readouterr().out
+    monkeypatch.setattr(emsjax, "generate", constant)
+    assert main(["demo"]) == (0 if wrong is None else 1)
+    shown = capsys.readouterr().out
+    for name in COMPARED:
+        verdict = "different" if name == wrong else "identical"
+        assert re.search(rf"^{name} .* {verdict}$", shown, re.MULTILINE)

@@ -3,9 +3,10 @@
 import dataclasses
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.box import SIMPLE_HEAD
@@ -16,25 +17,63 @@ from rich.text import Text
 from transformers import AutoTokenizer
 
 import emsjax
-from emsjax.demo import PROMPTS, TARGET
+from emsjax.demo import DRAFT, PROMPTS, TARGET
 
 MAX_NEW_TOKENS = 128
+SAMPLED_PROMPTS, MAX_SAMPLED_TOKENS = 4, 32  # fewer of both: the demo stays short
 SHOWN_PROMPT_LINES = 6
 
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A row of the table: a way of decoding, and the row above that its tokens must equal."""
+    """A row of the table: a way of decoding, and the row above that its tokens must equal.
+
+    Attributes:
+        name: in the table.
+        drafter: makes it.
+        options: of `emsjax.generate`, but for the drafter.
+        expected: the name of the row above; None: this is a reference itself.
+        num_prompts: how many, from the first on; None: all.
+    """
 
     name: str
     drafter: Callable[[], Any]
+    options: Callable[[], Mapping[str, Any]]
     expected: str | None = None
+    num_prompts: int | None = None
+
+
+def draft_model() -> emsjax.DraftModel:
+    return emsjax.DraftModel(emsjax.OPT.from_pretrained(DRAFT, dtype=jnp.float32))
+
+
+def greedy() -> dict[str, Any]:
+    return {"max_new_tokens": MAX_NEW_TOKENS}
+
+
+def sampled() -> dict[str, Any]:
+    return {
+        "max_new_tokens": MAX_SAMPLED_TOKENS,
+        "sampling": emsjax.Sampling(temperature=0.8, top_p=0.95),
+        "num_sequences": 4,
+        "key": jax.random.key(0),
+    }
 
 
 METHODS = (
-    Method("plain decoding", lambda: None),
-    Method("prompt lookup", emsjax.PromptLookup, expected="plain decoding"),
+    Method("plain decoding", lambda: None, greedy),
+    Method("prompt lookup", emsjax.PromptLookup, greedy, expected="plain decoding"),
+    Method("draft model", draft_model, greedy, expected="plain decoding"),
+    Method("plain, 4 samples", lambda: None, sampled, num_prompts=SAMPLED_PROMPTS),
+    Method(
+        "lookup, 4 samples",
+        emsjax.PromptLookup,
+        sampled,
+        expected="plain, 4 samples",
+        num_prompts=SAMPLED_PROMPTS,
+    ),
 )
+SHOWN = "draft model"  # whose completions are printed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,18 +94,18 @@ def run(console: Console) -> int:
     for method in METHODS:
         with console.status(f"{method.name}: compiling and decoding ..."):
             outcomes[method.name] = decode(model, prompt_ids, method)
-    show_completions(console, prompts, tokenizer, outcomes[METHODS[-1].name].generated)
+    show_completions(console, prompts, tokenizer, outcomes[SHOWN].generated)
     console.print(comparison(outcomes))
     wrong = [m for m in METHODS if m.expected and not identical(m, outcomes)]
     return 1 if wrong else 0
 
 
 def decode(model, prompt_ids: list[list[int]], method: Method) -> Outcome:
-    drafter = method.drafter()
+    drafter, options = method.drafter(), method.options()
     for _ in range(2):  # the first call compiles
         started = time.perf_counter()
         generated = emsjax.generate(
-            model, prompt_ids, drafter=drafter, max_new_tokens=MAX_NEW_TOKENS
+            model, prompt_ids[: method.num_prompts], drafter=drafter, **options
         )
         seconds = time.perf_counter() - started
     return Outcome(generated, seconds)
@@ -96,7 +135,9 @@ def abbreviate(prompt: str) -> str:
 
 def comparison(outcomes: dict[str, Outcome]) -> Table:
     table = Table(
-        caption="tokens/s: wall time of a second call, prefill included",
+        caption="tokens/s: wall time of a second call, prefill included\n"
+        f"4 samples: of the first {SAMPLED_PROMPTS} prompts, {MAX_SAMPLED_TOKENS} tokens each; "
+        "temperature 0.8, top-p 0.95",
         box=SIMPLE_HEAD,
         pad_edge=False,  # all columns fit into 80 characters
         collapse_padding=True,
