@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from time import monotonic
+from time import monotonic, perf_counter
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from emsjax.drafting import Drafter
 from emsjax.kernels import resolve_kernels
 from emsjax.memory import check_fits
 from emsjax.opt import OPT
-from emsjax.output import GenerateOutput, PaddingRatio, Stats
+from emsjax.output import GenerateOutput, assemble, collect
 from emsjax.prefill import prefill
 from emsjax.requests import Requests, check_requests
 from emsjax.sampling import Sampling
@@ -107,15 +107,18 @@ def generate(
             model, group_drafter, requests, group, slots, draft_length, attention_implementation
         )
         run = functools.partial(decode_loop, attention_implementation=attention_implementation)
+        jax.block_until_ready(state)
+        started = perf_counter()
         if time_budget_s is None:
             state = run(model, group_drafter, state, draft_length, np.iinfo(np.int32).max // 2)
         while time_budget_s is not None and monotonic() < deadline:
             state = run(model, group_drafter, state, draft_length, BUDGET_CHECK_STEPS)
             if not np.asarray(state.active).any():
                 break
-        results.append(_collect(state, len(group)))
+        jax.block_until_ready(state)
+        results.append(collect(state, len(group), perf_counter() - started))
         del state  # two groups' caches must not exist at once
-    return _output(model, requests, results)
+    return assemble(results, requests, pad_token_id=model.config.pad_token_id or 0)
 
 
 def init_state(
@@ -215,7 +218,9 @@ def _check_memory(model: OPT, drafter: Drafter | None, requests: Requests, slots
 
 def _prompt_slots(slots: int, num_sequences: int) -> int:
     """How many prompts `slots` consecutive sequences can belong to."""
-    return slots if num_sequences == 1 else min(slots, (slots - 2) // num_sequences + 2)
+    if slots % num_sequences == 0:  # no prompt is cut in two
+        return slots // num_sequences
+    return min(slots, (slots - 2) // num_sequences + 2)
 
 
 def _init_group(
@@ -277,9 +282,15 @@ def _init_arrays(
     cache = prefill(
         model, model.init_cache(prompt_slots, max_len), tokens, prompt_lengths - 1, kernels=kernels
     )
+    forked_drafter = fork and hasattr(drafter, "fork")
+    if forked_drafter:
+        drafter_state = drafter.init(tokens, prompt_lengths, max_len)
+        drafter_state = drafter.fork(drafter_state, prompt_of_slot)
     if fork:
         cache = cache.fork(prompt_of_slot)
         tokens, prompt_lengths = tokens[prompt_of_slot], prompt_lengths[prompt_of_slot]
+    if not forked_drafter:
+        drafter_state = () if drafter is None else drafter.init(tokens, prompt_lengths, max_len)
     slots = tokens.shape[0]
     return DecodeState(
         tokens=tokens,
@@ -294,47 +305,7 @@ def _init_arrays(
         keys=keys,
         sampling=sampling,
         cache=cache,
-        drafter_state=() if drafter is None else drafter.init(tokens, prompt_lengths, max_len),
+        drafter_state=drafter_state,
         policy_state=() if draft_length is None else draft_length.init(slots),
         counters=Counters.init(slots, max_draft_tokens),
-    )
-
-
-def _collect(state: DecodeState, count: int) -> dict[str, np.ndarray]:
-    """The first `count` slots' results on the host; totals as they are."""
-    names = ("tokens", "logprobs", "lengths", "prompt_lengths", "active", "ended")
-    arrays = {name: getattr(state, name) for name in names} | vars(state.counters)
-    return {name: x[:count] if x.ndim else x for name, x in jax.device_get(arrays).items()}
-
-
-def _output(model: OPT, requests: Requests, results: list[dict[str, np.ndarray]]) -> GenerateOutput:
-    gather = lambda name: np.concatenate([result[name] for result in results])
-    tokens, logprobs = gather("tokens"), gather("logprobs")
-    prompt_lengths, lengths = gather("prompt_lengths"), gather("lengths")
-    emitted = (lengths - prompt_lengths).astype(np.int32)
-    width = int(requests.max_new_tokens.max())
-    at = prompt_lengths[:, None] + np.arange(width)
-    at = np.minimum(at, tokens.shape[1] - 1)
-    real = np.arange(width) < emitted[:, None]
-    pad = model.config.pad_token_id or 0
-    reasons = [
-        "eos" if ended else "time" if active else "length"
-        for ended, active in zip(gather("ended"), gather("active"), strict=True)
-    ]
-    total = lambda name: int(sum(result[name] for result in results))
-    return GenerateOutput(
-        tokens=np.where(real, np.take_along_axis(tokens, at, 1), pad).astype(np.int32),
-        lengths=emitted,
-        logprobs=np.where(real, np.take_along_axis(logprobs, at, 1), 0).astype(np.float32),
-        finish_reasons=reasons,
-        num_sequences=requests.num_sequences,
-        stats=Stats(
-            num_steps=gather("num_steps"),
-            num_drafted=gather("num_drafted"),
-            num_accepted=gather("num_accepted"),
-            num_emitted=emitted,
-            accepted_histogram=gather("accepted_histogram"),
-            model_calls=total("model_calls"),
-            padding_ratio=PaddingRatio(total("padding_rows") / max(total("real_rows"), 1), 0.0),
-        ),
     )

@@ -36,7 +36,7 @@ class MemoryPlan:
         """Plan `slots` decode slots, filled from `prompt_slots` prefilled prompts."""
         item, size = jnp.dtype(dtype).itemsize, config.hidden_size
         per_token = 2 * config.num_hidden_layers * size * item
-        # The prompts' cache and its fork to more sequences exist side by side.
+        # The prompts' caches and their fork to more sequences exist side by side.
         cached = slots if prompt_slots == slots else slots + prompt_slots
         chunk = chunk_rows(prompt_slots, max_len)
         activations = (6 * size + config.ffn_dim) * item
@@ -52,7 +52,7 @@ class MemoryPlan:
             # One layer's keys and values, masked and transposed, and its scores, three
             # times over: what the XLA implementation was seen to hold.
             attention=2 * layer + 3 * scores,
-            drafter=slots * drafter_bytes_per_slot,
+            drafter=cached * drafter_bytes_per_slot,
         )
 
     @property

@@ -1,6 +1,7 @@
 """A draft model in the loop: the target's tokens, or exactly its distribution."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -133,6 +134,34 @@ def test_a_sequence_does_not_depend_on_the_batch_around_it():
         alone = emsjax.generate(model, [prompt], key=keys[index : index + 1], **options)
         np.testing.assert_array_equal(alone.tokens[0], together.tokens[index])
         np.testing.assert_allclose(alone.logprobs[0], together.logprobs[index], atol=1e-4)
+
+
+def test_a_prompt_of_several_sequences_is_prefilled_once(monkeypatch):
+    prompts, sampling = ragged_prompts([9, 2, 30]), emsjax.Sampling(temperature=0.9)
+    generate = functools.partial(
+        emsjax.generate,
+        tiny_model(),
+        prompts,
+        max_new_tokens=12,
+        sampling=sampling,
+        num_sequences=4,
+        key=jax.random.key(1),
+    )
+    seen = []
+
+    def init(self, prompts, *rest, init=emsjax.DraftModel.init):
+        seen.append(prompts.shape[0])
+        return init(self, prompts, *rest)
+
+    monkeypatch.setattr(emsjax.DraftModel, "init", init)
+    drafter = emsjax.DraftModel(small_model(), 3)
+    once = generate(drafter=drafter)
+    monkeypatch.delattr(emsjax.DraftModel, "fork")
+    jax.clear_caches()
+    each = generate(drafter=drafter)
+    assert seen == [3, 12]
+    np.testing.assert_array_equal(once.tokens, each.tokens)
+    np.testing.assert_array_equal(once.stats.num_accepted, each.stats.num_accepted)
 
 
 def test_padded_vocabularies_share_their_prefix():

@@ -1,5 +1,6 @@
 """The promise: whatever is drafted, the tokens are those of plain decoding."""
 
+import dataclasses
 import functools
 
 import chex
@@ -210,6 +211,17 @@ def test_statistics_add_up():
     assert stats.num_accepted.sum() > 0
     assert stats.padding_ratio.kv == 0
     assert stats.padding_ratio.inputs > 0
+
+
+def test_latencies_are_of_the_sequences_that_finish_first_and_last(monkeypatch):
+    clock = iter([10.0, 16.0, 20.0, 21.0])  # two batches: 30 steps in 6 s, 4 steps in 1 s
+    monkeypatch.setattr(generation, "perf_counter", lambda: next(clock))
+    prompts, new = ragged_prompts([9, 2, 31]), [20, 30, 4]
+    stats = emsjax.generate(tiny_model(), prompts, max_new_tokens=new, batch_size=2).stats
+    np.testing.assert_allclose(stats.finish_seconds, [4, 6, 1])
+    assert stats.latency_per_token == pytest.approx((0.25, 0.2, (0.2 + 0.2 + 0.25) / 3))
+    none = dataclasses.replace(stats, num_emitted=np.zeros(3, np.int32))
+    assert none.latency_per_token == (0, 0, 0)
 
 
 def test_a_policy_limits_drafts_without_changing_tokens():

@@ -101,6 +101,9 @@ class DraftModel:
         cache = self.draft_model.init_cache(prompts.shape[0], max_len)
         return self._prefill(cache, prompts, prompt_lengths - 1)
 
+    def fork(self, state: KVCache, samples: Int32[Array, "n"]) -> KVCache:
+        return state.fork(samples)
+
     def propose(
         self,
         state: KVCache,

@@ -43,6 +43,8 @@ class Drafter(Protocol):
     it returns the drafter for a batch whose slot i serves prompt prompt_indices[i].
     One that cannot serve every target may have `check_target(config, positions)`,
     which raises a ValueError, and one with large state `state_bytes(max_len)` (per sample).
+    One whose `init` is work may have `fork(state, samples)`: where prompts have several
+    sequences, `init` then sees each prompt once, and slot i starts from samples[i]'s state.
 
     Attributes:
         max_draft_tokens: static upper limit k of tokens per sample and step.
