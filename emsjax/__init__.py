@@ -2,7 +2,7 @@
 
 from emsjax import verification
 from emsjax.decoding import DecodeState, StepInfo, step
-from emsjax.draft_length import FixedLength
+from emsjax.draft_length import BassHeuristic, BatchSizeTable, FixedLength
 from emsjax.drafting import Draft, Drafter, DraftModel, PromptLookup
 from emsjax.generation import generate, init_state
 from emsjax.opt import OPT, OPTConfig
@@ -12,6 +12,8 @@ from emsjax.sampling import Sampling
 __version__ = "0.1.0"
 __all__ = [
     "OPT",
+    "BassHeuristic",
+    "BatchSizeTable",
     "DecodeState",
     "Draft",
     "DraftModel",

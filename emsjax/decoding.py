@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int32, Key
 from emsjax.cache import KVCache
 from emsjax.draft_length import DraftLength
 from emsjax.drafting import Draft, Drafter
+from emsjax.drafting.drafter import with_policys_limit
 from emsjax.kernels import Kernels, resolve_kernels
 from emsjax.opt import OPT
 from emsjax.packing import pack, row_buckets
@@ -115,6 +116,7 @@ def step(
         attention_implementation: as for `generate`.
     """
     kernels = resolve_kernels(attention_implementation)
+    drafter = with_policys_limit(drafter, draft_length)
     batch = state.lengths.shape[0]
     draft, drafter_state = _propose(model, drafter, state, draft_length)
     draft_rows = jnp.where(state.active, draft.counts, 0)

@@ -14,6 +14,7 @@ from emsjax.checks import check_at_least
 from emsjax.decoding import Counters, DecodeState, decode_loop
 from emsjax.draft_length import DraftLength
 from emsjax.drafting import Drafter
+from emsjax.drafting.drafter import with_policys_limit
 from emsjax.kernels import resolve_kernels
 from emsjax.memory import check_fits
 from emsjax.opt import OPT
@@ -89,6 +90,7 @@ def generate(
         eos_token_ids=eos_token_ids,
         key=key,
     )
+    drafter = with_policys_limit(drafter, draft_length)
     _check_target(drafter, model, requests)
     slots = requests.total_sequences
     if batch_size is not None:
@@ -147,6 +149,7 @@ def init_state(
         eos_token_ids=eos_token_ids,
         key=key,
     )
+    drafter = with_policys_limit(drafter, draft_length)
     _check_target(drafter, model, requests)
     slots = requests.total_sequences
     group = np.arange(slots)

@@ -74,8 +74,17 @@ class FakeGenerate:
             tokens[row, : lengths[row]] = draw.integers(3, 300, lengths[row])
             tokens[row, lengths[row] - 1] = END
             logprobs[row, : lengths[row]] = -draw.exponential(size=lengths[row])
-        none, histogram = np.zeros(count, np.int32), lengths[:, None]
-        stats = emsjax.Stats(lengths, none, none, lengths, histogram, 1, PaddingRatio(0.0, 0.0))
+        none = np.zeros(count, np.int32)
+        stats = emsjax.Stats(
+            num_steps=lengths,
+            num_drafted=none,
+            num_accepted=none,
+            num_emitted=lengths,
+            accepted_histogram=lengths[:, None],
+            finish_seconds=lengths.astype(np.float32),
+            model_calls=1,
+            padding_ratio=PaddingRatio(0.0, 0.0),
+        )
         out = emsjax.GenerateOutput(
             tokens, lengths, logprobs, ["eos"] * count, stats, num_sequences
         )

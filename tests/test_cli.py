@@ -126,7 +126,12 @@ def attributes(drafter):
 
 
 LOOKUP = dict(vars(emsjax.PromptLookup()))
-MODEL = {"max_draft_tokens": 4, "vocab_size": None, "attention_implementation": None}
+MODEL = {
+    "max_draft_tokens": 4,
+    "has_own_limit": True,
+    "vocab_size": None,
+    "attention_implementation": None,
+}
 MODEL |= {"dtype": "float32"}
 
 

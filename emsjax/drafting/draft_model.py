@@ -18,6 +18,7 @@ from emsjax.packing import pack
 from emsjax.prefill import prefill
 from emsjax.sampling import Purpose, draw, position_keys, warp
 
+DEFAULT_DRAFT_TOKENS = 4
 CATCH_UP_ROWS = 2  # a sample whose drafts were all accepted is one token behind
 
 
@@ -32,7 +33,8 @@ class DraftModel:
 
     Args:
         draft_model: of any dtype.
-        max_draft_tokens: per sample and step.
+        max_draft_tokens: per sample and step; None: what the draft-length policy asks
+            for, 4 if it leaves that open.
         vocab_size: the tokenizer's, where the models' vocabularies are padded to
             different sizes: ids from here on are never drafted. None: the sizes must
             be equal.
@@ -46,11 +48,14 @@ class DraftModel:
     def __init__(
         self,
         draft_model: OPT,
-        max_draft_tokens: int = 4,
+        max_draft_tokens: int | None = None,
         vocab_size: int | None = None,
         attention_implementation: str | Callable | None = None,
     ):
         self.draft_model = draft_model
+        self.has_own_limit = max_draft_tokens is not None
+        if max_draft_tokens is None:
+            max_draft_tokens = DEFAULT_DRAFT_TOKENS
         self.max_draft_tokens = check_at_least("max_draft_tokens", max_draft_tokens, 1)
         self.vocab_size = vocab_size
         self.attention_implementation = attention_implementation
@@ -63,15 +68,23 @@ class DraftModel:
                 )
 
     def tree_flatten(self):
-        settings = (self.max_draft_tokens, self.vocab_size, self.attention_implementation)
-        return (self.draft_model,), settings
+        settings = {name: value for name, value in vars(self).items() if name != "draft_model"}
+        return (self.draft_model,), tuple(sorted(settings.items()))
 
     @classmethod
     def tree_unflatten(cls, settings, children) -> "DraftModel":
         self = object.__new__(cls)
         (self.draft_model,) = children
-        self.max_draft_tokens, self.vocab_size, self.attention_implementation = settings
+        vars(self).update(settings)
         return self
+
+    def with_limit(self, max_draft_tokens: int) -> "DraftModel":
+        """With this limit, unless it was made with one."""
+        if self.has_own_limit:
+            return self
+        return DraftModel(
+            self.draft_model, max_draft_tokens, self.vocab_size, self.attention_implementation
+        )
 
     def check_target(self, config: OPTConfig, positions: int) -> None:
         """Whether it can draft for this target, at up to `positions` positions.

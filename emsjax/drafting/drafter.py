@@ -43,6 +43,7 @@ class Drafter(Protocol):
     it returns the drafter for a batch whose slot i serves prompt prompt_indices[i].
     One that cannot serve every target may have `check_target(config, positions)`,
     which raises a ValueError, and one with large state `state_bytes(max_len)` (per sample).
+    One whose limit is open may have `with_limit(max_draft_tokens)`: itself, with a policy's.
     One whose `init` is work may have `fork(state, samples)`: where prompts have several
     sequences, `init` then sees each prompt once, and slot i starts from samples[i]'s state.
 
@@ -78,3 +79,11 @@ class Drafter(Protocol):
     def commit(self, state: Any, lengths: Int32[Array, "b"]) -> Any:
         """Told after verification: tokens[s, :lengths[s]] stand. By default changes nothing."""
         return state
+
+
+def with_policys_limit(drafter: Drafter | None, draft_length: Any) -> Drafter | None:
+    """The drafter as the draft-length policy wants it, where both leave room for that."""
+    limit = getattr(draft_length, "max_draft_tokens", None)
+    if limit is None or not hasattr(drafter, "with_limit"):
+        return drafter
+    return drafter.with_limit(limit)
