@@ -114,6 +114,18 @@ def test_the_bass_heuristic_raises_the_limit_that_nobody_set():
     assert lengths[:, [7, 9, 11]].tolist() == [[1, 2, 1]] * 3
 
 
+def test_a_step_of_ones_own_raises_it_too():
+    model, policy = tiny_model(), emsjax.BassHeuristic(initial=5, limit=6)
+    drafter = emsjax.DraftModel(model)
+    options = {"draft_length": policy}
+    state = emsjax.init_state(model, drafter, PROMPTS, max_new_tokens=40, **options)
+    drafted = []
+    for _ in range(2):
+        state, info = emsjax.step(model, drafter, state, **options)
+        drafted.append(info.num_drafted.tolist())
+    assert drafted == [[5] * 3, [6] * 3]
+
+
 def test_a_draft_model_without_length_is_fed_nothing():
     model = tiny_model()
     drafter = emsjax.DraftModel(model)
