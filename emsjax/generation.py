@@ -81,8 +81,10 @@ def generate(
     if time_budget_s is not None and not time_budget_s > 0:
         raise ValueError(f"time_budget_s must be above 0, not {time_budget_s}")
     deadline = math.inf if time_budget_s is None else monotonic() + time_budget_s
-    requests = check_requests(
-        model.config,
+    requests, drafter = _check(
+        model,
+        drafter,
+        draft_length,
         prompts,
         max_new_tokens=max_new_tokens,
         sampling=sampling,
@@ -90,8 +92,6 @@ def generate(
         eos_token_ids=eos_token_ids,
         key=key,
     )
-    drafter = with_policys_limit(drafter, draft_length)
-    _check_target(drafter, model, requests)
     slots = requests.total_sequences
     if batch_size is not None:
         slots = check_at_least("batch_size", batch_size, 1)
@@ -140,8 +140,10 @@ def init_state(
 
     Arguments and errors are those of `generate`; every sequence gets a slot.
     """
-    requests = check_requests(
-        model.config,
+    requests, drafter = _check(
+        model,
+        drafter,
+        draft_length,
         prompts,
         max_new_tokens=max_new_tokens,
         sampling=sampling,
@@ -149,8 +151,6 @@ def init_state(
         eos_token_ids=eos_token_ids,
         key=key,
     )
-    drafter = with_policys_limit(drafter, draft_length)
-    _check_target(drafter, model, requests)
     slots = requests.total_sequences
     group = np.arange(slots)
     resolve_kernels(attention_implementation)
@@ -195,10 +195,19 @@ def _drafter_for(drafter, requests: Requests, group: np.ndarray, slots: int):
     return _ConstantDrafter(drafter) if is_leaf else drafter
 
 
-def _check_target(drafter: Drafter | None, model: OPT, requests: Requests) -> None:
-    """Raises a ValueError if the drafter cannot draft for this model and these requests."""
+def _check(
+    model: OPT, drafter: Drafter | None, draft_length: DraftLength | None, prompts, **asked
+) -> tuple[Requests, Drafter | None]:
+    """The checked requests, and the drafter with the policy's limit.
+
+    Raises:
+        ValueError: bad requests, or a drafter that cannot draft for this model and them.
+    """
+    requests = check_requests(model.config, prompts, **asked)
+    drafter = with_policys_limit(drafter, draft_length)
     if hasattr(drafter, "check_target"):
         drafter.check_target(model.config, requests.positions)
+    return requests, drafter
 
 
 def _max_draft_tokens(drafter: Drafter | None) -> int:
@@ -285,15 +294,16 @@ def _init_arrays(
     cache = prefill(
         model, model.init_cache(prompt_slots, max_len), tokens, prompt_lengths - 1, kernels=kernels
     )
-    forked_drafter = fork and hasattr(drafter, "fork")
-    if forked_drafter:
-        drafter_state = drafter.init(tokens, prompt_lengths, max_len)
-        drafter_state = drafter.fork(drafter_state, prompt_of_slot)
+    prompts = (tokens, prompt_lengths)
     if fork:
         cache = cache.fork(prompt_of_slot)
         tokens, prompt_lengths = tokens[prompt_of_slot], prompt_lengths[prompt_of_slot]
-    if not forked_drafter:
-        drafter_state = () if drafter is None else drafter.init(tokens, prompt_lengths, max_len)
+    if drafter is None:
+        drafter_state = ()
+    elif fork and hasattr(drafter, "fork"):
+        drafter_state = drafter.fork(drafter.init(*prompts, max_len), prompt_of_slot)
+    else:
+        drafter_state = drafter.init(tokens, prompt_lengths, max_len)
     slots = tokens.shape[0]
     return DecodeState(
         tokens=tokens,

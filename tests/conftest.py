@@ -1,6 +1,7 @@
 """Shapes in annotations are checked at run time: the library promises what it documents."""
 
 import os
+from types import SimpleNamespace
 
 # Tests compile much and compute little.
 os.environ["XLA_FLAGS"] = (
@@ -48,3 +49,31 @@ def strict_dtypes():
     """Implicit promotion between dtypes is a mistake."""
     with jax.numpy_dtype_promotion("strict"):
         yield
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    """A model folder with a tokenizer, for the command line."""
+    from jsonl import save_tiny_model
+
+    folder = tmp_path_factory.mktemp("tiny")
+    save_tiny_model(folder)
+    return folder
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """Stands in for `emsjax.generate`."""
+    from jsonl import FakeGenerate
+
+    import emsjax
+
+    generate = FakeGenerate()
+    monkeypatch.setattr(emsjax, "generate", generate, raising=False)
+    return generate
+
+
+@pytest.fixture
+def paths(tmp_path):
+    """Input and output of `emsjax generate`."""
+    return SimpleNamespace(input=tmp_path / "in.jsonl", output=tmp_path / "out.jsonl")

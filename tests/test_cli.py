@@ -1,32 +1,21 @@
 """`emsjax generate`: files, options, errors and exit codes."""
 
-from types import SimpleNamespace
-
 import jax
 import numpy as np
 import pytest
 from jsonl import (
     END,
     RECORDS,
-    FakeGenerate,
     assert_error,
     command,
     read_lines,
     save_random_model,
-    save_tiny_model,
     write_records,
 )
 from transformers import AutoTokenizer
 
 import emsjax
 from emsjax.cli import main
-
-
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    save_tiny_model(folder)
-    return folder
 
 
 @pytest.fixture(scope="session")
@@ -42,18 +31,6 @@ def draft_models(tmp_path_factory):
     for seed, (name, folder) in enumerate(folders.items(), start=1):
         save_random_model(folder, seed, **sizes[name])
     return folders
-
-
-@pytest.fixture
-def fake(monkeypatch):
-    generate = FakeGenerate()
-    monkeypatch.setattr(emsjax, "generate", generate, raising=False)
-    return generate
-
-
-@pytest.fixture
-def paths(tmp_path):
-    return SimpleNamespace(input=tmp_path / "in.jsonl", output=tmp_path / "out.jsonl")
 
 
 def test_an_output_line_holds_the_emitted_tokens_and_their_text(tiny_model, paths, fake, capsys):

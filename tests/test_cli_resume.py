@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,32 +15,12 @@ from jsonl import (
     assert_error,
     command,
     read_lines,
-    save_tiny_model,
     write_records,
 )
 
 import emsjax
 from emsjax import batch_output
 from emsjax.cli import main
-
-
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    save_tiny_model(folder)
-    return folder
-
-
-@pytest.fixture
-def fake(monkeypatch):
-    generate = FakeGenerate()
-    monkeypatch.setattr(emsjax, "generate", generate, raising=False)
-    return generate
-
-
-@pytest.fixture
-def paths(tmp_path):
-    return SimpleNamespace(input=tmp_path / "in.jsonl", output=tmp_path / "out.jsonl")
 
 
 @pytest.mark.parametrize("num_sequences", [1, 3])

@@ -26,7 +26,12 @@ from pallas_kernels.implementations import choose, runs_triton, stages_that_fit
 
 pytestmark = pytest.mark.gpu
 COMPILED = runs_triton()
-BLOCK = ragged_attention_triton.DECODE.keys if COMPILED else 8
+TILINGS = {
+    name: value
+    for name, value in vars(ragged_attention_triton).items()
+    if isinstance(value, ragged_attention_triton.Tiling)
+}
+BLOCK = TILINGS["DECODE"].keys if COMPILED else 8
 BATCH, MAX_LEN, HEADS, HEAD_DIM, ROWS = 4, 3 * BLOCK, 2, 8, 40
 every_implementation = pytest.mark.parametrize("implementation", ["reference", "xla", "triton"])
 every_number_of_splits = pytest.mark.parametrize("programs", [1, 64], ids=["whole", "split"])
@@ -36,8 +41,8 @@ every_number_of_splits = pytest.mark.parametrize("programs", [1, 64], ids=["whol
 def small_blocks():
     """Several blocks of the short caches here, and several tiles of the few rows."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("DECODE", "PREFILL"):
-            tiling = getattr(ragged_attention_triton, name)._replace(keys=BLOCK)
+        for name, tiling in TILINGS.items():
+            tiling = tiling._replace(keys=BLOCK)
             if name == "PREFILL" and not COMPILED:  # a matrix unit's tile has 16 rows at least
                 tiling = tiling._replace(rows=8)
             patch.setattr(ragged_attention_triton, name, tiling)
@@ -177,8 +182,9 @@ def test_long_segments_are_tiled_correctly(implementation, tile, monkeypatch):
     monkeypatch.setattr(ragged_attention_xla, "MAX_DECODE_ROWS", 3)
     monkeypatch.setattr(ragged_attention_xla, "TILE", tile)
     if not COMPILED:
-        for name, rows in (("DECODE", 3), ("PREFILL", tile)):
+        for name in TILINGS:
             tiling = getattr(ragged_attention_triton, name)
+            rows = tile if name == "PREFILL" else 3
             monkeypatch.setattr(ragged_attention_triton, name, tiling._replace(rows=rows))
     compiled.cache_clear()
     for counts in ([13, 0, 4, 5], [0, 0, 0, 40], [10, 10, 10, 10], [0, 0, 0, 0]):
@@ -348,9 +354,8 @@ def lower_for_cuda(function, *shapes):
     ("batch", "bound", "tree"), [(24, 8, False), (1, 1, False), (3, None, False), (3, 8, True)]
 )
 def test_the_triton_attention_lowers_for_cuda(dtype, head_dim, batch, bound, tree, monkeypatch):
-    for name in ("DECODE", "PREFILL"):
-        tiling = getattr(ragged_attention_triton, name)
-        monkeypatch.setattr(ragged_attention_triton, name, tiling._replace(keys=64))
+    for name, tiling in TILINGS.items():
+        monkeypatch.setattr(ragged_attention_triton, name, tiling)
     attention = lambda *args: ragged_attention_triton.ragged_attention(
         *args[:8], max_rows_per_sample=bound, ancestors=args[8] if tree else None
     )

@@ -2,9 +2,11 @@
 
 import dataclasses
 import functools
+import json
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -93,3 +95,9 @@ def surroundings(commit: str | None) -> dict[str, Any]:
     hardware = found["hardware"]
     hardware["device"] = hardware.pop("device_kind")
     return {**found, "commit": commit or report.checkout_commit()}
+
+
+def save(results: Mapping[str, Any], output: Path | None) -> None:
+    """Write the results as JSON where a file was asked for."""
+    if output is not None:
+        output.write_text(json.dumps(results, indent=1))

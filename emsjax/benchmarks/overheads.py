@@ -19,22 +19,19 @@ GPU profiles of both sides.
 import argparse
 import dataclasses
 import functools
-import json
 import shlex
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 import emsjax
-from emsjax.benchmarks import surroundings
+from emsjax.benchmarks import save, surroundings
 from emsjax.benchmarks.runs import (
     LONG,
     MODELS,
@@ -46,6 +43,7 @@ from emsjax.benchmarks.runs import (
     time_steps,
 )
 from emsjax.cache import KVCache
+from emsjax.cli import positive_int
 from emsjax.decoding import DecodeState
 from emsjax.kernels import resolve_kernels
 from emsjax.packing import PackedRows
@@ -110,27 +108,16 @@ def plain_loop(model: emsjax.OPT, state: PlainState, max_steps, *, attention) ->
     return lax.while_loop(unfinished, advance, state)
 
 
-class PlainRun:
-    """`plain_loop`, timed as `StepRun` is."""
+class PlainRun(Run):
+    """`plain_loop` from the state that the library's own loop would start from."""
 
     def __init__(self, model: emsjax.OPT, state: DecodeState, attention):
-        self.model, self.attention = model, attention
         names = [field.name for field in dataclasses.fields(PlainState)]
         shared = {name: getattr(state, name) for name in names if hasattr(state, name)}
-        self.state = PlainState(**shared, num_steps=jnp.zeros((), jnp.int32))
-        self.lengths = np.asarray(state.lengths)
+        super().__init__(model, PlainState(**shared, num_steps=jnp.int32(0)), attention)
 
-    def rewind(self) -> None:
-        cache = dataclasses.replace(self.state.cache, lengths=jnp.array(self.lengths - 1))
-        state = dataclasses.replace(self.state, lengths=jnp.array(self.lengths), cache=cache)
-        self.state = jax.block_until_ready(state)
-
-    def advance(self, steps: int) -> float:
-        self.rewind()
-        start = time.perf_counter()
-        self.state = plain_loop(self.model, self.state, steps, attention=self.attention)
-        jax.block_until_ready(self.state)
-        return time.perf_counter() - start
+    def decode(self, steps: int) -> PlainState:
+        return plain_loop(self.model, self.state, steps, attention=self.attention)
 
 
 def compare(base: str, runs: Mapping[str, Run]) -> dict[str, Any]:
@@ -180,7 +167,12 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", choices=MODELS, default="opt-6.7b", help="default: %(default)s")
     add("--draft-model", choices=MODELS, default="opt-125m", help="default: %(default)s")
-    add("--context", type=int, default=900, help="mean cached tokens of a sample (default: 900)")
+    add(
+        "--context",
+        type=positive_int,
+        default=900,
+        help="mean cached tokens of a sample (default: 900)",
+    )
     add("--attention", choices=("triton", "xla"), help="default: the device's")
     add("--output", type=Path, help="JSON file")
     add("--commit", help="of the measured code (default: the checkout's)")
@@ -213,6 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         },
         "comparisons": [],
     }
+    save(results, options.output)  # a place that cannot be written shows before the work
     model = random_model(MODELS[options.model])
     draft_model = random_model(MODELS[options.draft_model])
     rest = options.context, options.attention
@@ -222,8 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for measure in comparisons:
         results["comparisons"].append(measure())
         print(describe(results["comparisons"][-1]), flush=True)
-        if options.output:
-            options.output.write_text(json.dumps(results, indent=1))
+        save(results, options.output)
 
 
 if __name__ == "__main__":

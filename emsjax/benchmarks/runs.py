@@ -5,10 +5,11 @@ and emits one token per sample. The state is put back before every run, so all r
 the same contexts; the time of a step is that of a long run less that of a short one.
 """
 
+import abc
 import dataclasses
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,15 +76,36 @@ def random_model(config: OPTConfig) -> emsjax.OPT:
     return model
 
 
-class Run(Protocol):
-    """Something that can be timed."""
+class Run(abc.ABC):
+    """A decode loop that starts at the same prompts every time.
+
+    Attributes:
+        state: has `lengths` and a `cache`, as `emsjax.DecodeState` does.
+        lengths: of the prompts.
+    """
+
+    def __init__(self, model: emsjax.OPT, state: Any, attention):
+        self.model, self.state, self.attention = model, state, attention
+        self.lengths = np.asarray(state.lengths)
+
+    @abc.abstractmethod
+    def decode(self, steps: int) -> Any:
+        """The state after so many steps; the old one is given away."""
+
+    def rewind(self) -> Any:
+        """The state back at the prompts: what a cache holds beyond its lengths does not count."""
+        cache = dataclasses.replace(self.state.cache, lengths=jnp.array(self.lengths - 1))
+        return dataclasses.replace(self.state, lengths=jnp.array(self.lengths), cache=cache)
 
     def advance(self, steps: int) -> float:
         """Run so many steps from the prompts on; seconds."""
-        ...
+        self.state = jax.block_until_ready(self.rewind())
+        start = time.perf_counter()
+        self.state = jax.block_until_ready(self.decode(steps))
+        return time.perf_counter() - start
 
 
-class StepRun:
+class StepRun(Run):
     """The device loop of one shape: `rows` rows of each of `batch` samples.
 
     Args:
@@ -113,10 +135,8 @@ class StepRun:
             raise ValueError(f"--context must be at least {context + 1 - length}, not {context}")
         prompts = np.random.default_rng(0).integers(5, vocab - 1, (batch, length))
         self.shape = (batch, rows)
-        self.model, self.attention = model, attention
         self.drafter = RejectedDrafter(vocab - 1, rows - 1, source) if rows > 1 else None
-        self.lengths = np.full(batch, length, np.int32)
-        self.state = emsjax.init_state(
+        state = emsjax.init_state(
             model,
             self.drafter,
             list(prompts),
@@ -126,29 +146,18 @@ class StepRun:
             eos_token_ids=(),
             attention_implementation=attention,
         )
+        super().__init__(model, state, attention)
 
-    def rewind(self) -> None:
-        """Back to the prompts: what a cache holds beyond its lengths does not count."""
-        cache = dataclasses.replace(self.state.cache, lengths=jnp.array(self.lengths - 1))
-        state = dataclasses.replace(self.state, lengths=jnp.array(self.lengths), cache=cache)
-        if self.drafter is not None:
-            back = self.drafter.commit(state.drafter_state, state.lengths)
-            state = dataclasses.replace(state, drafter_state=back)
-        self.state: DecodeState = jax.block_until_ready(state)
+    def decode(self, steps: int) -> DecodeState:
+        options = {"attention_implementation": self.attention}
+        return decode_loop(self.model, self.drafter, self.state, None, steps, **options)
 
-    def advance(self, steps: int) -> float:
-        self.rewind()
-        start = time.perf_counter()
-        self.state = decode_loop(
-            self.model,
-            self.drafter,
-            self.state,
-            None,
-            steps,
-            attention_implementation=self.attention,
-        )
-        jax.block_until_ready(self.state)
-        return time.perf_counter() - start
+    def rewind(self) -> DecodeState:
+        state = super().rewind()
+        if self.drafter is None:
+            return state
+        back = self.drafter.commit(state.drafter_state, state.lengths)
+        return dataclasses.replace(state, drafter_state=back)
 
     def fed(self) -> dict[str, Any]:
         """What the counters say of all steps so far, and the contexts of the timed ones.

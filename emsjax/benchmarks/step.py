@@ -17,7 +17,6 @@ and on a GPU a `profile` of device time per step by kernel class.
 
 import argparse
 import dataclasses
-import json
 import re
 import shlex
 import sys
@@ -28,7 +27,7 @@ from typing import Any
 
 import jax
 
-from emsjax.benchmarks import Rates, measured_rates, surroundings
+from emsjax.benchmarks import Rates, measured_rates, save, surroundings
 from emsjax.benchmarks.runs import (
     LONG,
     MODELS,
@@ -166,14 +165,13 @@ def run(options: argparse.Namespace, command: str) -> None:
     results = {"command": command, **surroundings(options.commit), "settings": settings}
     results["rates"] = {name: rate.describe() for name, rate in rates.items()}
     results["shapes"] = []
-    save = lambda: options.output and options.output.write_text(json.dumps(results, indent=1))
-    save()  # a place that cannot be written shows before the work
+    save(results, options.output)  # a place that cannot be written shows before the work
     model = random_model(config)
     for shape in options.shapes:
         entry = measure(model, shape, options.context, attention, rates, options.profile_top)
         report(entry)
         results["shapes"].append(entry)
-        save()
+        save(results, options.output)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
