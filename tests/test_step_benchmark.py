@@ -113,6 +113,7 @@ def test_a_source_drafts_and_its_tokens_are_replaced():
     assert (fed["rows_per_step"], fed["accepted_tokens"]) == (8, 0)
     # Every token but the last drafted one has been fed, or forgotten again as rejected.
     np.testing.assert_array_equal(run.state.drafter_state.lengths, run.state.lengths - 1)
+    np.testing.assert_array_equal(run.rewind().drafter_state.lengths, run.lengths - 1)
 
 
 def test_the_bare_loop_emits_the_tokens_of_plain_decoding():
