@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-MAX_BUCKETS = 4
+MAX_BUCKETS = 8
+FREE_ROWS = 128  # on a GPU up to about here a step reads weights longer than it computes
 MIN_BUCKET_ROWS = 16  # the rows of a matrix unit's tile: fewer cost the same
 MAX_CHUNK_ROWS = 1024  # of prefill
 
@@ -73,15 +74,19 @@ def pack(starts: Int32[Array, "b"], counts: Int32[Array, "b"], num_rows: int) ->
 def row_buckets(batch: int, max_rows_per_sample: int) -> tuple[int, ...]:
     """Static row counts that a step may be padded up to, ascending.
 
-    Doubling from one row per sample, at most `MAX_BUCKETS` of them, and none that
-    saves less than a tile: each bucket is compiled once, a choice among them costs a
-    little in every step, and rows are nearly free on a GPU below 150 or so.
+    From one row per sample to all; between them powers of two, and three quarters of them
+    where rows have become expensive, as long as these are few and none saves less than a
+    tile or a fifth of the rows: each bucket is compiled once.
     """
-    buckets = [batch * max_rows_per_sample]
-    least = max(batch, MIN_BUCKET_ROWS)
-    while len(buckets) < MAX_BUCKETS and buckets[0] > least:
-        buckets.insert(0, max(least, -(-buckets[0] // 2)))
-    return tuple(buckets)
+    most = batch * max_rows_per_sample
+    least = min(most, max(batch, MIN_BUCKET_ROWS))
+    powers = [2**i for i in range(4, most.bit_length())]
+    quarters = [3 * n // 4 for n in powers if 3 * n // 4 > FREE_ROWS]
+    for sizes in (sorted(powers + quarters), powers, powers[::2]):
+        between = [n for n in sizes if least + MIN_BUCKET_ROWS <= n <= 0.8 * most]
+        if len(between) <= MAX_BUCKETS - 2:
+            break
+    return tuple(sorted({least, *between, most}))
 
 
 def chunk_rows(batch: int, width: int) -> int:

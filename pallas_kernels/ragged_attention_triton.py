@@ -42,6 +42,7 @@ DECODE_PADDED = Tiling(rows=16, keys=32, num_warps=2, num_stages=3)
 # is hardly a program for each multiprocessor.
 DECODE_SMALL = Tiling(rows=16, keys=64, num_warps=2, num_stages=4)
 DECODE_FEW_SMALL = Tiling(rows=16, keys=128, num_warps=4, num_stages=4)
+DECODE_TILES = 3  # of one sample, each reading its keys: more rows, and larger tiles are faster
 PREFILL = Tiling(rows=64, keys=32, num_warps=4, num_stages=3)
 PROGRAMS_WANTED = 128  # about one for each multiprocessor: far fewer, and keys are split
 PROGRAMS_THAT_FILL = 1024
@@ -67,7 +68,8 @@ def ragged_attention(
     del positions  # they follow from cache_lengths and the order of the rows
     rows, heads, head_dim = query.shape
     batch = key_cache.shape[0]
-    decoding = min(rows, max_rows_per_sample or rows) <= DECODE.rows
+    most = min(rows, max_rows_per_sample or rows)
+    decoding, one_tile = most <= DECODE_TILES * DECODE.rows, most <= DECODE.rows
     tiling = _decode_tiling(head_dim, batch * heads) if decoding else PREFILL
     splits = 1
     if decoding and batch * heads < 3 * PROGRAMS_WANTED // 4:
@@ -78,7 +80,7 @@ def ragged_attention(
         tile=tiling.rows,
         block=tiling.keys,
         splits=splits,
-        one_tile=decoding,
+        one_tile=one_tile,
     )
     num_items = items.fields.shape[1]
     # Where shares are combined, the combination also writes the zeros of padding rows.
@@ -92,7 +94,8 @@ def ragged_attention(
         tiling=tiling,
         scale=head_dim**-0.5 if scale is None else scale,
         head_dim=head_dim,
-        one_tile=decoding,
+        decoding=decoding,
+        one_tile=one_tile,
         has_ancestors=ancestors is not None,
     )
     outputs = pl.pallas_call(
@@ -147,6 +150,7 @@ def _kernel(
     tiling: Tiling,
     scale: float,
     head_dim: int,
+    decoding: bool,
     one_tile: bool,
     has_ancestors: bool,
 ):
@@ -194,12 +198,18 @@ def _kernel(
             at = block * tiling.keys + jnp.arange(tiling.keys)
             return attend(carry, *fresh_keys(at), fresh_visible(at) if masked else None)
 
+        def fresh_tile(tile, carry):
+            at = tile * tiling.rows + in_tile
+            return attend(carry, *fresh_keys(at), fresh_visible(at))
+
         begin, end = item["key_begin"] // tiling.keys, pl.cdiv(item["key_end"], tiling.keys)
-        if one_tile:
+        if decoding:
             # Fetched before the long loop, needed after it.
             fresh, visible = fresh_keys(in_tile), fresh_visible(in_tile)
             carry = _loop(begin, end, committed_block, _start(tiling, head_dim), masked=True)
             carry = attend(_sum_total(carry), *fresh, visible)
+            if not one_tile:
+                carry = _loop(1, pl.cdiv(fresh_end, tiling.rows), fresh_tile, carry)
         else:
             full = item["key_end"] // tiling.keys
             carry = _loop(begin, full, committed_block, _start(tiling, head_dim), masked=False)

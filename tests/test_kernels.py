@@ -46,6 +46,7 @@ def small_blocks():
             if name == "PREFILL" and not COMPILED:  # a matrix unit's tile has 16 rows at least
                 tiling = tiling._replace(rows=8)
             patch.setattr(ragged_attention_triton, name, tiling)
+        patch.setattr(ragged_attention_triton, "DECODE_TILES", 2)  # fewer rows than there are
         patch.setattr(ragged_attention_xla, "MAX_DECODE_ROWS", 10)
         patch.setattr(ragged_attention_xla, "TILE", 10)
         yield
@@ -190,6 +191,14 @@ def test_long_segments_are_tiled_correctly(implementation, tile, monkeypatch):
     for counts in ([13, 0, 4, 5], [0, 0, 0, 40], [10, 10, 10, 10], [0, 0, 0, 0]):
         check(implementation, case(counts, [3, 24, 0, 8], order=[2, 0, 3, 1]), None)
     compiled.cache_clear()
+
+
+@every_implementation
+@every_number_of_splits
+@pytest.mark.parametrize("counts", [(20, 0, 17, 2), (16, 1, 3, 20), (2, 3, 0, 1)])
+def test_a_sample_may_have_a_few_decoding_tiles(implementation, programs, counts):
+    lengths = [BLOCK + 1, 5, 0, 3 * BLOCK]
+    check(implementation, case(counts, lengths, order=[3, 0, 2, 1]), 20, programs=programs)
 
 
 @every_implementation
@@ -351,7 +360,8 @@ def lower_for_cuda(function, *shapes):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
 @pytest.mark.parametrize(
-    ("batch", "bound", "tree"), [(24, 8, False), (1, 1, False), (3, None, False), (3, 8, True)]
+    ("batch", "bound", "tree"),
+    [(24, 8, False), (1, 1, False), (3, 17, False), (3, None, False), (3, 8, True)],
 )
 def test_the_triton_attention_lowers_for_cuda(dtype, head_dim, batch, bound, tree, monkeypatch):
     for name, tiling in TILINGS.items():

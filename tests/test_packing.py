@@ -1,6 +1,7 @@
 """Packed rows, buckets, caches, and what verification cuts."""
 
 import dataclasses
+import itertools
 
 import jax.numpy as jnp
 import numpy as np
@@ -38,7 +39,12 @@ def test_buckets_ascend_to_hold_every_step(batch, width):
     buckets = row_buckets(batch, width)
     assert buckets[-1] == batch * width
     assert list(buckets) == sorted(set(buckets))
-    assert len(buckets) <= 4
+    assert len(buckets) <= 8
+    # One row per sample has a bucket of its own: no drafts, no more rows than in plain decoding.
+    assert buckets[0] == min(buckets[-1], max(batch, 16))
+    for fewer, more in itertools.pairwise(buckets):
+        assert more >= min(fewer + 16, buckets[-1])
+        assert more <= max(4 * fewer, fewer + 64)
 
 
 def test_rounded_lengths_are_few_and_large_enough():

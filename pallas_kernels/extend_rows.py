@@ -1,0 +1,76 @@
+"""Packed rows in longer arrays, whose further rows nobody will read."""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.implementations import choose
+
+ARRAYS_PER_PROGRAM = 8  # whose loads are in flight together
+NUMBERS_PER_PROGRAM = 4096  # of each array, which its registers hold
+ARRAYS_PER_LAUNCH = 128
+
+
+def extend_rows(
+    arrays: Sequence[Array],  # [rows, ...] each, of one shape
+    num_rows: int,
+    *,
+    implementation: str | None = None,
+    interpret: bool = False,
+) -> list[Array]:
+    """Arrays [num_rows, ...] that begin with the given ones; what follows is arbitrary.
+
+    Args:
+        implementation: "triton" (one launch, which leaves the further rows as they are),
+            "xla" (zeros), or None: Triton where the device runs it.
+        interpret: run the Triton kernel in interpret mode, on any device.
+
+    Raises:
+        ValueError: unknown implementation, or one that the device cannot run.
+    """
+    name = choose(implementation, ("triton", "xla"), interpret)
+    rows, *rest = arrays[0].shape
+    if rows == num_rows:
+        return list(arrays)
+    if name == "xla":
+        padding = [(0, num_rows - rows), *[(0, 0)] * len(rest)]
+        return [jnp.pad(x, padding) for x in arrays]
+    extended = []
+    for start in range(0, len(arrays), ARRAYS_PER_LAUNCH):
+        flat = [x.reshape(rows, -1) for x in arrays[start : start + ARRAYS_PER_LAUNCH]]
+        extended += _launch(flat, num_rows, interpret)
+    return [x.reshape(num_rows, *rest) for x in extended]
+
+
+def _launch(arrays, num_rows, interpret):
+    count, (rows, width) = len(arrays), arrays[0].shape
+    tile = min(NUMBERS_PER_PROGRAM, pl.next_power_of_2(width))
+    return pl.pallas_call(
+        functools.partial(_kernel, count=count, tile=tile),
+        grid=(rows, pl.cdiv(count, ARRAYS_PER_PROGRAM), pl.cdiv(width, tile)),
+        out_shape=[jax.ShapeDtypeStruct((num_rows, width), x.dtype) for x in arrays],
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="extend_rows",
+    )(*arrays)
+
+
+def _kernel(*refs, count: int, tile: int):
+    arrays, extended = refs[:count], refs[count:]  # [rows, width] and [num_rows, width]
+    row, group = pl.program_id(0), pl.program_id(1)
+    column = pl.program_id(2) * tile + jnp.arange(tile)
+    mask = column < arrays[0].shape[1]
+
+    def copy(first):
+        part = slice(first, first + ARRAYS_PER_PROGRAM)
+        loaded = [plgpu.load(ref.at[row, column], mask=mask) for ref in arrays[part]]
+        for ref, x in zip(extended[part], loaded, strict=True):
+            plgpu.store(ref.at[row, column], x, mask=mask)
+
+    for index, first in enumerate(range(0, count, ARRAYS_PER_PROGRAM)):
+        pl.when(group == index)(functools.partial(copy, first))
