@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, Key
 
+import pallas_kernels
 from emsjax.cache import KVCache
-from emsjax.draft_length import DraftLength
+from emsjax.draft_length import DraftLength, StepView
 from emsjax.drafting import Draft, Drafter
 from emsjax.drafting.drafter import with_policys_limit
 from emsjax.kernels import Kernels, resolve_kernels
@@ -206,14 +207,26 @@ def _propose(model, drafter, state, draft_length) -> tuple[Draft, Any]:
         return Draft(jnp.zeros((batch, 0), jnp.int32), jnp.zeros(batch, jnp.int32)), ()
     remaining = state.length_limits - state.lengths
     limits = jnp.where(state.active, jnp.minimum(remaining - 1, k), 0)
-    if draft_length is not None:
-        limits = jnp.minimum(limits, draft_length.lengths(state.policy_state, state.active))
+
+    def limited(available, *, drafted: bool):
+        if draft_length is None or free != drafted:
+            return available
+        view = StepView(state.active, state.lengths, available, drafted)
+        wanted = draft_length.lengths(state.policy_state, view)
+        return jnp.clip(wanted, 0, available)
+
+    free = getattr(drafter, "free", False)
+    limits = limited(limits, drafted=False)
     draft, drafter_state = drafter.propose(
         state.drafter_state, state.tokens, state.lengths, limits, state.keys, state.sampling
     )
+    if free and draft.probs is not None:
+        # What is left of a draft must not depend on which tokens were drawn.
+        raise ValueError("a drafter that draws its tokens (Draft.probs) cannot be `free`")
     counts = usable_counts(
         draft.tokens, draft.counts, limits, state.end_token_ids, model.config.vocab_size
     )
+    counts = limited(counts, drafted=True)
     return dataclasses.replace(draft, counts=counts), drafter_state
 
 
@@ -229,8 +242,8 @@ def _forward_bucket(model, state, draft, block, counts, kernels: Kernels, num_ro
         max_rows_per_sample=width,
     )
     verdict = judge(model.logits(hidden), rows, draft, state.keys, state.sampling)
-    pad = ((0, buckets[-1] - num_rows), (0, 0), (0, 0))
-    fresh = jax.tree.map(lambda x: jnp.pad(x, pad), fresh)
+    arrays, structure = jax.tree.flatten(fresh)
+    fresh = structure.unflatten(pallas_kernels.extend_rows(arrays, buckets[-1]))
     return jax.tree.map(lambda x: rows.scatter(x, width), verdict), fresh
 
 

@@ -2,13 +2,33 @@
 
 import dataclasses
 from collections.abc import Mapping
+from os import PathLike
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int32
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int32
 
 from emsjax.checks import check_at_least
+from emsjax.step_costs import StepCosts, accepted_at_rate, read_profile, synergy_lengths
+
+
+class StepView(NamedTuple):
+    """What a policy sees of a step before it.
+
+    Attributes:
+        active: samples that still decode.
+        lengths: tokens of each sample so far, prompt included.
+        available: draft tokens that each could use at most; where they are drafted
+            already, those that there are.
+        drafted: whether they are, so that fewer of them save no drafting. Static.
+    """
+
+    active: Bool[Array, "b"]
+    lengths: Int32[Array, "b"]
+    available: Int32[Array, "b"]
+    drafted: bool
 
 
 @runtime_checkable
@@ -20,12 +40,12 @@ class DraftLength(Protocol):
     drafter whose limit nobody has set takes it over.
     """
 
-    def init(self, batch: int) -> Any:
-        """State for `batch` samples."""
+    def init(self, batch: int, max_draft_tokens: int) -> Any:
+        """State for `batch` samples, each with up to `max_draft_tokens` in a step."""
         ...
 
-    def lengths(self, state: Any, active: Bool[Array, "b"]) -> Int32[Array, "b"]:
-        """How many tokens each sample may draft in this step; 0 drafts nothing."""
+    def lengths(self, state: Any, view: StepView) -> Int32[Array, "b"]:
+        """How many draft tokens of each sample to verify in this step; 0: none."""
         ...
 
     def update(
@@ -57,11 +77,11 @@ class FixedLength:
         (self.k,) = children
         return self
 
-    def init(self, batch: int) -> tuple[()]:
+    def init(self, batch, max_draft_tokens) -> tuple[()]:
         return ()
 
-    def lengths(self, state, active):
-        return jnp.full(active.shape, self.k, jnp.int32)
+    def lengths(self, state, view: StepView):
+        return jnp.full(view.active.shape, self.k, jnp.int32)
 
     def update(self, state, num_drafted, num_accepted):
         return state
@@ -109,11 +129,11 @@ class BassHeuristic:
     def max_draft_tokens(self) -> int:
         return self.limit
 
-    def init(self, batch: int) -> BassState:
+    def init(self, batch, max_draft_tokens) -> BassState:
         return BassState(jnp.int32(self.initial), jnp.int32(0))
 
-    def lengths(self, state: BassState, active):
-        return jnp.full(active.shape, state.length, jnp.int32)
+    def lengths(self, state: BassState, view: StepView):
+        return jnp.full(view.active.shape, state.length, jnp.int32)
 
     def update(self, state: BassState, num_drafted, num_accepted) -> BassState:
         length, most = state.length, jnp.max(num_accepted)
@@ -149,6 +169,34 @@ class BatchSizeTable:
         lengths = [check_at_least(f"table[{size}]", table[size], 0) for size in sorted(table)]
         self.draft_lengths = jnp.array(lengths, jnp.int32)
 
+    @classmethod
+    def from_profile(
+        cls, profile: str | PathLike | Mapping[str, Any], acceptance: Any = None
+    ) -> "BatchSizeTable":
+        """The table that `emsjax profile` found: from its file, or what that holds.
+
+        Args:
+            acceptance: the probability that a draft token stands, or the `stats` of a run
+                that drafted as much as it could; None: the rate that the profile assumed.
+
+        Raises:
+            ValueError: not such a profile, or a probability outside 0..1.
+        """
+        profile = read_profile(profile)
+        if acceptance is None:
+            return cls({int(size): k for size, k in profile["table"]["lengths"].items()})
+        if isinstance(acceptance, int | float):
+            if not 0 <= acceptance <= 1:
+                raise ValueError(f"acceptance must be in 0..1, not {acceptance}")
+            k = profile["settings"]["max_draft_tokens"]
+            accepted, drafted = accepted_at_rate(acceptance, k), np.arange(k + 1.0)
+        else:
+            accepted, drafted = acceptance_curves(acceptance)
+        context = profile["settings"]["context"]
+        sizes = map(int, profile["table"]["lengths"])
+        costs = StepCosts.from_profile(profile)
+        return cls(synergy_lengths(costs, sizes, context, accepted, drafted))
+
     def tree_flatten(self):
         return (self.sizes, self.draft_lengths), None
 
@@ -158,13 +206,27 @@ class BatchSizeTable:
         self.sizes, self.draft_lengths = children
         return self
 
-    def init(self, batch: int) -> tuple[()]:
+    def init(self, batch, max_draft_tokens) -> tuple[()]:
         return ()
 
-    def lengths(self, state, active):
-        entry = jnp.searchsorted(self.sizes, jnp.sum(active), side="right") - 1
+    def lengths(self, state, view: StepView):
+        entry = jnp.searchsorted(self.sizes, jnp.sum(view.active), side="right") - 1
         length = self.draft_lengths[jnp.maximum(entry, 0)]
-        return jnp.full(active.shape, length, jnp.int32)
+        return jnp.full(view.active.shape, length, jnp.int32)
 
     def update(self, state, num_drafted, num_accepted):
         return state
+
+
+def acceptance_curves(stats: Any) -> tuple[Float[np.ndarray, "k1"], Float[np.ndarray, "k1"]]:
+    """Mean accepted and drafted tokens of a sample's step, by draft length 0..k.
+
+    Args:
+        stats: `GenerateOutput.stats` of a run that drafted as much as it could: of what stood
+            there, a shorter draft would have had its part.
+    """
+    histogram = stats.accepted_histogram.sum(axis=0)
+    length, steps = np.arange(len(histogram)), max(histogram.sum(), 1)
+    accepted = np.minimum(length, length[:, None]) @ histogram / steps
+    # Whoever drafts less than it may is taken to draft all or nothing, as a copy does.
+    return accepted, length * stats.num_drafted.sum() / steps / max(length[-1], 1)

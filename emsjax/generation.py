@@ -172,6 +172,10 @@ class _ConstantDrafter:
     def max_draft_tokens(self) -> int:
         return self.drafter.max_draft_tokens
 
+    @property
+    def free(self) -> bool:
+        return getattr(self.drafter, "free", False)
+
     def init(self, *args):
         return self.drafter.init(*args)
 
@@ -319,6 +323,6 @@ def _init_arrays(
         sampling=sampling,
         cache=cache,
         drafter_state=drafter_state,
-        policy_state=() if draft_length is None else draft_length.init(slots),
+        policy_state=() if draft_length is None else draft_length.init(slots, max_draft_tokens),
         counters=Counters.init(slots, max_draft_tokens),
     )

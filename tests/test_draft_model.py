@@ -74,11 +74,11 @@ def test_a_model_that_drafts_for_itself_is_always_right(temperature, top_p):
 class Pause:
     """Drafts nothing from the third step to the eighth."""
 
-    def init(self, batch):
+    def init(self, batch, max_draft_tokens):
         return jnp.zeros((), jnp.int32)
 
-    def lengths(self, state, active):
-        return jnp.full(active.shape, jnp.where((state >= 2) & (state < 8), 0, 4), jnp.int32)
+    def lengths(self, state, view):
+        return jnp.full(view.active.shape, jnp.where((state >= 2) & (state < 8), 0, 4), jnp.int32)
 
     def update(self, state, num_drafted, num_accepted):
         return state + 1

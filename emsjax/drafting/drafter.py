@@ -46,6 +46,8 @@ class Drafter(Protocol):
     One whose limit is open may have `with_limit(max_draft_tokens)`: itself, with a policy's.
     One whose `init` is work may have `fork(state, samples)`: where prompts have several
     sequences, `init` then sees each prompt once, and slot i starts from samples[i]'s state.
+    One that proposes at next to no cost, and whose tokens are not drawn, may have `free`, a
+    true attribute: a draft-length policy then chooses among the tokens that it found.
 
     Attributes:
         max_draft_tokens: static upper limit k of tokens per sample and step.

@@ -34,6 +34,8 @@ class PromptLookup:
     References: LLMA, arXiv 2304.04487; last occurrence as in EMS-SD, arXiv 2405.07542.
     """
 
+    free = True
+
     def __init__(
         self,
         match_length: int = 2,

@@ -1,0 +1,146 @@
+"""Draft lengths from what is accepted and from what a step costs."""
+
+import dataclasses
+from collections.abc import Mapping
+from os import PathLike
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int32
+
+from emsjax.acceptance import Verdicts
+from emsjax.draft_length import DraftLength, StepView
+from emsjax.packing import row_buckets
+from emsjax.step_costs import StepCosts
+
+LIMIT = 15  # with the last emitted token before it a draft fills a tile of 16 rows
+PRIOR_RATE, PRIOR_WEIGHT, MEMORY = 0.7, 16.0, 0.98
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Goodput:
+    """The lengths, one per sample, with which the step emits the most tokens per second.
+
+    A draft token is worth the probability that it and all before it stand, estimated from
+    the sample's own recent verdicts and those of the others. For every row bucket the
+    worthiest tokens that fill it are taken; the bucket with the most expected tokens per
+    millisecond wins, together with the longest draft where drafting takes time. All
+    lengths may be 0; as verdicts are forgotten, drafts are tried again.
+
+    Args:
+        costs: of a step on this device.
+        prior_rate: acceptance rate before any verdict.
+        prior_weight: how many verdicts of its own a sample needs to count as much as what
+            is known of the others.
+        memory: what a verdict weighs after each further step, relative to before.
+        limit: the largest length; also `DraftModel`'s limit where its user set none.
+    """
+
+    costs: StepCosts
+    prior_rate: float = PRIOR_RATE
+    prior_weight: float = PRIOR_WEIGHT
+    memory: float = MEMORY
+    limit: int = dataclasses.field(default=LIMIT, metadata={"static": True})
+
+    @classmethod
+    def from_profile(cls, profile: str | PathLike | Mapping[str, Any], **settings) -> "Goodput":
+        """With the costs that `emsjax profile` measured: its file, or what that holds.
+
+        Raises:
+            ValueError: not such a profile.
+        """
+        return cls(StepCosts.from_profile(profile), **settings)
+
+    @property
+    def max_draft_tokens(self) -> int:
+        return self.limit
+
+    def init(self, batch: int, max_draft_tokens: int) -> Verdicts:
+        return Verdicts.init(batch, max_draft_tokens)
+
+    def lengths(self, state: Verdicts, view: StepView) -> Int32[Array, "b"]:
+        batch, k = state.trials.shape
+        # Where drafts are there already a long one takes no longer.
+        longest = jnp.array([k]) if view.drafted else jnp.arange(k + 1)  # [n]
+        position = jnp.arange(k)
+        usable = position < jnp.minimum(view.available[:, None], longest[:, None, None])
+        survival = state.survival(self.prior_rate, self.prior_weight)
+        gains = jnp.where(usable, survival, 0).reshape(-1, batch * k)
+        place = lax.broadcasted_iota(jnp.int32, gains.shape, 1)
+        # Stable: of a sample's equally worthy tokens the first come first.
+        losses, places = lax.sort((-gains, place), num_keys=1, is_stable=True)
+
+        buckets = row_buckets(batch, k + 1)  # [m]
+        num_active = jnp.sum(view.active, dtype=jnp.int32)
+        room = jnp.array(buckets, jnp.int32) - num_active
+        fits = jnp.arange(batch * k) < room[:, None]
+        # A sum and no product of matrices: those round to fewer bits on a GPU.
+        gained = -jnp.sum(jnp.where(fits, losses[:, None], 0), axis=-1)  # [n, m]
+        ms = self.costs.step_ms(jnp.array(buckets, jnp.float32), cached_tokens(view))
+        if not view.drafted:
+            ms = ms + self.costs.draft_step_ms(batch) * longest[:, None]
+        tokens_per_ms = jnp.where(room >= 0, (num_active + gained) / ms, 0)
+        n, m = jnp.unravel_index(jnp.argmax(tokens_per_ms), tokens_per_ms.shape)
+        taken = jnp.zeros(batch * k, bool).at[places[n]].set(fits[m], unique_indices=True)
+        taken &= gains[n] > 0
+        return jnp.sum(taken.reshape(batch, k), axis=1, dtype=jnp.int32)
+
+    def update(self, state: Verdicts, num_drafted, num_accepted) -> Verdicts:
+        return state.update(num_drafted, num_accepted, self.memory)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CostCapped:
+    """Another policy's lengths, but none above the one with which the step is the fastest.
+
+    That one, the same for all samples, may be 0: drafting is off while it does not pay. It
+    comes from the same estimates as `Goodput`'s lengths.
+
+    Args:
+        policy: the other one.
+        costs: of a step on this device.
+        prior_rate, prior_weight, memory: as for `Goodput`.
+    """
+
+    policy: DraftLength
+    costs: StepCosts
+    prior_rate: float = PRIOR_RATE
+    prior_weight: float = PRIOR_WEIGHT
+    memory: float = MEMORY
+
+    @property
+    def max_draft_tokens(self) -> int | None:
+        return getattr(self.policy, "max_draft_tokens", None)
+
+    def init(self, batch: int, max_draft_tokens: int) -> tuple[Any, Verdicts]:
+        return self.policy.init(batch, max_draft_tokens), Verdicts.init(batch, max_draft_tokens)
+
+    def lengths(self, state: tuple[Any, Verdicts], view: StepView) -> Int32[Array, "b"]:
+        inner, verdicts = state
+        batch, k = verdicts.trials.shape
+        wanted = jnp.clip(self.policy.lengths(inner, view), 0, view.available)
+        capped = jnp.minimum(wanted, jnp.arange(k + 1)[:, None])  # [n, b]
+        survival = verdicts.survival(self.prior_rate, self.prior_weight)
+        verified = jnp.arange(k) < capped[:, :, None]
+        gained = jnp.sum(jnp.where(verified, survival, 0), axis=(1, 2))
+        num_active = jnp.sum(view.active, dtype=jnp.int32)
+        buckets = jnp.array(row_buckets(batch, k + 1), jnp.int32)
+        rows = buckets[jnp.searchsorted(buckets, num_active + jnp.sum(capped, axis=1))]
+        ms = self.costs.step_ms(rows.astype(jnp.float32), cached_tokens(view))
+        if not view.drafted:
+            ms = ms + self.costs.draft_step_ms(batch) * jnp.max(capped, axis=1)
+        return capped[jnp.argmax((num_active + gained) / ms)]
+
+    def update(self, state: tuple[Any, Verdicts], num_drafted, num_accepted):
+        inner, verdicts = state
+        verdicts = verdicts.update(num_drafted, num_accepted, self.memory)
+        return self.policy.update(inner, num_drafted, num_accepted), verdicts
+
+
+def cached_tokens(view: StepView) -> Float[Array, ""]:
+    """What a step reads from the cache, in tokens."""
+    return jnp.sum(jnp.where(view.active, view.lengths - 1, 0)).astype(jnp.float32)

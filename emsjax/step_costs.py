@@ -1,0 +1,144 @@
+"""What a step takes on a device: measured by `emsjax profile`, read by draft-length policies."""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from emsjax.packing import row_buckets
+
+FORMAT = "emsjax profile 1"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StepCosts:
+    """Milliseconds of a decoding step: step_ms(rows) + token_ms x cached tokens + draft steps.
+
+    Attributes:
+        rows: packed rows, ascending; between them the cost is interpolated.
+        row_ms: of a step of so many rows whose samples have nothing cached.
+        token_ms: for each token that is cached for an active sample.
+        batches: slots, ascending.
+        draft_ms: of one step of the draft model with so many slots; 0 without a draft model.
+    """
+
+    rows: Float[Array, "n"]
+    row_ms: Float[Array, "n"]
+    token_ms: Float[Array, ""]
+    batches: Float[Array, "m"]
+    draft_ms: Float[Array, "m"]
+
+    @classmethod
+    def of(
+        cls,
+        row_ms: Mapping[int, float],
+        token_ms: float = 0.0,
+        draft_ms: float | Mapping[int, float] = 0.0,
+    ) -> "StepCosts":
+        """From plain numbers: ms by rows, and ms of a draft step, by slots where it matters.
+
+        Raises:
+            ValueError: no rows, or times that are not above 0 (`row_ms`) or below it.
+        """
+        if not isinstance(draft_ms, Mapping):
+            draft_ms = {1: draft_ms}
+        if not row_ms or not draft_ms:
+            raise ValueError("row_ms and draft_ms must each hold at least one time")
+        if min(row_ms.values()) <= 0 or min(token_ms, *draft_ms.values()) < 0:
+            raise ValueError("row_ms must be above 0, token_ms and draft_ms at least 0")
+        column = lambda values: np.array(list(values), np.float32)
+        knots = lambda table: (column(sorted(table)), column(table[at] for at in sorted(table)))
+        return cls(*knots(row_ms), np.float32(token_ms), *knots(draft_ms))
+
+    @classmethod
+    def from_profile(cls, profile: str | PathLike | Mapping[str, Any]) -> "StepCosts":
+        """What `emsjax profile` measured: its file, or what that holds.
+
+        Raises:
+            ValueError: not such a profile.
+        """
+        costs = read_profile(profile)["costs"]
+        table = lambda name: {int(at): ms for at, ms in costs[name].items()}
+        return cls.of(table("row_ms"), costs["token_ms"], table("draft_ms"))
+
+    def step_ms(self, rows: Float[Array, "*n"], cached_tokens: Float[Array, ""]):
+        """Of steps with so many packed rows, padding included, without drafting."""
+        return along(rows, self.rows, self.row_ms) + self.token_ms * cached_tokens
+
+    def draft_step_ms(self, slots: float) -> Float[Array, ""]:
+        """Of one step of the draft model."""
+        return along(jnp.float32(slots), self.batches, self.draft_ms)
+
+
+def read_profile(profile: str | PathLike | Mapping[str, Any]) -> Mapping[str, Any]:
+    """The profile itself, from its file where that is given.
+
+    Raises:
+        ValueError: not a profile of this version.
+    """
+    name = "profile"
+    if not isinstance(profile, Mapping):
+        name = str(profile)
+        try:
+            profile = json.loads(Path(profile).read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{name} is no JSON: not written by emsjax profile") from error
+    if not isinstance(profile, Mapping) or profile.get("format") != FORMAT:
+        raise ValueError(f"{name} is not of the format {FORMAT!r} that emsjax profile writes")
+    return profile
+
+
+def synergy_lengths(
+    costs: StepCosts,
+    batches: Iterable[int],
+    context: float,
+    accepted: Float[np.ndarray, "k1"],
+    drafted: Float[np.ndarray, "k1"],
+) -> dict[int, int]:
+    """The draft length s with the most tokens per second, for each batch size b.
+
+    The time per token of a sample is
+    T(b, s) = (t_verify(b, s) + s t_draft(b)) / (accepted[s] + 1), where t_verify is the
+    measured cost of the row bucket that the step's rows b (1 + drafted[s]) need.
+
+    Args:
+        context: mean cached tokens of a sample.
+        accepted: mean tokens that a sample accepts in a step, by draft length 0..k.
+        drafted: mean tokens that it drafts.
+
+    Reference: The Synergy of Speculative Decoding and Batching, arXiv 2310.18813.
+    """
+    length = np.arange(len(accepted))
+
+    def best(batch: int) -> int:
+        buckets = np.array(row_buckets(batch, len(length)))
+        # Rounding must not lift a full bucket into the next.
+        rows = buckets[np.searchsorted(buckets, batch * (1 + drafted) - 1e-3)]
+        ms = np.asarray(costs.step_ms(jnp.array(rows, jnp.float32), jnp.float32(batch * context)))
+        ms = ms + length * float(costs.draft_step_ms(batch))
+        return int(np.argmin(ms / (accepted + 1)))
+
+    return {batch: best(batch) for batch in batches}
+
+
+def accepted_at_rate(rate: float, max_draft_tokens: int) -> Float[np.ndarray, "k1"]:
+    """Mean accepted tokens by draft length 0..k, where each token stands with this probability."""
+    survival = rate ** np.arange(1, max_draft_tokens + 1)
+    return np.concatenate([[0.0], np.cumsum(survival)])
+
+
+def along(x: Float[Array, "*n"], at: Float[Array, "k"], values: Float[Array, "k"]):
+    """Linear between the points, constant before the first, the last slope goes on behind."""
+    inside = jnp.interp(x, at, values)
+    if at.shape[0] == 1:
+        return inside
+    slope = (values[-1] - values[-2]) / (at[-1] - at[-2])
+    return inside + jnp.maximum(slope, 0) * jnp.maximum(x - at[-1], 0)
