@@ -20,6 +20,7 @@ import emsjax
 from emsjax.benchmarks import kernel_times, kernels_per_step
 from emsjax.config import OPTConfig
 from emsjax.decoding import DecodeState, decode_loop
+from emsjax.drafting.replay import Overriding
 
 SHORT, LONG = 3, 13  # steps of the two runs whose difference is timed
 REPETITIONS = 7
@@ -37,39 +38,25 @@ MODELS = {
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class RejectedDrafter:
+class RejectedDrafter(Overriding):
     """Always proposes as many tokens as it may, all of them `token_id`.
 
-    A `source` drafts first, its tokens are then replaced: its time is paid, and the
-    target sees the same rows with and without it.
+    With a `source` its time is paid, and the target sees the same rows as without it.
     """
 
     token_id: int = dataclasses.field(metadata={"static": True})
     max_draft_tokens: int = dataclasses.field(metadata={"static": True})
     source: Any = None
 
-    def init(self, *prompts):
-        return () if self.source is None else self.source.init(*prompts)
-
-    def propose(self, state, tokens, lengths, draft_lengths, keys, sampling):
-        drafted = jnp.zeros((tokens.shape[0], self.max_draft_tokens), jnp.int32)
-        if self.source is not None:
-            draft, state = self.source.propose(
-                state, tokens, lengths, draft_lengths, keys, sampling
-            )
-            drafted = draft.tokens
-        # Never true; whoever drafted cannot be left out as unused.
-        rejected = jnp.where(drafted < 0, drafted, self.token_id)
-        return emsjax.Draft(rejected, draft_lengths), state
-
-    def commit(self, state, lengths):
-        return state if self.source is None else self.source.commit(state, lengths)
+    def override(self, lengths, draft_lengths):
+        shape = (lengths.shape[0], self.max_draft_tokens)
+        return emsjax.Draft(jnp.full(shape, self.token_id, jnp.int32), draft_lengths)
 
 
-def random_model(config: OPTConfig) -> emsjax.OPT:
-    """Random bfloat16 weights under which the last token id is never the likeliest."""
+def random_model(config: OPTConfig, dtype=jnp.bfloat16) -> emsjax.OPT:
+    """Random weights under which the last token id is never the likeliest."""
     # Not under jit: that compiles the random draws of every layer anew, for longer than they take.
-    model = emsjax.OPT(config, rngs=nnx.Rngs(0))
+    model = emsjax.OPT(config, rngs=nnx.Rngs(0), dtype=dtype)
     table = model.embed_tokens.embedding
     # A zero embedding has logit 0, below the largest of the others, and loses a tie.
     table[...] = table[...].at[-1].set(0)
@@ -105,13 +92,55 @@ class Run(abc.ABC):
         return time.perf_counter() - start
 
 
-class StepRun(Run):
+class LoopRun(Run):
+    """The library's own loop.
+
+    Args:
+        state: from `emsjax.init_state`, with this drafter and policy or one like it.
+        draft_length: the policy; it may be replaced between two runs.
+    """
+
+    def __init__(self, model, drafter, state: DecodeState, attention, draft_length=None):
+        self.drafter, self.draft_length = drafter, draft_length
+        super().__init__(model, state, attention)
+
+    def decode(self, steps: int) -> DecodeState:
+        return decode_loop(
+            self.model,
+            self.drafter,
+            self.state,
+            self.draft_length,
+            steps,
+            attention_implementation=self.attention,
+        )
+
+    def rewind(self) -> DecodeState:
+        state = super().rewind()
+        drafter_state, policy_state = state.drafter_state, ()
+        if self.drafter is not None:
+            drafter_state = self.drafter.commit(drafter_state, state.lengths)
+        if self.draft_length is not None:
+            batch, k1 = state.counters.accepted_histogram.shape
+            policy_state = self.draft_length.init(batch, k1 - 1)
+        return dataclasses.replace(
+            state,
+            active=state.sequence_ids >= 0,
+            ended=jnp.zeros_like(state.ended),
+            drafter_state=drafter_state,
+            policy_state=policy_state,
+            counters=jax.tree.map(jnp.zeros_like, state.counters),
+        )
+
+
+class StepRun(LoopRun):
     """The device loop of one shape: `rows` rows of each of `batch` samples.
 
     Args:
         context: mean cached tokens of a sample in the timed steps.
         source: what drafts, at a cost; None: drafts come for nothing.
         sampling: None: greedy.
+        draft_length: makes fewer rows possible: see `feed`.
+        max_new_tokens: a sample's room in the cache, beside the prompt.
 
     Raises:
         ValueError: too short a context, or what `emsjax.init_state` refuses.
@@ -127,6 +156,8 @@ class StepRun(Run):
         *,
         source: Any = None,
         sampling: emsjax.Sampling | None = None,
+        draft_length: emsjax.FixedLength | None = None,
+        max_new_tokens: int = MAX_NEW_TOKENS,
     ):
         vocab = model.config.vocab_size
         # The middle of the timed steps, which follow SHORT others, is to have this context.
@@ -135,32 +166,30 @@ class StepRun(Run):
             raise ValueError(f"--context must be at least {context + 1 - length}, not {context}")
         prompts = np.random.default_rng(0).integers(5, vocab - 1, (batch, length))
         self.shape = (batch, rows)
-        self.drafter = RejectedDrafter(vocab - 1, rows - 1, source) if rows > 1 else None
+        drafter = RejectedDrafter(vocab - 1, rows - 1, source) if rows > 1 else None
         state = emsjax.init_state(
             model,
-            self.drafter,
+            drafter,
             list(prompts),
-            max_new_tokens=max(MAX_NEW_TOKENS, LONG + rows),
+            draft_length=draft_length,
+            max_new_tokens=max(max_new_tokens, LONG + rows),
             sampling=sampling,
             key=jax.random.key(0),
             eos_token_ids=(),
             attention_implementation=attention,
         )
-        super().__init__(model, state, attention)
+        super().__init__(model, drafter, state, attention, draft_length)
 
-    def decode(self, steps: int) -> DecodeState:
-        options = {"attention_implementation": self.attention}
-        return decode_loop(self.model, self.drafter, self.state, None, steps, **options)
+    def feed(self, rows: int) -> None:
+        """From now on so many rows of each sample: no more than at first, and no new compilation.
 
-    def rewind(self) -> DecodeState:
-        state = super().rewind()
-        if self.drafter is None:
-            return state
-        back = self.drafter.commit(state.drafter_state, state.lengths)
-        return dataclasses.replace(state, drafter_state=back)
+        To be used where the run was made with a `draft_length`.
+        """
+        self.shape = (self.shape[0], rows)
+        self.draft_length = emsjax.FixedLength(rows - 1)
 
     def fed(self) -> dict[str, Any]:
-        """What the counters say of all steps so far, and the contexts of the timed ones.
+        """What the counters say of the last run's steps, and the contexts of the timed ones.
 
         Raises:
             RuntimeError: a step fed other rows than the shape says, or drafts were accepted

@@ -1,0 +1,243 @@
+"""Speed without trained weights: a model that says a given text, and drafts accepted as often
+as an acceptance profile has it.
+
+Verification is real, and the output is known token for token: the text, from each prompt's end.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import emsjax
+from emsjax.checks import as_token_ids, check_at_least
+from emsjax.config import POSITION_OFFSET, OPTConfig
+from emsjax.drafting.replay import Replay
+
+SIGNAL = 4  # of a position's entry, to all that is added to it
+
+
+def scripted_model(
+    config: OPTConfig, text: Sequence[int], *, dtype=jnp.bfloat16, seed: int = 0
+) -> emsjax.OPT:
+    """Random weights that say `text` [t], greedily and whatever has been said before.
+
+    After position p comes text[p + 1]; from position t - 1 on, anything. The likeliest token's
+    logit l is ahead of the next one's by about l (1 - sqrt(2 ln(vocab_size) / hidden_size)).
+
+    Raises:
+        ValueError: embeddings of another width than the layers, a norm after each layer, too
+            few dimensions to tell the ids apart, an `init_std` that is not above 0, ids outside
+            the vocabulary, or more than max_position_embeddings + 1 tokens.
+    """
+    _check_config(config)
+    text = as_token_ids("text", text, config.vocab_size)
+    limit = config.max_position_embeddings + 1  # the last token said is never fed
+    if len(text) > limit:
+        raise ValueError(f"text must have at most {limit} tokens, not {len(text)}")
+    # Not under jit: see `random_model`.
+    model = emsjax.OPT(config, rngs=nnx.Rngs(seed), dtype=dtype)
+    embedding, table = model.embed_tokens.embedding[...], model.embed_positions.embedding
+    entries = jnp.asarray(_multiple(config), dtype) * embedding[text[1:]]
+    first = POSITION_OFFSET
+    table[...] = table[...].at[first : first + len(entries)].set(entries)
+    return model
+
+
+def _check_config(config: OPTConfig) -> None:
+    if config.has_projections:
+        raise ValueError(
+            f"word_embed_proj_dim must be hidden_size ({config.hidden_size}), "
+            f"not {config.word_embed_proj_dim}: the position table is to hold embeddings"
+        )
+    if not config.do_layer_norm_before:
+        raise ValueError(
+            "do_layer_norm_before must be true: a norm after each layer "
+            "shrinks what the position table put in"
+        )
+    least = math.ceil(4 * math.log(config.vocab_size))
+    if config.hidden_size < least:
+        raise ValueError(
+            f"hidden_size must be at least {least}, not {config.hidden_size}: random embeddings "
+            f"of {config.vocab_size} ids are too much alike"
+        )
+    if not config.init_std > 0:
+        raise ValueError(f"init_std must be above 0, not {config.init_std}")
+
+
+def _multiple(config: OPTConfig) -> float:
+    """How often the embedding of the next token is put into the position table."""
+    # Layers see inputs of variance 1. With weights of variance w over e dimensions, values have
+    # variance w e at most, and what attention adds (w e)^2. Behind a relu, half the square is
+    # left, so the feed-forward part adds w f (w e / 2). Independent weights: variances add up.
+    size, ffn, variance = config.hidden_size, config.ffn_dim, config.init_std**2
+    layer = (variance * size) ** 2 + variance * ffn * variance * size / 2
+    added = math.sqrt(config.num_hidden_layers * layer) / config.init_std
+    # The 1 is the fed token's own embedding; by a power of two, nothing is rounded.
+    return 2.0 ** math.ceil(math.log2(SIGNAL * (1 + added)))
+
+
+def _check_probability(name: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} must lie in [0, 1], not {value}")
+
+
+class Profile(Protocol):
+    """How much is drafted and accepted, at random.
+
+    Attributes:
+        max_draft_tokens: the most that a sample drafts in a step.
+    """
+
+    max_draft_tokens: int
+
+    def draw(
+        self, rng: np.random.Generator, batch: int, width: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Drafted tokens and the right ones among them, both int32 [batch, width].
+
+        Every sample and position has its own: a step starts at one position of a sample.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class CopyAcceptance:
+    """Copies from a reference: all or nothing is drafted, and often the whole copy is right.
+
+    Args:
+        miss: probability that nothing is drafted.
+        draft_tokens: length of a copy.
+        whole: probability that all of a copy is right.
+        decay: otherwise, a = 0..draft_tokens - 1 tokens are, with weights decay^a.
+
+    Raises:
+        ValueError: a probability or the decay outside [0, 1], or a negative length.
+    """
+
+    miss: float = 0.3
+    draft_tokens: int = 7
+    whole: float = 0.5
+    decay: float = 0.6
+
+    def __post_init__(self):
+        for name in ("miss", "whole", "decay"):
+            _check_probability(name, getattr(self, name))
+        check_at_least("draft_tokens", self.draft_tokens, 0)
+
+    @property
+    def max_draft_tokens(self) -> int:
+        return self.draft_tokens
+
+    def draw(self, rng, batch, width):
+        uniform = rng.random((3, batch, width))
+        counts = np.where(uniform[0] < self.miss, 0, self.draft_tokens)
+        weights = self.decay ** np.arange(max(self.draft_tokens, 1))
+        edges = np.cumsum(weights)[:-1] / np.sum(weights)
+        part = np.searchsorted(edges, uniform[1], side="right")
+        right = np.where(uniform[2] < self.whole, counts, np.minimum(part, counts))
+        return counts.astype(np.int32), right.astype(np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenAcceptance:
+    """A draft model: each of `draft_tokens` tokens is right with probability `rate`.
+
+    Raises:
+        ValueError: a rate outside [0, 1], or a negative number of tokens.
+    """
+
+    rate: float
+    draft_tokens: int
+
+    def __post_init__(self):
+        _check_probability("rate", self.rate)
+        check_at_least("draft_tokens", self.draft_tokens, 0)
+
+    @property
+    def max_draft_tokens(self) -> int:
+        return self.draft_tokens
+
+    def draw(self, rng, batch, width):
+        stands = rng.random((batch, width, self.draft_tokens)) < self.rate
+        right = np.cumprod(stands, axis=2, dtype=np.int32).sum(axis=2, dtype=np.int32)
+        return np.full((batch, width), self.draft_tokens, np.int32), right
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class Mixed:
+    """Sample s follows profiles[s % len(profiles)].
+
+    Raises:
+        ValueError: no profiles.
+    """
+
+    profiles: tuple[Profile, ...]
+
+    def __init__(self, *profiles: Profile):
+        if not profiles:
+            raise ValueError("profiles is empty: at least one is needed")
+        object.__setattr__(self, "profiles", profiles)
+
+    @property
+    def max_draft_tokens(self) -> int:
+        return max(profile.max_draft_tokens for profile in self.profiles)
+
+    def draw(self, rng, batch, width):
+        drawn = np.empty((2, batch, width), np.int32)
+        for first, profile in enumerate(self.profiles):
+            samples = drawn[:, first :: len(self.profiles)]
+            samples[:] = profile.draw(rng, samples.shape[1], width)
+        return drawn[0], drawn[1]
+
+
+PROFILES = {"llma": CopyAcceptance(), "draft-model": TokenAcceptance(0.8, 4)}
+
+
+def replay(
+    profile: Profile,
+    text: Sequence[Any],
+    batch: int,
+    *,
+    vocab_size: int,
+    max_draft_tokens: int | None = None,
+    seed: int,
+    source: Any = None,
+) -> Replay:
+    """A drafter of `text`, accepted as the profile says.
+
+    Args:
+        text: what the target says: [t], the same for all samples, or [batch, t].
+        max_draft_tokens: longer drafts are cut to it; None: the profile's.
+        seed: of the draws.
+        source: does the work of drafting, for `max_draft_tokens` tokens if its limit is open;
+            None: nobody does.
+
+    Raises:
+        ValueError: ids outside the vocabulary, another number of texts, a batch below 1, a
+            vocabulary below 2, `max_draft_tokens` below 1, or a source with a smaller limit.
+    """
+    check_at_least("batch", batch, 1)
+    check_at_least("vocab_size", vocab_size, 2)  # or no token is a wrong one
+    k = profile.max_draft_tokens if max_draft_tokens is None else max_draft_tokens
+    check_at_least("max_draft_tokens", k, 1)
+    texts = [text] if np.ndim(text) < 2 else text
+    texts = np.stack([as_token_ids("text", one, vocab_size) for one in texts])
+    if len(texts) not in (1, batch):
+        raise ValueError(f"text must be one or {batch}, one per sample, not {len(texts)}")
+    if hasattr(source, "with_limit"):
+        source = source.with_limit(k)
+    if source is not None and source.max_draft_tokens < k:
+        raise ValueError(
+            f"the source drafts {source.max_draft_tokens} tokens at most, "
+            f"less work than for max_draft_tokens={k}"
+        )
+    texts = np.broadcast_to(texts, (batch, texts.shape[1]))
+    counts, right = profile.draw(np.random.default_rng(seed), *texts.shape)
+    counts = np.minimum(counts, k)
+    arrays = (texts, counts, np.minimum(right, counts))
+    return Replay(*map(jnp.asarray, arrays), vocab_size, k, source)

@@ -1,0 +1,227 @@
+"""`emsjax profile`: what steps of a model's shape take on this device, for draft-length policies.
+
+Random weights of the model's configuration: their values do not change times. Of a deep model
+two slices of a few layers are timed, and every further layer taken to cost what the layers
+between them do. A step's time is modelled as a cost of its packed rows plus one of each cached
+token; the drafting of a draft model is timed beside drafts that come for nothing.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+import emsjax
+from emsjax.benchmarks.runs import LONG, SHORT, StepRun, random_model, time_steps
+from emsjax.config import OPTConfig
+from emsjax.packing import row_buckets
+from emsjax.step_costs import FORMAT, StepCosts, accepted_at_rate, synergy_lengths
+
+SLICES = (2, 6)  # layers
+SECONDS, REPETITIONS = 0.3, 15  # of a point's measurement, and at most
+DRAFTED = 8  # tokens of a draft that is timed; fewer if no more are allowed
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A timed step."""
+
+    batch: int
+    rows: int  # packed, padding included
+    cached_tokens: float
+    ms: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """What is to be timed."""
+
+    config: OPTConfig
+    draft_config: OPTConfig | None
+    dtype: Any
+    batch_sizes: Sequence[int]
+    context: int  # mean cached tokens of a sample
+    max_draft_tokens: int
+    attention: str | None = None
+
+    def run(self, say: Callable[[str], None]) -> tuple[list[Point], dict[int, float]]:
+        """Points for every batch size, and milliseconds of a draft step by batch size.
+
+        Raises:
+            ValueError: what does not fit into the positions or into memory.
+        """
+        layers = self.config.num_hidden_layers
+        counts = SLICES if layers > SLICES[-1] else (layers,)
+        slices = {
+            count: random_model(
+                dataclasses.replace(self.config, num_hidden_layers=count), self.dtype
+            )
+            for count in counts
+        }
+        draft_model = None
+        if self.draft_config is not None:
+            draft_model = random_model(self.draft_config, self.dtype)
+        points, draft_ms = [], {}
+        for batch in self.batch_sizes:
+            of_slices = []
+            for count, model in slices.items():
+                run = self.start(model, batch)
+                of_slices.append(self.time_rows(run))
+                if draft_model is not None and count == counts[0]:
+                    draft_ms[batch] = self.time_drafting(run, model, draft_model, batch)
+                    say(f"batch {batch}: a draft step {draft_ms[batch]:.3f} ms")
+                del run  # two slices' caches must not exist at once
+            for same in zip(*of_slices, strict=True):
+                ms = extrapolate(counts, [point.ms for point in same], layers)
+                points.append(dataclasses.replace(same[0], ms=ms))
+                say(
+                    f"batch {batch}: {points[-1].rows} rows, "
+                    f"{points[-1].cached_tokens:.0f} cached tokens: {ms:.3f} ms"
+                )
+        return points, draft_ms
+
+    def start(self, model, batch: int, source=None) -> StepRun:
+        return StepRun(
+            model,
+            batch,
+            self.max_draft_tokens + 1,
+            self.context,
+            self.attention,
+            source=source,
+            draft_length=emsjax.FixedLength(self.max_draft_tokens),
+            max_new_tokens=LONG + self.max_draft_tokens + 1,
+        )
+
+    def time_rows(self, run: StepRun) -> list[Point]:
+        """Every row bucket at the context, and the smallest at half of it."""
+        batch, k1 = run.shape
+        points, before = [], 0
+        for bucket in row_buckets(batch, k1):
+            rows = min(bucket // batch, k1)
+            if batch * rows > before:  # or this bucket is out of reach
+                points.append(time_point(run, rows))
+                before = bucket
+        lengths = run.lengths
+        run.lengths = np.maximum(lengths // 2, 1)
+        points.append(time_point(run, max(row_buckets(batch, k1)[0] // batch, 1)))
+        run.lengths = lengths
+        return points
+
+    def time_drafting(self, given: StepRun, model, draft_model, batch: int) -> float:
+        """Milliseconds that each token of a draft takes, beside drafts that come for nothing."""
+        source = emsjax.DraftModel(
+            draft_model, self.max_draft_tokens, attention_implementation=self.attention
+        )
+        drafted = self.start(model, batch, source)
+        tokens = min(DRAFTED, self.max_draft_tokens)
+        with_tokens, without = (
+            time_point(drafted, 1 + n).ms - time_point(given, 1 + n).ms for n in (tokens, 0)
+        )
+        return max(with_tokens - without, 0.0) / tokens
+
+
+def time_point(run: StepRun, rows: int) -> Point:
+    run.feed(rows)
+    run.advance(LONG)  # compiles, the first time
+    seconds = run.advance(SHORT) + run.advance(LONG)
+    repetitions = int(np.clip(SECONDS / seconds, 3, REPETITIONS))
+    ms = time_steps({"step": run}, repetitions)["step"]["best_ms"]
+    fed = run.fed()
+    packed = round(fed["rows_per_step"] + fed["padding_rows_per_step"])
+    return Point(run.shape[0], packed, run.shape[0] * fed["mean_context"], ms)
+
+
+def extrapolate(counts: Sequence[int], ms: Sequence[float], layers: int) -> float:
+    """The time of `layers` layers from the times of one or two counts of them."""
+    if len(counts) == 1:
+        return ms[0]
+    (fewer, more), (short, long) = counts, ms
+    return long + (layers - more) * (long - short) / (more - fewer)
+
+
+def fit(points: Sequence[Point], draft_ms: dict[int, float]) -> tuple[StepCosts, dict[str, float]]:
+    """Costs of rows and of a cached token by least squares of the relative error; that error."""
+    knots = sorted({point.rows for point in points})
+    ms = np.array([point.ms for point in points])
+    of_rows = np.array([[float(point.rows == rows) for rows in knots] for point in points])
+    tokens = np.array([point.cached_tokens for point in points])
+    columns = np.column_stack([of_rows, tokens]) / ms[:, None]
+    solution = np.linalg.lstsq(columns, np.ones(len(ms)), rcond=None)[0]
+    if solution[-1] < 0:  # noise: reading more cannot be faster
+        solution[-1] = 0
+        solution[:-1] = (of_rows / ms[:, None] ** 2).T @ ms / (of_rows / ms[:, None] ** 2).sum(0)
+    row_ms = np.maximum(solution[:-1], 1e-6)
+    errors = np.abs((of_rows @ row_ms + solution[-1] * tokens) / ms - 1)
+    costs = StepCosts.of(
+        dict(zip(knots, row_ms.tolist(), strict=True)), float(solution[-1]), draft_ms or 0.0
+    )
+    return costs, {"mean_error": float(errors.mean()), "max_error": float(errors.max())}
+
+
+def fit_synergy(points: Sequence[Point], accepted: np.ndarray) -> dict[str, Any]:
+    """The quantitative model of Synergy, and how far it is from what was measured.
+
+    t_verify(b, s) = alpha_b s + beta_b for each batch size b, where s + 1 is the rows of a
+    sample, and accepted tokens l(s) = c s^gamma.
+
+    Reference: The Synergy of Speculative Decoding and Batching, arXiv 2310.18813.
+    """
+    verify = {}
+    for batch in sorted({point.batch for point in points}):
+        full = max(point.cached_tokens for point in points if point.batch == batch)
+        chosen = [p for p in points if p.batch == batch and p.cached_tokens == full]
+        s = np.array([point.rows / batch - 1 for point in chosen])
+        ms = np.array([point.ms for point in chosen])
+        columns = np.column_stack([s, np.ones(len(s))]) / ms[:, None]
+        alpha, beta = np.linalg.lstsq(columns, np.ones(len(s)), rcond=None)[0]
+        error = np.abs((alpha * s + beta) / ms - 1).max()
+        verify[batch] = {"alpha_ms": alpha, "beta_ms": beta, "max_error": error}
+    s = np.arange(1, len(accepted))
+    gamma, log_c = np.polyfit(np.log(s), np.log(accepted[1:]), 1) if len(s) > 1 else (1.0, 0.0)
+    error = np.abs(np.exp(log_c) * s**gamma / accepted[1:] - 1).max()
+    accept = {"c": float(np.exp(log_c)), "gamma": float(gamma), "max_error": float(error)}
+    numbers = {b: {name: float(x) for name, x in of.items()} for b, of in verify.items()}
+    return {"verify": numbers, "accepted": accept}
+
+
+def profile(
+    measurement: Measurement, acceptance_rate: float, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """The content of a profile file, but for where it was measured.
+
+    Raises:
+        ValueError: an acceptance rate outside 0..1, or what cannot be measured here.
+    """
+    if not 0 < acceptance_rate < 1:
+        raise ValueError(f"--acceptance-rate must be between 0 and 1, not {acceptance_rate}")
+    points, draft_ms = measurement.run(say)
+    costs, errors = fit(points, draft_ms)
+    k = measurement.max_draft_tokens
+    accepted = accepted_at_rate(acceptance_rate, k)
+    sizes = range(1, max(measurement.batch_sizes) + 1)
+    lengths = synergy_lengths(costs, sizes, measurement.context, accepted, np.arange(k + 1.0))
+    whole = lambda table, values: {int(at): float(x) for at, x in zip(table, values, strict=True)}
+    return {
+        "format": FORMAT,
+        "settings": {
+            "batch_sizes": list(measurement.batch_sizes),
+            "context": measurement.context,
+            "max_draft_tokens": k,
+            "attention": measurement.attention,
+            "slices": list(SLICES),
+        },
+        "points": [dataclasses.asdict(point) for point in points],
+        "costs": {
+            "row_ms": whole(costs.rows, costs.row_ms),
+            "token_ms": float(costs.token_ms),
+            "draft_ms": whole(costs.batches, costs.draft_ms),
+        },
+        "fit": {**errors, "synergy": fit_synergy(points, accepted)},
+        "table": {"acceptance_rate": acceptance_rate, "lengths": lengths},
+    }
+
+
+def device_kind() -> str:
+    return jax.local_devices()[0].device_kind

@@ -1,0 +1,171 @@
+"""What `emsjax bench` decodes: the embedded models, or a scripted model of a larger shape."""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+import emsjax
+from emsjax.benchmarks.runs import MODELS, random_model
+from emsjax.benchmarks.scripted import (
+    CopyAcceptance,
+    Mixed,
+    Profile,
+    TokenAcceptance,
+    replay,
+    scripted_model,
+)
+from emsjax.config import OPTConfig
+from emsjax.demo import DRAFT, PROMPTS, TARGET
+
+PROMPT_TOKENS = (700, 1100)  # of a scripted model's prompts: 900 on average
+CALIBRATION_SEED, CALIBRATION_DRAWS = 2**31, 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What is drafted, by whom, and how often it stands.
+
+    Attributes:
+        source: "prompt-lookup" or "model": whose drafting is paid for.
+        max_new_tokens: of every sample.
+        profile: of acceptance; None: the source's own drafts.
+        live: whether to time the steps in which no sample has finished by themselves too.
+    """
+
+    source: str
+    max_new_tokens: int
+    profile: Profile | None = None
+    live: bool = False
+
+
+SCRIPTED = {
+    "llma": Workload("prompt-lookup", 128, CopyAcceptance(), live=True),
+    "poor": Workload("prompt-lookup", 128, TokenAcceptance(0.2, 16)),
+    # Half of the samples copy, half do not. Longer, so that all are live for a while.
+    "mixed": Workload(
+        "prompt-lookup",
+        512,
+        Mixed(TokenAcceptance(0.95, 16), TokenAcceptance(0.1, 16)),
+        live=True,
+    ),
+    "draft-model": Workload("model", 128, TokenAcceptance(0.8, 16)),
+    "poor-draft-model": Workload("model", 128, TokenAcceptance(0.2, 16)),
+}
+EMBEDDED = {"prompt-lookup": Workload("prompt-lookup", 64), "model": Workload("model", 64)}
+
+
+class ScriptedModels:
+    """Models of a large shape with random weights, of which the target says a known text."""
+
+    workloads = SCRIPTED
+    batch_sizes = (1, 8, 24, 64)
+    dtype = jnp.bfloat16
+
+    def __init__(self, shape: str, draft_shape: str):
+        self.config, self.draft_config = MODELS[shape], MODELS[draft_shape]
+        self.describe = {"shape": shape, "draft_shape": draft_shape}
+
+    @functools.cached_property
+    def text(self) -> np.ndarray:
+        size = self.config.max_position_embeddings
+        return np.random.default_rng(1).integers(5, self.config.vocab_size, size)
+
+    @functools.cached_property
+    def model(self) -> emsjax.OPT:
+        return scripted_model(self.config, self.text, dtype=self.dtype)
+
+    @functools.cached_property
+    def draft_model(self) -> emsjax.OPT:
+        return random_model(self.draft_config, self.dtype)
+
+    def prompts(self, batch: int, max_new_tokens: int) -> list[np.ndarray]:
+        room = self.config.max_position_embeddings - max_new_tokens
+        low, high = (min(length, room) for length in PROMPT_TOKENS)
+        rng = np.random.default_rng(2)
+        lengths = (
+            rng.integers(low, high, batch, endpoint=True) if batch > 1 else [(low + high) // 2]
+        )
+        return [rng.integers(5, self.config.vocab_size, length) for length in lengths]
+
+    def drafters(self, workload: Workload, batch: int, k: int, repeats: int) -> Sequence[Any]:
+        """One for each repeat: the same shapes with draws of their own."""
+        source = source_of(workload, k, self)
+        vocab = self.config.vocab_size
+        return [
+            replay(
+                workload.profile,
+                self.text,
+                batch,
+                vocab_size=vocab,
+                max_draft_tokens=k,
+                seed=seed,
+                source=source,
+            )
+            for seed in range(repeats)
+        ]
+
+    def expected(self, lengths: np.ndarray, max_new_tokens: int) -> np.ndarray:
+        """Each sample's new tokens, [b, n]."""
+        return self.text[lengths[:, None] + np.arange(max_new_tokens)]
+
+    def acceptance(self, workload: Workload, batch: int, k: int):
+        """Mean accepted and drafted tokens by draft length 0..k, from draws of their own."""
+        rng = np.random.default_rng(CALIBRATION_SEED)
+        counts, right = workload.profile.draw(rng, batch, max(1, CALIBRATION_DRAWS // batch))
+        mean = lambda values: np.array([np.minimum(values, n).mean() for n in range(k + 1)])
+        return mean(np.minimum(right, counts)), mean(counts)
+
+
+class EmbeddedModels:
+    """The trained pair that comes with the library, and its prompts, over and over."""
+
+    workloads = EMBEDDED
+    batch_sizes = (1, 8)
+    dtype = jnp.float32
+
+    def __init__(self):
+        self.describe = {"shape": "embedded", "draft_shape": "embedded"}
+
+    @functools.cached_property
+    def model(self) -> emsjax.OPT:
+        return emsjax.OPT.from_pretrained(TARGET, dtype=self.dtype)
+
+    @functools.cached_property
+    def draft_model(self) -> emsjax.OPT:
+        return emsjax.OPT.from_pretrained(DRAFT, dtype=self.dtype)
+
+    @property
+    def config(self) -> OPTConfig:
+        return self.model.config
+
+    @property
+    def draft_config(self) -> OPTConfig:
+        return self.draft_model.config
+
+    def prompts(self, batch: int, max_new_tokens: int) -> list[list[int]]:
+        from transformers import AutoTokenizer
+
+        texts = [prompt["prompt"] for prompt in json.loads(PROMPTS.read_text())]
+        ids = AutoTokenizer.from_pretrained(TARGET)(texts).input_ids
+        return [ids[i % len(ids)] for i in range(batch)]
+
+    def drafters(self, workload: Workload, batch: int, k: int, repeats: int) -> Sequence[Any]:
+        return [source_of(workload, k, self)] * repeats  # nothing is drawn
+
+    def expected(self, lengths, max_new_tokens) -> None:
+        """Not known before plain decoding."""
+
+    def acceptance(self, workload, batch, k) -> None:
+        """Not known before a run."""
+
+
+def source_of(workload: Workload, k: int, models) -> Any:
+    """The drafter whose work is done."""
+    if workload.source == "prompt-lookup":
+        return emsjax.PromptLookup(max_draft_tokens=k)
+    return emsjax.DraftModel(models.draft_model, k)

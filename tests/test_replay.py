@@ -1,0 +1,216 @@
+"""Replayed drafts are accepted as drawn, and their sources are paid for."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_scripted import LENGTHS, NEW_TOKENS, assert_says_text, generate, model_of_text, text_of
+from toy import POSITIONS, VOCAB, ragged_prompts, tiny_model
+
+import emsjax
+from emsjax.benchmarks.scripted import PROFILES, CopyAcceptance, Mixed, TokenAcceptance, replay
+from emsjax.decoding import decode_loop
+from emsjax.drafting.replay import Replay
+
+BATCH = len(LENGTHS)
+
+
+def drafter_of(profile, **options) -> Replay:
+    return replay(profile, text_of(), BATCH, **({"vocab_size": VOCAB, "seed": 5} | options))
+
+
+def simulate(drafter, sample) -> dict:
+    """The sample's counts, from the drawn numbers alone."""
+    counts, right = np.asarray(drafter.counts)[sample], np.asarray(drafter.right)[sample]
+    position, end = LENGTHS[sample], LENGTHS[sample] + NEW_TOKENS[sample]
+    found = {"num_steps": 0, "num_drafted": 0, "num_accepted": 0}
+    histogram = np.zeros(drafter.max_draft_tokens + 1, int)
+    while position < end:
+        drafted = min(counts[position], end - position - 1)
+        accepted = min(right[position], drafted)
+        found["num_steps"] += 1
+        found["num_drafted"] += drafted
+        found["num_accepted"] += accepted
+        histogram[accepted] += 1
+        position += accepted + 1
+    return found | {"accepted_histogram": histogram}
+
+
+def assert_counts_as_simulated(stats, drafter):
+    expected = [simulate(drafter, sample) for sample in range(BATCH)]
+    for name in expected[0]:
+        counted = getattr(stats, name)
+        np.testing.assert_array_equal(counted, [one[name] for one in expected], err_msg=name)
+
+
+SOURCES = {
+    "none": lambda: None,
+    "prompt lookup": lambda: emsjax.PromptLookup(match_length=1),
+    "draft model": lambda: emsjax.DraftModel(tiny_model(num_hidden_layers=1)),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
+def test_replayed_drafts_are_accepted_as_drawn(source):
+    drafter = drafter_of(Mixed(*PROFILES.values()), source=source())
+    out = generate(drafter)
+    assert_says_text(out)
+    assert_counts_as_simulated(out.stats, drafter)
+    assert out.stats.accepted_histogram[:, 1:].any()
+    assert out.stats.accepted_histogram[:, 0].any()
+
+
+def test_a_policys_limit_cuts_replayed_drafts():
+    out = generate(drafter_of(CopyAcceptance(miss=0, whole=1)), draft_length=emsjax.FixedLength(2))
+    assert_says_text(out)
+    np.testing.assert_array_equal(out.stats.num_steps, np.ceil(np.divide(NEW_TOKENS, 3)))
+
+
+def test_other_profiles_seeds_and_texts_need_no_new_compilation():
+    before = decode_loop._cache_size()
+    for profile, seed in [("llma", 0), ("llma", 1), ("draft-model", 0)]:
+        drafter = drafter_of(PROFILES[profile], seed=seed, max_draft_tokens=7)
+        out = generate(drafter)
+        assert_says_text(out)
+        assert_counts_as_simulated(out.stats, drafter)
+    generate(dataclasses.replace(drafter, text=drafter.text[:, ::-1]))
+    assert decode_loop._cache_size() - before <= 1
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CountingSource:
+    """Draws its tokens on the host, which XLA leaves out if nobody uses them."""
+
+    calls: list = dataclasses.field(metadata={"static": True})
+    max_draft_tokens: int = dataclasses.field(default=7, metadata={"static": True})
+
+    def init(self, prompts, prompt_lengths, max_len):
+        return jnp.zeros((), jnp.int32)
+
+    def propose(self, state, tokens, lengths, draft_lengths, keys, sampling):
+        def on_host(step):
+            self.calls.append(step)
+            return np.zeros((BATCH, 9), np.int32)
+
+        shape = jax.ShapeDtypeStruct((BATCH, 9), jnp.int32)
+        return emsjax.Draft(jax.pure_callback(on_host, shape, state), draft_lengths), state
+
+    def commit(self, state, lengths):
+        return state + 1
+
+
+class Calls(list):
+    """Hashable, as a static field must be."""
+
+    __hash__ = object.__hash__
+
+
+def test_the_source_drafts_in_every_step():
+    calls = Calls()
+    out = generate(drafter_of(PROFILES["llma"], source=CountingSource(calls)))
+    assert_says_text(out)
+    assert [int(step) for step in calls] == list(range(out.stats.model_calls))
+
+
+def compiled_loop(source) -> str:
+    drafter = drafter_of(PROFILES["draft-model"], source=source)
+    model, prompts = model_of_text(), ragged_prompts(LENGTHS)
+    state = emsjax.init_state(model, drafter, prompts, max_new_tokens=9)
+    # Lowering makes trees of no arrays, which the annotations refuse in tests.
+    leaves, tree = jax.tree.flatten((model, drafter, state))
+    loop = functools.partial(decode_loop, attention_implementation=None)
+    run = jax.jit(lambda leaves: loop(*tree.unflatten(leaves), None, 3))
+    return run.lower(leaves).compile().as_text()
+
+
+def test_the_compiled_loop_contains_the_sources_work():
+    # Shapes that nothing else has: a search of 128 places, logits of 4 rows.
+    search, logits = "pred[4,128]", "f32[4,61]"
+    of_lookup = compiled_loop(emsjax.PromptLookup(references=[text_of(length=100)] * BATCH))
+    assert search in of_lookup
+    assert logits not in of_lookup
+    of_model = compiled_loop(SOURCES["draft model"]())
+    assert logits in of_model
+    assert search not in of_model
+
+
+def test_a_source_is_asked_whether_it_is_free_fits_and_what_it_holds():
+    lookup, small = SOURCES["prompt lookup"](), SOURCES["draft model"]()
+    bare, copied, drafted = (drafter_of(PROFILES["llma"], source=x) for x in (None, lookup, small))
+    assert bare.free
+    assert not drafted.free
+    assert copied.free == getattr(lookup, "free", False)
+    assert bare.state_bytes(64) == copied.state_bytes(64) == 0
+    assert drafted.source.max_draft_tokens == 7  # its open limit is the replay's
+    assert drafted.state_bytes(64) == drafted.source.state_bytes(64) > 0
+    other = emsjax.DraftModel(tiny_model(vocab_size=VOCAB + 1), 7)
+    with pytest.raises(ValueError, match="vocabulary has 62 ids"):
+        generate(drafter_of(PROFILES["llma"], source=other))
+
+
+def test_a_source_gets_the_references_of_its_prompts():
+    references = [np.full(length, length) for length in (4, 5, 6)]
+    drafter = drafter_of(PROFILES["llma"], source=emsjax.PromptLookup(references=references))
+    served = drafter.for_prompts(np.array([2, 2, 1]), 3)
+    np.testing.assert_array_equal(served.source.references[:, 0], [6, 6, 5])
+    assert served.text is drafter.text
+    bare = drafter_of(PROFILES["llma"])
+    assert bare.for_prompts(np.array([0]), 1) is bare
+
+
+def test_draws_differ_between_samples_positions_and_seeds():
+    for profile in PROFILES.values():
+        first, same, other = (drafter_of(profile, seed=seed).right for seed in (0, 0, 1))
+        np.testing.assert_array_equal(first, same)
+        assert (first != other).any()
+        assert len(np.unique(first, axis=0)) == BATCH
+        assert len(np.unique(first, axis=1).T) > BATCH
+
+
+def test_longer_drafts_are_cut_to_the_limit():
+    drafter = drafter_of(PROFILES["llma"], max_draft_tokens=3)
+    assert drafter.max_draft_tokens == 3
+    assert set(np.unique(drafter.counts)) == {0, 3}
+    assert set(np.unique(drafter.right)) == {0, 1, 2, 3}
+
+
+def test_proposals_at_every_position_of_texts_of_ones_own():
+    texts = np.stack([text_of(3, seed=seed) for seed in range(BATCH)])
+    drafter = replay(PROFILES["llma"], texts, BATCH, vocab_size=3, seed=0)
+    np.testing.assert_array_equal(drafter.text, texts)
+    limits = np.array([7, 1, 0, 4])
+    propose = jax.jit(drafter.propose)
+    for length in range(1, POSITIONS + 9):
+        draft, _ = propose((), None, jnp.full(BATCH, length), jnp.asarray(limits), None, None)
+        at, after = min(length, POSITIONS), np.minimum(length + np.arange(7), POSITIONS)
+        wrong = np.arange(7) == np.asarray(drafter.right)[:, [at]]
+        said = np.where(wrong, (texts[:, after] + 1) % 3, texts[:, after])
+        np.testing.assert_array_equal(draft.tokens, said)
+        np.testing.assert_array_equal(draft.counts, np.minimum(drafter.counts[:, at], limits))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: drafter_of(TokenAcceptance(1, 0)), "max_draft_tokens must be at least 1, not 0"),
+        (lambda: drafter_of(PROFILES["llma"], max_draft_tokens=0), "max_draft_tokens must be at"),
+        (lambda: drafter_of(PROFILES["llma"], vocab_size=1), "vocab_size must be at least 2"),
+        (lambda: drafter_of(PROFILES["llma"], vocab_size=9), r"text holds .* outside 0\.\.8"),
+        (
+            lambda: drafter_of(PROFILES["llma"], source=emsjax.PromptLookup(max_draft_tokens=6)),
+            "the source drafts 6 tokens at most",
+        ),
+        (
+            lambda: replay(PROFILES["llma"], [[1], [2]], 3, vocab_size=9, seed=0),
+            "text must be one or 3, one per sample, not 2",
+        ),
+        (lambda: replay(PROFILES["llma"], [1], 0, vocab_size=9, seed=0), "batch must be at least"),
+    ],
+)
+def test_bad_arguments_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
