@@ -123,8 +123,9 @@ class Bench:
             curves = measured_acceptance(run, drafters[0], OneOf(*fixed[f"fixed {self.k}"]))
         context = float(np.mean(run.lengths)) + tokens / 2
         lengths = synergy_lengths(costs, range(1, self.batch + 1), context, *curves)
+        timed = {"whole": workload.whole, "live": workload.live}
         figures = {
-            which: time_policy(run, drafters, OneOf(*chosen), expected, live=workload.live)
+            which: time_policy(run, drafters, OneOf(*chosen), expected, **timed)
             for which, chosen in policies(self.k, costs, lengths).items()
         }
         self.runs[workload.source] = run
@@ -197,9 +198,15 @@ def new_tokens(run: LoopRun, count: int) -> np.ndarray:
 
 
 def time_policy(
-    run: LoopRun, drafters: Sequence[Any], policy: OneOf, expected: np.ndarray, *, live: bool
+    run: LoopRun,
+    drafters: Sequence[Any],
+    policy: OneOf,
+    expected: np.ndarray,
+    *,
+    whole: bool,
+    live: bool,
 ) -> dict[str, Any]:
-    """Speed over all drafters' draws, and what the counters say."""
+    """Speed over all drafters' draws, and what the counters say of the last run of each."""
     total = dict.fromkeys(("seconds", "live_seconds", "tokens", "live_tokens", "steps"), 0)
     total |= dict.fromkeys(("sample_steps", "drafted", "accepted", "rows", "padding_rows"), 0)
     identical = True
@@ -207,27 +214,50 @@ def time_policy(
     for drafter in drafters:
         run.drafter = drafter
         run.advance(1)  # compiles, the first time of all
-        total["seconds"] += run.advance(ALL_STEPS)
-        identical &= bool(np.array_equal(new_tokens(run, expected.shape[1]), expected))
+        if live:
+            total["live_seconds"] += run.advance(steps_until_one_has_finished(run))
+            total["live_tokens"] += int(emitted(run).sum())
+            identical &= says(run, expected)
+        if whole:
+            total["seconds"] += run.advance(ALL_STEPS)
+            total["tokens"] += int(emitted(run).sum())
+            identical &= says(run, expected)
         counters = jax.device_get(run.state.counters)
-        total["tokens"] += expected.size
         total["steps"] += int(counters.model_calls)
         total["sample_steps"] += int(counters.num_steps.sum())
         total["drafted"] += int(counters.num_drafted.sum())
         total["accepted"] += int(counters.num_accepted.sum())
         total["rows"] += int(counters.real_rows)
         total["padding_rows"] += int(counters.padding_rows)
-        if live:
-            total["live_seconds"] += run.advance(int(counters.num_steps.min()))
-            total["live_tokens"] += int((np.asarray(run.state.lengths) - run.lengths).sum())
     speed = lambda what: total[f"{what}tokens"] / total[f"{what}seconds"]
     return {
         **total,
-        "tokens_per_s": speed(""),
+        "tokens_per_s": speed("") if whole else None,
         "live_tokens_per_s": speed("live_") if live else None,
-        "mean_acceptance_length": total["tokens"] / total["sample_steps"],
+        "mean_acceptance_length": 1 + total["accepted"] / total["sample_steps"],
         "identical": identical,
     }
+
+
+def steps_until_one_has_finished(run: LoopRun) -> int:
+    run.advance(1)
+    while bool(run.state.active.all()):
+        left = int((np.asarray(run.state.length_limits) - np.asarray(run.state.lengths)).min())
+        # No sample can finish in fewer steps.
+        run.state = run.decode(-(-left // run.state.counters.accepted_histogram.shape[1]))
+    return int(run.state.counters.model_calls)
+
+
+def emitted(run: LoopRun) -> np.ndarray:
+    """New tokens of each sample so far, [b]."""
+    return np.asarray(run.state.lengths) - run.lengths
+
+
+def says(run: LoopRun, expected: np.ndarray) -> bool:
+    """Whether what has been emitted so far is what was expected, [b, n]."""
+    count = expected.shape[1]
+    there = np.arange(count) < emitted(run)[:, None]
+    return bool((~there | (new_tokens(run, count) == expected)).all())
 
 
 def measured_acceptance(run: LoopRun, drafter, policy: OneOf):
@@ -263,8 +293,8 @@ def describe(entry: Mapping[str, Any]) -> list[str]:
         )
         title = f"{entry['workload']}, batch {entry['batch']}"
         title += ", all live" if which.startswith("live") else ", whole run"
-        beside = "" if which.startswith("live") else f" ({best / plain:.2f} of plain {plain:.0f})"
-        lines.append(f"{title}: best {name} {best:.0f} tokens/s{beside}; of that: {others}")
+        beside = f"{best / plain:.2f} of plain {plain:.0f}"
+        lines.append(f"{title}: best {name} {best:.0f} tokens/s ({beside}); of that: {others}")
     return lines
 
 
