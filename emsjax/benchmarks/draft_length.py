@@ -161,7 +161,7 @@ class Bench:
     def time_plain(self, run: LoopRun, tokens: int) -> dict[str, Any]:
         """Plain decoding from the run's own prompts; beside its figures the tokens."""
         if tokens not in self.plain:
-            state = run.state
+            state = run.rewind()
             bare = {"drafter_state": (), "policy_state": ()}
             counters = Counters.init(self.batch, 0)
             plain = LoopRun(
