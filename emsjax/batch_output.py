@@ -1,7 +1,8 @@
 """The output of `emsjax generate`: append-only JSON Lines beside the run's configuration.
 
 `OUT.run.json` says which run the results of `OUT` belong to. It is written before
-the first result, so results without it, or with another one, are not this run's.
+the first result, so results without it, or with another one, are not this run's. Its field
+"resolved" holds what followed from the options on that day, with which a resumed run goes on.
 """
 
 import contextlib
@@ -17,9 +18,14 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-    """An open output: the (id, sequence) pairs it held when opened, and how to add to it."""
+    """An open output: the (id, sequence) pairs it held when opened, and how to add to it.
+
+    Attributes:
+        resolved: of the run that began it.
+    """
 
     done: frozenset[tuple[str | int, int]]
+    resolved: Mapping
     file: BufferedWriter
 
     def append(self, results: Sequence[Mapping]) -> None:
@@ -32,9 +38,16 @@ class Results:
 
 @contextlib.contextmanager
 def open_results(
-    path: Path, configuration: Mapping, ids: set[str | int], num_sequences: int
+    path: Path,
+    configuration: Mapping,
+    ids: set[str | int],
+    num_sequences: int,
+    resolved: Mapping,
 ) -> Iterator[Results]:
     """Open an output to append to, cutting off an unfinished last line.
+
+    Args:
+        resolved: to go with the configuration of a new run.
 
     Raises:
         ValueError: as `read_results`, or another process has it open.
@@ -46,9 +59,10 @@ def open_results(
             raise ValueError(f"another run is writing {path}") from error
         done, size = read_results(path, configuration, ids, num_sequences)
         if size == 0:
-            write_atomically(configuration_path(path), json.dumps(configuration, indent=2) + "\n")
+            record = json.dumps({**configuration, "resolved": resolved}, indent=2)
+            write_atomically(configuration_path(path), record + "\n")
         file.truncate(size)
-        yield Results(frozenset(done), file)
+        yield Results(frozenset(done), read_resolved(path), file)
 
 
 def read_results(
@@ -107,6 +121,7 @@ def check_configuration(path: Path, configuration: Mapping) -> None:
     if not sidecar.exists():
         raise ValueError(f"{path} exists without {sidecar.name}: not from a run of emsjax generate")
     before = json.loads(sidecar.read_bytes())
+    before.pop("resolved", None)
     names = [*configuration, *(name for name in before if name not in configuration)]
     differences = [
         f"{name} was {before.get(name)!r}, is now {configuration.get(name)!r}"
@@ -115,6 +130,11 @@ def check_configuration(path: Path, configuration: Mapping) -> None:
     ]
     if differences:
         raise ValueError(f"{path} is from another run: {'; '.join(differences)}")
+
+
+def read_resolved(path: Path) -> Mapping:
+    """What followed from the options when the run began whose results the output holds."""
+    return json.loads(configuration_path(path).read_bytes()).get("resolved", {})
 
 
 def configuration_path(path: Path) -> Path:

@@ -16,45 +16,34 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from emsjax.arguments import RunOptions
+from emsjax.batch_drafting import (
+    draft_policy,
+    load_drafter,
+    read_config,
+    resolve,
+    revision_of,
+)
 from emsjax.batch_input import Record, read_records
-from emsjax.batch_output import open_results, read_results
-
-DTYPES = ("float32", "bfloat16", "float16")
+from emsjax.batch_output import open_results, read_resolved, read_results
 
 
-@dataclasses.dataclass(frozen=True)
-class RunOptions:
-    """Every option that changes results; kept beside the output (see `emsjax.batch_output`)."""
-
-    model: str
-    revision: str | None
-    dtype: str
-    drafter: str
-    max_draft_tokens: int | None
-    match_length: int | None
-    search_generated: bool
-    draft_model: str | None
-    draft_revision: str | None
-    temperature: float
-    top_k: int
-    top_p: float
-    num_sequences: int
-    batch_size: int
-    max_new_tokens: int
-    prompt_template: str | None
-    max_prompt_tokens: int | None
-    keep: str
-    seed: int
-
-
-def run(options: RunOptions, input_path: Path, output_path: Path, console: Console) -> None:
+def run(
+    options: RunOptions,
+    input_path: Path,
+    output_path: Path,
+    profile_path: Path | None,
+    console: Console,
+) -> None:
     """Complete every record of the input that the output does not hold yet.
 
     Groups of records are cut from the whole input, whatever is done already: a
-    resumed run feeds the same batches and so draws the same tokens.
+    resumed run feeds the same batches, with the same draft-length policy, and so draws the
+    same tokens.
 
     Raises:
-        ValueError: bad input, or an output of another run. The output is untouched.
+        ValueError: bad input, an output of another run, or a profile that does not suit. The
+            output is untouched.
     """
     source = input_path.read_bytes()
     records = read_records(source, str(input_path), options.prompt_template)
@@ -62,6 +51,7 @@ def run(options: RunOptions, input_path: Path, output_path: Path, console: Conso
     configuration = {
         **dataclasses.asdict(options),
         "input_sha256": hashlib.sha256(source).hexdigest(),
+        "profile_sha256": profile_path and hashlib.sha256(profile_path.read_bytes()).hexdigest(),
     }
     if not output_path.parent.is_dir():
         raise ValueError(f"--output: {output_path.parent} is no folder")
@@ -71,11 +61,12 @@ def run(options: RunOptions, input_path: Path, output_path: Path, console: Conso
         console.print(f"{output_path} is complete: {total} results.", highlight=False)
         return
 
-    config = read_config(options)
+    config = read_config(options.model, options.revision)
     tokenizer, prompts = tokenize(records, options)
     positions = check_positions(
         records, prompts, options.max_new_tokens, config.max_position_embeddings
     )
+    resolved = read_resolved(output_path) if done else resolve(options, config, profile_path)
     import emsjax
 
     # The drafter first: it is small, and may not suit the model.
@@ -83,7 +74,8 @@ def run(options: RunOptions, input_path: Path, output_path: Path, console: Conso
     model = emsjax.OPT.from_pretrained(
         options.model, dtype=options.dtype, revision=options.revision
     )
-    with open_results(output_path, configuration, ids, options.num_sequences) as results:
+    with open_results(output_path, configuration, ids, options.num_sequences, resolved) as results:
+        policy = draft_policy(options, results.resolved, bool(results.done), console)
         if results.done:
             console.print(f"Going on after {len(results.done)} results.", highlight=False)
         tally = Tally()
@@ -98,7 +90,7 @@ def run(options: RunOptions, input_path: Path, output_path: Path, console: Conso
                 if results.done.issuperset(keys):
                     continue
                 started = time.perf_counter()
-                out = complete_group(model, drafter, prompts, group, options)
+                out = complete_group(model, drafter, policy, prompts, group, options)
                 tally.add(out.stats, time.perf_counter() - started)
                 lines = [
                     completion(*key, out, row, tokenizer)
@@ -145,20 +137,6 @@ def make_progress(console: Console) -> Progress:
     )
 
 
-def read_config(options: RunOptions):
-    """The model's `OPTConfig`, without its weights."""
-    from transformers import AutoConfig
-
-    from emsjax.config import OPTConfig
-
-    config = AutoConfig.from_pretrained(options.model, **revision_of(options))
-    return OPTConfig.from_dict(config.to_dict())
-
-
-def revision_of(options: RunOptions) -> dict[str, str]:
-    return {} if options.revision is None else {"revision": options.revision}
-
-
 def tokenize(records: Sequence[Record], options: RunOptions):
     """The tokenizer and every record's token ids, cut to `max_prompt_tokens`.
 
@@ -171,7 +149,7 @@ def tokenize(records: Sequence[Record], options: RunOptions):
     tokenizer = AutoTokenizer.from_pretrained(
         options.model,
         truncation_side="left" if options.keep == "last" else "right",
-        **revision_of(options),
+        **revision_of(options.revision),
     )
     cut = options.max_prompt_tokens is not None
     length = {"truncation": True, "max_length": options.max_prompt_tokens} if cut else {}
@@ -207,33 +185,6 @@ def check_positions(
     )
 
 
-def load_drafter(options: RunOptions, target, tokenizer_size: int, positions: int):
-    """The drafter, for a target of this configuration that uses up to `positions` positions.
-
-    Raises:
-        ValueError: a draft model that does not suit it.
-    """
-    import emsjax
-
-    if options.drafter == "none":
-        return None
-    if options.drafter == "prompt-lookup":
-        return emsjax.PromptLookup(
-            match_length=options.match_length,
-            max_draft_tokens=options.max_draft_tokens,
-            search_generated=options.search_generated,
-        )
-    model = emsjax.OPT.from_pretrained(
-        options.draft_model, dtype=options.dtype, revision=options.draft_revision
-    )
-    same_size = model.config.vocab_size == target.vocab_size
-    drafter = emsjax.DraftModel(
-        model, options.max_draft_tokens, vocab_size=None if same_size else tokenizer_size
-    )
-    drafter.check_target(target, positions)
-    return drafter
-
-
 def records_per_group(options: RunOptions) -> int:
     return max(1, options.batch_size // options.num_sequences)
 
@@ -247,7 +198,7 @@ def record_groups(count: int, options: RunOptions) -> list[range]:
     return [range(start, min(start + size, count)) for start in range(0, count, size)]
 
 
-def complete_group(model, drafter, prompts, group: range, options: RunOptions):
+def complete_group(model, drafter, policy, prompts, group: range, options: RunOptions):
     """`emsjax.generate` for one group; each sequence has the key of its place in the output."""
     import jax
     import numpy as np
@@ -262,6 +213,7 @@ def complete_group(model, drafter, prompts, group: range, options: RunOptions):
         model,
         [np.asarray(prompts[place], np.int32) for place in group],
         drafter=drafter,
+        draft_length=policy,
         max_new_tokens=options.max_new_tokens,
         sampling=emsjax.Sampling(options.temperature, options.top_k, options.top_p),
         num_sequences=num_sequences,

@@ -16,7 +16,7 @@ from emsjax.packing import row_buckets
 from emsjax.step_costs import StepCosts
 
 LIMIT = 15  # with the last emitted token before it a draft fills a tile of 16 rows
-PRIOR_RATE, PRIOR_WEIGHT, MEMORY = 0.7, 16.0, 0.98
+PRIOR_RATE, PRIOR_WEIGHT, MEMORY = 0.7, 24.0, 0.98
 
 
 @jax.tree_util.register_dataclass
@@ -64,24 +64,28 @@ class Goodput:
     def lengths(self, state: Verdicts, view: StepView) -> Int32[Array, "b"]:
         batch, k = state.trials.shape
         # Where drafts are there already a long one takes no longer.
-        longest = jnp.array([k]) if view.drafted else jnp.arange(k + 1)  # [n]
-        position = jnp.arange(k)
-        usable = position < jnp.minimum(view.available[:, None], longest[:, None, None])
+        most = min(self.limit, k)
+        longest = jnp.array([most]) if view.drafted else jnp.arange(most + 1)  # [n]
+        available = jnp.minimum(view.available, longest[:, None])  # [n, b]
+        usable = jnp.arange(k) < available[:, :, None]
         survival = state.survival(self.prior_rate, self.prior_weight)
         gains = jnp.where(usable, survival, 0).reshape(-1, batch * k)
         place = lax.broadcasted_iota(jnp.int32, gains.shape, 1)
         # Stable: of a sample's equally worthy tokens the first come first.
         losses, places = lax.sort((-gains, place), num_keys=1, is_stable=True)
 
-        buckets = row_buckets(batch, k + 1)  # [m]
-        num_active = jnp.sum(view.active, dtype=jnp.int32)
-        room = jnp.array(buckets, jnp.int32) - num_active
-        fits = jnp.arange(batch * k) < room[:, None]
+        buckets = jnp.array(row_buckets(batch, k + 1), jnp.float32)  # [m]
+        num_active = jnp.sum(view.active, dtype=jnp.float32)
+        room = buckets - num_active
+        fits = jnp.arange(batch * k, dtype=jnp.float32) < room[:, None]
         # A sum and no product of matrices: those round to fewer bits on a GPU.
         gained = -jnp.sum(jnp.where(fits, losses[:, None], 0), axis=-1)  # [n, m]
-        ms = self.costs.step_ms(jnp.array(buckets, jnp.float32), cached_tokens(view))
+        # Where there are too few tokens for a bucket, the step takes a smaller one.
+        most_rows = num_active + jnp.sum(available, axis=1, keepdims=True).astype(jnp.float32)
+        used = jnp.searchsorted(buckets, jnp.minimum(buckets, most_rows))
+        ms = self.costs.step_ms(buckets, cached_tokens(view))[used]
         if not view.drafted:
-            ms = ms + self.costs.draft_step_ms(batch) * longest[:, None]
+            ms = ms + self.costs.draft_step_ms(batch) * longest[:, None].astype(jnp.float32)
         tokens_per_ms = jnp.where(room >= 0, (num_active + gained) / ms, 0)
         n, m = jnp.unravel_index(jnp.argmax(tokens_per_ms), tokens_per_ms.shape)
         taken = jnp.zeros(batch * k, bool).at[places[n]].set(fits[m], unique_indices=True)
@@ -127,12 +131,13 @@ class CostCapped:
         survival = verdicts.survival(self.prior_rate, self.prior_weight)
         verified = jnp.arange(k) < capped[:, :, None]
         gained = jnp.sum(jnp.where(verified, survival, 0), axis=(1, 2))
-        num_active = jnp.sum(view.active, dtype=jnp.int32)
-        buckets = jnp.array(row_buckets(batch, k + 1), jnp.int32)
-        rows = buckets[jnp.searchsorted(buckets, num_active + jnp.sum(capped, axis=1))]
-        ms = self.costs.step_ms(rows.astype(jnp.float32), cached_tokens(view))
+        num_active = jnp.sum(view.active, dtype=jnp.float32)
+        rows = num_active + jnp.sum(capped, axis=1, dtype=jnp.float32)
+        buckets = jnp.array(row_buckets(batch, k + 1), jnp.float32)
+        ms = self.costs.step_ms(buckets[jnp.searchsorted(buckets, rows)], cached_tokens(view))
         if not view.drafted:
-            ms = ms + self.costs.draft_step_ms(batch) * jnp.max(capped, axis=1)
+            longest = jnp.max(capped, axis=1).astype(jnp.float32)
+            ms = ms + self.costs.draft_step_ms(batch) * longest
         return capped[jnp.argmax((num_active + gained) / ms)]
 
     def update(self, state: tuple[Any, Verdicts], num_drafted, num_accepted):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterable, Mapping
 from os import PathLike
 from pathlib import Path
@@ -106,8 +107,9 @@ def synergy_lengths(
     """The draft length s with the most tokens per second, for each batch size b.
 
     The time per token of a sample is
-    T(b, s) = (t_verify(b, s) + s t_draft(b)) / (accepted[s] + 1), where t_verify is the
-    measured cost of the row bucket that the step's rows b (1 + drafted[s]) need.
+    T(b, s) = (t_verify(b, s) + s t_draft(b)) / (accepted[s] + 1). A sample drafts all s tokens
+    or, as where a lookup finds nothing, none; t_verify is the mean of the measured costs of the
+    row buckets that the step's rows then need.
 
     Args:
         context: mean cached tokens of a sample.
@@ -120,13 +122,26 @@ def synergy_lengths(
 
     def best(batch: int) -> int:
         buckets = np.array(row_buckets(batch, len(length)))
-        # Rounding must not lift a full bucket into the next.
-        rows = buckets[np.searchsorted(buckets, batch * (1 + drafted) - 1e-3)]
-        ms = np.asarray(costs.step_ms(jnp.array(rows, jnp.float32), jnp.float32(batch * context)))
-        ms = ms + length * float(costs.draft_step_ms(batch))
+        cached = jnp.float32(batch * context)
+        bucket_ms = np.asarray(costs.step_ms(jnp.array(buckets, jnp.float32), cached))
+        drafting = np.arange(batch + 1)  # samples
+        rows = batch + length[:, None] * drafting  # [k1, b + 1]
+        share = np.clip(drafted / np.maximum(length, 1), 0, 1)
+        weights = np.stack([binomial(batch, probability) for probability in share])
+        verify_ms = (weights * bucket_ms[np.searchsorted(buckets, rows)]).sum(axis=1)
+        ms = verify_ms + length * float(costs.draft_step_ms(batch))
         return int(np.argmin(ms / (accepted + 1)))
 
     return {batch: best(batch) for batch in batches}
+
+
+def binomial(trials: int, probability: float) -> Float[np.ndarray, "n1"]:
+    """How likely 0..trials of so many independent events are."""
+    if probability in (0, 1):
+        return np.eye(trials + 1)[round(probability) * trials]
+    n = np.arange(trials + 1)
+    ways = [math.lgamma(trials + 1) - math.lgamma(i + 1) - math.lgamma(trials - i + 1) for i in n]
+    return np.exp(ways + n * np.log(probability) + (trials - n) * np.log1p(-probability))
 
 
 def accepted_at_rate(rate: float, max_draft_tokens: int) -> Float[np.ndarray, "k1"]:

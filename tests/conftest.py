@@ -51,6 +51,14 @@ def strict_dtypes():
         yield
 
 
+@pytest.fixture(autouse=True)
+def profiles(tmp_path, monkeypatch):
+    """The store of profiles: empty, and not the user's."""
+    folder = tmp_path / "profiles"
+    monkeypatch.setenv("EMSJAX_PROFILES", str(folder))
+    return folder
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
     """A model folder with a tokenizer, for the command line."""

@@ -10,7 +10,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 import emsjax
+from emsjax import profile_store
+from emsjax.batch_drafting import read_config
 from emsjax.output import PaddingRatio
+from emsjax.step_costs import FORMAT
 
 END, POSITIONS = 2, 64
 TEXTS = ["def f(x):\n    return x", "for i in range(3):", "a", "print('hello, world')", "x = 1"]
@@ -50,6 +53,32 @@ def save_tiny_model(folder):
     PreTrainedTokenizerFast(
         tokenizer_object=bpe, bos_token="</s>", eos_token="</s>", pad_token="<pad>"
     ).save_pretrained(folder)
+
+
+def profile_of(model, draft_model=None, dtype="float32", row_ms=None, draft_ms=0.0):
+    """What `emsjax profile` could have measured for these folders: by default drafts pay."""
+    configs = [
+        None if folder is None else read_config(folder, None) for folder in (model, draft_model)
+    ]
+    row_ms = {1: 1.0, 1000: 1.1} if row_ms is None else row_ms
+    return {
+        "format": FORMAT,
+        "subject": profile_store.subject(*configs, dtype),
+        "costs": {"row_ms": row_ms, "token_ms": 0.0, "draft_ms": {1: draft_ms}},
+    }
+
+
+class InterruptedGenerate:
+    """`emsjax.generate` for as many calls as given; remembers their policies."""
+
+    def __init__(self, calls, generate=emsjax.generate):
+        self.calls, self.generate, self.policies = calls, generate, []
+
+    def __call__(self, *args, **options):
+        if len(self.policies) == self.calls:
+            raise KeyboardInterrupt
+        self.policies.append(options["draft_length"])
+        return self.generate(*args, **options)
 
 
 class FakeGenerate:

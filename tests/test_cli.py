@@ -105,7 +105,7 @@ def attributes(drafter):
 LOOKUP = dict(vars(emsjax.PromptLookup()))
 MODEL = {
     "max_draft_tokens": 4,
-    "has_own_limit": True,
+    "has_own_limit": False,  # the policy's counts
     "vocab_size": None,
     "attention_implementation": None,
 }
@@ -123,8 +123,19 @@ MODEL |= {"dtype": "float32"}
         (["model", "--draft-model", "equal"], MODEL),
         (
             ["model", "--draft-model", "equal", "--max-draft-tokens", "2"],
-            MODEL | {"max_draft_tokens": 2},
+            MODEL | {"max_draft_tokens": 2, "has_own_limit": True},
         ),
+        (
+            ["model", "--draft-model", "equal", "--draft-length", "9"],
+            MODEL | {"max_draft_tokens": 9, "has_own_limit": True},
+        ),
+        (["prompt-lookup", "--draft-length", "9"], LOOKUP | {"max_draft_tokens": 9}),
+        (["prompt-lookup", "--draft-length", "0"], LOOKUP | {"max_draft_tokens": 1}),
+        (
+            ["prompt-lookup", "--draft-length", "9", "--max-draft-tokens", "5"],
+            LOOKUP | {"max_draft_tokens": 5},
+        ),
+        (["prompt-lookup", "--draft-length", "bass"], LOOKUP),
         (["model", "--draft-model", "padded"], MODEL | {"vocab_size": "the tokenizer's"}),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
@@ -173,7 +184,8 @@ def test_sampled_tokens_are_the_same_for_any_batch_size(tiny_model, draft_models
         lookup = sampled_tokens(tiny_model, paths, batch_size, "--drafter", "prompt-lookup")
         assert lookup == plain
 
-    drafter = ["--drafter", "model", "--draft-model", draft_models["padded"]]
+    # A policy's lengths depend on the whole batch, and a draft model's samples on the lengths.
+    drafter = ["--drafter", "model", "--draft-model", draft_models["padded"], "--draft-length", 4]
     drafted = sampled_tokens(tiny_model, paths, 8, *drafter)
     assert drafted != plain  # of the same distribution
     for batch_size in (1, 7, 64):
@@ -232,6 +244,21 @@ def test_a_bad_line_is_named_before_any_work_starts(paths, fake, capsys, bad):
         (["--draft-model", "d", "--drafter", "prompt-lookup"], ["--draft-model", "model"]),
         (["--draft-revision", "main"], ["--draft-revision", "--drafter model"]),
         (["--max-draft-tokens", "2"], ["--max-draft-tokens", "prompt-lookup or model"]),
+        (["--draft-length", "auto"], ["--draft-length", "prompt-lookup or model"]),
+        (["--draft-length", "0"], ["--draft-length", "prompt-lookup or model"]),
+        (["--draft-length", "-1"], ["--draft-length", "at least 0", "'-1'"]),
+        (["--draft-length", "1.5"], ["--draft-length", "'1.5'"]),
+        (["--draft-length", "long", "--drafter", "model"], ["--draft-length", "auto", "'long'"]),
+        (["--profile", "p.json"], ["--profile", "prompt-lookup or model"]),
+        (
+            ["--drafter", "prompt-lookup", "--draft-length", "bass", "--profile", "p.json"],
+            ["--profile", "--draft-length auto or goodput"],
+        ),
+        (
+            ["--drafter", "prompt-lookup", "--draft-length", "3", "--profile", "p.json"],
+            ["--profile", "--draft-length auto or goodput"],
+        ),
+        (["--drafter", "prompt-lookup", "--profile", "none.json"], ["none.json"]),
         (["--match-length", "2"], ["--match-length", "prompt-lookup"]),
         (["--match-length", "2", "--drafter", "model"], ["--match-length", "prompt-lookup"]),
         (["--search-generated", "--drafter", "model"], ["--search-generated", "prompt-lookup"]),
@@ -239,7 +266,7 @@ def test_a_bad_line_is_named_before_any_work_starts(paths, fake, capsys, bad):
         (["--model", "./no-such-folder"], ["--model", "no-such-folder"]),
         (["--input", "no-such-file.jsonl"], ["no-such-file.jsonl"]),
     ],
-    ids=lambda value: " ".join(value[:4]),
+    ids=lambda value: " ".join(value[:5]),
 )
 def test_a_bad_option_is_named(tiny_model, paths, fake, capsys, monkeypatch, options, parts):
     write_records(paths.input)

@@ -218,8 +218,8 @@ def test_an_output_without_its_sidecar_stays(tiny_model, paths, fake, capsys):
 def test_two_runs_never_write_the_same_output(tmp_path):
     path = tmp_path / "out.jsonl"
     with (
-        batch_output.open_results(path, {}, set(), 1),
+        batch_output.open_results(path, {}, set(), 1, {}),
         pytest.raises(ValueError, match="another run"),
-        batch_output.open_results(path, {}, set(), 1),
+        batch_output.open_results(path, {}, set(), 1, {}),
     ):
         pass

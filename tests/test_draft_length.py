@@ -1,4 +1,6 @@
-"""Draft-length policies: their arithmetic by hand, and no effect on tokens."""
+"""Draft-length policies: their arithmetic by hand, what they are told, no effect on tokens."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -7,18 +9,31 @@ import pytest
 from toy import ScriptedDrafter, ragged_prompts, script_of, tiny_model
 
 import emsjax
+from emsjax.decoding import decode_loop
+from emsjax.draft_length import StepView
 
 PROMPTS = ragged_prompts([9, 2, 17])
 
 
+@jax.jit
+def step(model, drafter, state, policy):
+    return emsjax.step(model, drafter, state, draft_length=policy)
+
+
+def view_of(active, available=32) -> StepView:
+    active = jnp.asarray(active, bool)
+    counts = jnp.where(active, available, 0).astype(jnp.int32)
+    return StepView(active, jnp.full(active.shape, 9, jnp.int32), counts, drafted=False)
+
+
 def trace(policy, accepted_by_step):
     """The length before each step and after the last, as samples accept the given counts."""
-    state = policy.init(2)
-    active, lengths = jnp.ones(2, bool), []
+    state = policy.init(2, 32)
+    view, lengths = view_of([True, True]), []
     for accepted in accepted_by_step:
-        lengths.append(policy.lengths(state, active).tolist())
-        state = policy.update(state, policy.lengths(state, active), jnp.array(accepted))
-    lengths.append(policy.lengths(state, active).tolist())
+        lengths.append(policy.lengths(state, view).tolist())
+        state = policy.update(state, policy.lengths(state, view), jnp.array(accepted))
+    lengths.append(policy.lengths(state, view).tolist())
     assert all(first == second for first, second in lengths)
     return [first for first, _ in lengths]
 
@@ -43,6 +58,7 @@ def trace(policy, accepted_by_step):
         (emsjax.BassHeuristic(initial=9), [(8, 1), (7, 0), (6, 0)], [9, 8, 7, 6]),
         (emsjax.BassHeuristic(2, 3, 2, 5), [(2, 2), (1, 0), (0, 0)], [2, 5, 2, 1]),
     ],
+    ids=["defaults", "at the limit", "a draft stood in part", "other constants"],
 )
 def test_bass_heuristic_follows_algorithm_1(policy, accepted, expected):
     assert trace(policy, accepted) == expected
@@ -50,8 +66,8 @@ def test_bass_heuristic_follows_algorithm_1(policy, accepted, expected):
 
 def test_a_step_without_drafts_does_not_change_the_bass_length():
     policy = emsjax.BassHeuristic()
-    state = policy.update(policy.init(2), jnp.array([0, 0]), jnp.array([0, 0]))
-    assert policy.lengths(state, jnp.ones(2, bool)).tolist() == [7, 7]
+    state = policy.update(policy.init(2, 32), jnp.array([0, 0]), jnp.array([0, 0]))
+    assert policy.lengths(state, view_of([True, True])).tolist() == [7, 7]
 
 
 @pytest.mark.parametrize(
@@ -59,8 +75,8 @@ def test_a_step_without_drafts_does_not_change_the_bass_length():
 )
 def test_a_table_is_looked_up_by_active_samples(num_active, expected):
     table = emsjax.BatchSizeTable({8: 0, 2: 5, 3: 4})
-    active = jnp.arange(30) < num_active
-    assert table.lengths(table.init(30), active).tolist() == [expected] * 30
+    view = view_of(np.arange(30) < num_active)
+    assert table.lengths(table.init(30, 7), view).tolist() == [expected] * 30
 
 
 def test_a_table_adapts_as_samples_finish():
@@ -78,7 +94,141 @@ def test_a_table_adapts_as_samples_finish():
     assert out.stats.num_steps.tolist() == steps.tolist()
 
 
-POLICIES = [emsjax.BassHeuristic(), emsjax.BatchSizeTable({1: 5, 2: 2}), emsjax.FixedLength(2)]
+@dataclasses.dataclass
+class Watching:
+    """Notes what it is told; asks for all there is."""
+
+    views: list[StepView] = dataclasses.field(default_factory=list)
+
+    def init(self, batch, max_draft_tokens):
+        self.max_draft_tokens_told = max_draft_tokens
+        return ()
+
+    def lengths(self, state, view):
+        self.views.append(view)
+        return view.available
+
+    def update(self, state, num_drafted, num_accepted):
+        return state
+
+
+REPEATING = [[5, 6, 7, 8, 5, 6], [3, 4, 9], [1, 2, 9, 1, 2], [5, 6, 7, 8, 9, 5, 6], [5, 6, 5, 6]]
+ROOM, ACTIVE = [9, 9, 3, 9, 9], [True, True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("drafter", "available", "drafted"),
+    [
+        # Copies end with the prompt, a match is missing, 2 tokens are left: of what was found.
+        (emsjax.PromptLookup(max_draft_tokens=4), [4, 0, 2, 4, 0], True),
+        (emsjax.PromptLookup(max_draft_tokens=5), [4, 0, 2, 5, 0], True),
+        (ScriptedDrafter(jnp.full((5, 65), 3, jnp.int32), 4), [4, 4, 2, 4, 0], False),
+    ],
+    ids=["prompt lookup", "longer copies", "not free"],
+)
+def test_a_policy_is_told_what_was_found_or_what_may_be_drafted(drafter, available, drafted):
+    @jax.jit
+    def one_step(model, state):
+        policy = Watching()
+        info = emsjax.step(model, drafter, state, draft_length=policy)[1]
+        (view,) = policy.views
+        return view, info.num_drafted
+
+    model = tiny_model(num_hidden_layers=1)
+    state = emsjax.init_state(model, drafter, REPEATING, max_new_tokens=ROOM)
+    state = dataclasses.replace(state, active=jnp.array(ACTIVE))
+    view, num_drafted = one_step(model, state)
+    assert view.available.tolist() == num_drafted.tolist() == available
+    assert view.drafted == drafted
+    assert view.active.tolist() == ACTIVE
+    assert view.lengths.tolist() == [len(prompt) for prompt in REPEATING]
+
+
+class Drawing(ScriptedDrafter):
+    """Claims to be free, and to have drawn its tokens."""
+
+    free = True
+
+    def propose(self, *args):
+        draft, state = super().propose(*args)
+        probs = jnp.full((*draft.tokens.shape, 61), 1 / 61, jnp.float32)
+        return dataclasses.replace(draft, probs=probs), state
+
+
+def test_tokens_that_were_drawn_cannot_be_free():
+    drafter = Drawing(jnp.zeros((3, 65), jnp.int32))
+    with pytest.raises(ValueError, match=r"draws its tokens \(Draft.probs\) cannot be `free`"):
+        emsjax.generate(tiny_model(num_hidden_layers=1), PROMPTS, drafter, max_new_tokens=9)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Asking:
+    """A user's policy, without a check of what it asks for."""
+
+    wanted: jax.Array  # [b]
+
+    def init(self, batch, max_draft_tokens):
+        return ()
+
+    def lengths(self, state, view):
+        return self.wanted
+
+    def update(self, state, num_drafted, num_accepted):
+        return state
+
+
+@pytest.mark.parametrize("free", [False, True], ids=["model", "free"])
+def test_lengths_beyond_what_there_is_have_no_effect(free):
+    model = tiny_model(num_hidden_layers=1)
+    plain = emsjax.generate(model, PROMPTS, max_new_tokens=20)
+    drafter = ScriptedDrafter(script_of(PROMPTS, plain))
+    if free:
+        references = [np.concatenate(pair) for pair in zip(PROMPTS, plain.tokens, strict=True)]
+        drafter = emsjax.PromptLookup(max_draft_tokens=3, references=references)
+
+    def counted(*wanted):
+        policy = Asking(jnp.array(wanted, jnp.int32))
+        out = emsjax.generate(model, PROMPTS, drafter, policy, max_new_tokens=20)
+        np.testing.assert_array_equal(out.tokens, plain.tokens)
+        return out.stats.num_drafted.tolist(), out.stats.num_steps.tolist()
+
+    expected = counted(3, 0, 1)
+    (long, none, short), steps = expected
+    assert none == 0
+    assert 0 < short <= steps[2]
+    assert long > 2 * steps[0]
+    assert counted(4, -1, 1) == counted(2**31 - 1, -(2**31), 1) == expected
+
+
+COSTS = emsjax.StepCosts.of({1: 1.0, 16: 1.2, 24: 2.0})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AskingForWhatWasFound(Asking):
+    def lengths(self, state, view):
+        return self.wanted if view.drafted else jnp.zeros_like(self.wanted)
+
+
+class Constant(emsjax.PromptLookup):
+    """No pytree."""
+
+
+def test_a_free_drafter_that_is_no_pytree_is_asked_first_too():
+    policy = AskingForWhatWasFound(jnp.ones(5, jnp.int32))
+    for drafter in (Constant(), emsjax.PromptLookup()):
+        out = emsjax.generate(tiny_model(num_hidden_layers=1), REPEATING, drafter, policy, 9)
+        assert out.stats.num_drafted.sum() > 0
+
+
+POLICIES = [
+    emsjax.BassHeuristic(),
+    emsjax.BatchSizeTable({1: 5, 2: 2}),
+    emsjax.FixedLength(2),
+    emsjax.Goodput(COSTS),
+    emsjax.CostCapped(emsjax.BassHeuristic(), COSTS),
+]
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
@@ -94,7 +244,7 @@ def test_no_policy_changes_tokens(policy):
 
 
 def test_the_bass_heuristic_raises_the_limit_that_nobody_set():
-    model = tiny_model()
+    model = tiny_model(num_hidden_layers=1)
     draft = lambda drafter, policy: emsjax.generate(
         model, PROMPTS, drafter, policy, max_new_tokens=40, eos_token_ids=()
     )
@@ -115,26 +265,64 @@ def test_the_bass_heuristic_raises_the_limit_that_nobody_set():
 
 
 def test_a_step_of_ones_own_raises_it_too():
-    model, policy = tiny_model(), emsjax.BassHeuristic(initial=5, limit=6)
+    model, policy = tiny_model(num_hidden_layers=1), emsjax.BassHeuristic(initial=5, limit=6)
     drafter = emsjax.DraftModel(model)
-    options = {"draft_length": policy}
-    state = emsjax.init_state(model, drafter, PROMPTS, max_new_tokens=40, **options)
+    state = emsjax.init_state(model, drafter, PROMPTS, max_new_tokens=40, draft_length=policy)
     drafted = []
     for _ in range(2):
-        state, info = emsjax.step(model, drafter, state, **options)
+        state, info = step(model, drafter, state, policy)
         drafted.append(info.num_drafted.tolist())
     assert drafted == [[5] * 3, [6] * 3]
 
 
-def test_a_draft_model_without_length_is_fed_nothing():
-    model = tiny_model()
-    drafter = emsjax.DraftModel(model)
-    policy = emsjax.FixedLength(0)
+DRAFTING = {draft_ms: emsjax.StepCosts.of({1: 1.0}, draft_ms=draft_ms) for draft_ms in (0.01, 9)}
+NEVER = {
+    "fixed": emsjax.FixedLength(0),
+    "goodput": emsjax.Goodput(DRAFTING[9], limit=2),
+    "cost-capped": emsjax.CostCapped(emsjax.FixedLength(2), DRAFTING[9]),
+}
+
+
+@pytest.mark.parametrize("policy", NEVER.values(), ids=NEVER)
+def test_a_draft_model_without_length_is_fed_nothing(policy):
+    model = tiny_model(num_hidden_layers=1)
+    drafter = emsjax.DraftModel(model, 2)
     state = emsjax.init_state(model, drafter, PROMPTS, draft_length=policy, max_new_tokens=9)
     for _ in range(3):
-        state, info = emsjax.step(model, drafter, state, draft_length=policy)
+        state, info = step(model, drafter, state, policy)
         assert info.num_emitted.tolist() == [1, 1, 1]
     assert state.drafter_state.lengths.tolist() == [8, 1, 16]
+
+
+def test_sampled_tokens_of_a_draft_model_with_goodput():
+    model = tiny_model(num_hidden_layers=1)
+    options = {"sampling": emsjax.Sampling(temperature=0.9), "key": jax.random.key(0)}
+    policy = emsjax.Goodput(DRAFTING[0.01], limit=3)
+    drafter = emsjax.DraftModel(model)
+    out = emsjax.generate(model, PROMPTS, drafter, policy, max_new_tokens=9, **options)
+    assert out.lengths.tolist() == [9, 9, 9]
+    assert out.stats.num_accepted.sum() == out.stats.num_drafted.sum() > 0  # of its own model
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (emsjax.FixedLength(2), emsjax.FixedLength(3)),
+        (emsjax.BatchSizeTable({1: 2, 2: 1}), emsjax.BatchSizeTable({2: 0, 3: 4})),
+        (emsjax.Goodput(DRAFTING[9], 0.3, 4.0, 0.9), emsjax.Goodput(DRAFTING[0.01])),
+        (
+            emsjax.CostCapped(emsjax.FixedLength(1), DRAFTING[9], 0.3, 4.0, 0.9),
+            emsjax.CostCapped(emsjax.FixedLength(2), DRAFTING[0.01]),
+        ),
+    ],
+    ids=lambda policy: type(policy).__name__,
+)
+def test_other_numbers_need_no_new_compilation(first, second):
+    model, drafter = tiny_model(num_hidden_layers=1), emsjax.PromptLookup(match_length=1)
+    emsjax.generate(model, PROMPTS, drafter, first, max_new_tokens=9)
+    before = decode_loop._cache_size()
+    emsjax.generate(model, PROMPTS, drafter, second, max_new_tokens=9)
+    assert decode_loop._cache_size() == before
 
 
 @pytest.mark.parametrize(

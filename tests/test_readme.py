@@ -1,5 +1,6 @@
 """What the README and `emsjax demo` promise, on the embedded model."""
 
+import json
 import re
 from pathlib import Path
 
@@ -12,18 +13,27 @@ from emsjax.cli import main
 from emsjax.demo import demo
 from emsjax.output import PaddingRatio
 from emsjax.packing import pack, row_buckets
+from emsjax.step_costs import FORMAT
 
 README = Path(__file__).parents[1] / "README.md"
 COMPARED = ["prompt lookup", "draft model", "lookup, 4 samples"]  # in the demo
 
 
-def test_the_example_gives_the_tokens_of_plain_decoding(capsys):
-    (example,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+def test_the_examples_give_the_tokens_of_plain_decoding(capsys, tmp_path, monkeypatch):
+    costs = {"row_ms": {16: 1.0, 64: 1.5}, "token_ms": 0.0, "draft_ms": {1: 0.1}}
+    (tmp_path / "profile.json").write_text(json.dumps({"format": FORMAT, "costs": costs}))
+    monkeypatch.chdir(tmp_path)
+    examples = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    assert len(examples) == 2
     names = {}
-    exec(example, names)
+    for example in examples:
+        exec(example, names)
+        out = names["out"]
+        assert out.stats.num_accepted.sum() > 0
+        new = out.tokens.shape[1]
+        plain = emsjax.generate(names["model"], names["prompts"], max_new_tokens=new)
+        np.testing.assert_array_equal(out.tokens, plain.tokens)
     assert capsys.readouterr().out.strip()
-    plain = emsjax.generate(names["model"], names["prompts"], max_new_tokens=32)
-    np.testing.assert_array_equal(names["out"].tokens, plain.tokens)
 
 
 def test_the_step_in_the_figure_is_packed_as_drawn():

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from emsjax.batch_output import write_atomically
 from pallas_kernels.benchmark import report
 from pallas_kernels.benchmark.measure import pure_read, stream_events, time_runs
 
@@ -100,4 +101,4 @@ def surroundings(commit: str | None) -> dict[str, Any]:
 def save(results: Mapping[str, Any], output: Path | None) -> None:
     """Write the results as JSON where a file was asked for."""
     if output is not None:
-        output.write_text(json.dumps(results, indent=1))
+        write_atomically(output, json.dumps(results, indent=1))

@@ -222,7 +222,7 @@ def time_policy(
             total["seconds"] += run.advance(ALL_STEPS)
             total["tokens"] += int(emitted(run).sum())
             identical &= says(run, expected)
-        counters = jax.device_get(run.state.counters)
+        counters = run.state.counters
         total["steps"] += int(counters.model_calls)
         total["sample_steps"] += int(counters.num_steps.sum())
         total["drafted"] += int(counters.num_drafted.sum())
@@ -264,9 +264,10 @@ def measured_acceptance(run: LoopRun, drafter, policy: OneOf):
     """Mean accepted and drafted tokens by draft length, from one run with the longest."""
     run.drafter, run.draft_length = drafter, policy
     run.advance(ALL_STEPS)
-    counters = jax.device_get(run.state.counters)
+    counters = run.state.counters
     stats = SimpleNamespace(
-        accepted_histogram=counters.accepted_histogram, num_drafted=counters.num_drafted
+        accepted_histogram=np.asarray(counters.accepted_histogram),
+        num_drafted=np.asarray(counters.num_drafted),
     )
     return emsjax.draft_length.acceptance_curves(stats)
 

@@ -31,6 +31,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 import emsjax
+from emsjax.arguments import positive_int
 from emsjax.benchmarks import save, surroundings
 from emsjax.benchmarks.runs import (
     LONG,
@@ -43,7 +44,6 @@ from emsjax.benchmarks.runs import (
     time_steps,
 )
 from emsjax.cache import KVCache
-from emsjax.cli import positive_int
 from emsjax.decoding import DecodeState
 from emsjax.kernels import resolve_kernels
 from emsjax.packing import PackedRows

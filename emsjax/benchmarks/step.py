@@ -27,6 +27,7 @@ from typing import Any
 
 import jax
 
+from emsjax.arguments import positive_int
 from emsjax.benchmarks import Rates, measured_rates, save, surroundings
 from emsjax.benchmarks.runs import (
     LONG,
@@ -37,7 +38,6 @@ from emsjax.benchmarks.runs import (
     random_model,
     time_steps,
 )
-from emsjax.cli import positive_int
 from emsjax.config import OPTConfig
 from emsjax.kernels import resolve_kernels
 

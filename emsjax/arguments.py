@@ -1,0 +1,294 @@
+"""The options of the command line, and what their values look like. No heavy imports."""
+
+import argparse
+import dataclasses
+import re
+from pathlib import Path
+from typing import NoReturn
+
+DTYPES = ("float32", "bfloat16", "float16")
+POLICIES = ("auto", "bass", "goodput")  # draft lengths beside fixed ones
+OWN_POLICY = {"draft_length": "auto", "profile": None}  # of whatever drafts
+DRAFTER_OPTIONS = {  # each drafter's own, and their defaults
+    "none": {},
+    "prompt-lookup": {
+        "match_length": 2,
+        "max_draft_tokens": 7,
+        "search_generated": False,
+        **OWN_POLICY,
+    },
+    "model": {
+        "draft_model": None,
+        "draft_revision": None,
+        "max_draft_tokens": None,  # the policy's
+        **OWN_POLICY,
+    },
+}
+# What `emsjax profile` measures if nothing else is asked for.
+PROFILED_BATCH_SIZES, PROFILED_DRAFT_TOKENS, ACCEPTANCE_RATE = (1, 8, 64), 16, 0.8
+PROFILED_CONTEXT = 900  # or as much as the models have room for
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """Every option of `emsjax generate` that changes results: kept beside the output."""
+
+    model: str
+    revision: str | None
+    dtype: str
+    drafter: str
+    draft_length: str | None
+    max_draft_tokens: int | None
+    match_length: int | None
+    search_generated: bool
+    draft_model: str | None
+    draft_revision: str | None
+    temperature: float
+    top_k: int
+    top_p: float
+    num_sequences: int
+    batch_size: int
+    max_new_tokens: int
+    prompt_template: str | None
+    max_prompt_tokens: int | None
+    keep: str
+    seed: int
+
+
+class OneLineErrorParser(argparse.ArgumentParser):
+    """Reports a bad argument as every other error is reported: in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"emsjax: error: {message}\n")
+
+
+def positive_int(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
+    return number
+
+
+positive_int.__name__ = "integer"  # argparse: "invalid integer value"
+
+
+def positive_ints(text: str) -> tuple[int, ...]:
+    """Ascending, each once, of for instance "1,8,64"."""
+    if not re.fullmatch(r"0*[1-9]\d*(,0*[1-9]\d*)*", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"must be like 1,8,64, all at least 1, not {text!r}")
+    return tuple(sorted(set(map(int, text.split(",")))))
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Each once, of for instance "llma,poor"."""
+    return tuple(dict.fromkeys(text.split(",")))
+
+
+def draft_length(text: str) -> str:
+    """A policy's name, or a fixed length as it is usually written."""
+    if text in POLICIES:
+        return text
+    if not re.fullmatch(r"\d+", text, re.ASCII):
+        choices = ", ".join(POLICIES)
+        raise argparse.ArgumentTypeError(
+            f"must be {choices} or an integer of at least 0, not {text!r}"
+        )
+    return str(int(text))
+
+
+def flag(name: str) -> str:
+    """The option whose value is stored under this name."""
+    return "--" + name.replace("_", "-")
+
+
+def make_parser(version: str) -> argparse.ArgumentParser:
+    parser = OneLineErrorParser(
+        prog="emsjax", description="Lossless batched speculative decoding in JAX, unpadded."
+    )
+    parser.add_argument("--version", action="version", version=f"emsjax {version}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser(
+        "demo",
+        help="complete 8 prompts with the embedded model, plainly and speculatively",
+        description="Complete 8 ragged prompts with the embedded model by plain decoding and by "
+        "speculative decoding, greedily and by sampling, and compare. Exit code 1 unless the "
+        "tokens are identical.",
+    )
+    add_generate_arguments(
+        commands.add_parser(
+            "generate",
+            help="complete the prompts of a JSONL file",
+            description="Complete the prompts of a JSONL file. Results are appended as they "
+            "finish; a run that was stopped goes on where it was when started again.",
+        )
+    )
+    add_profile_arguments(
+        commands.add_parser(
+            "profile",
+            help="measure what decoding steps take here, for better draft lengths",
+            description="Measure what decoding and drafting steps of these models take on this "
+            "device, and keep it for `emsjax generate`. Of the models just the configurations "
+            "are read.",
+        )
+    )
+    benchmarks = commands.add_parser("bench", help="compare methods of decoding on this device")
+    add_draft_length_arguments(
+        benchmarks.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK").add_parser(
+            "draft-length",
+            help="draft-length policies beside every fixed length and plain decoding",
+            description="Speed of draft-length policies beside every fixed length and plain "
+            "decoding. Exit code 1 unless all tokens are identical.",
+        )
+    )
+    return parser
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", required=True, metavar="DIR_OR_ID", help="local folder or Hugging Face id")
+    add("--revision", help="branch, tag or commit of a Hugging Face id")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="default: %(default)s")
+    add("--draft-model", metavar="DIR_OR_ID", help="local folder or Hugging Face id")
+    add("--draft-revision", metavar="REVISION", help="branch, tag or commit of the draft model")
+
+
+def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    add = parser.add_argument
+    add(
+        "--input",
+        required=True,
+        type=Path,
+        help='JSON Lines: objects with a unique "id" (string or integer) and "prompt"',
+    )
+    add(
+        "--output",
+        required=True,
+        type=Path,
+        help="JSON Lines: id, text, tokens, mean_logprob (higher is likelier), finish_reason",
+    )
+    add(
+        "--prompt-template",
+        metavar="TEMPLATE",
+        help="makes the prompt from fields of the input, as in '{article} TL;DR: '",
+    )
+    add(
+        "--max-prompt-tokens",
+        type=positive_int,
+        metavar="N",
+        help="cut longer prompts to N tokens, special tokens such as a start token included",
+    )
+    add(
+        "--keep",
+        choices=("first", "last"),
+        default="first",
+        help="which end of a cut prompt stays (default: %(default)s)",
+    )
+    add("--max-new-tokens", type=positive_int, default=128, metavar="N", help="default: 128")
+    add(
+        "--num-sequences",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help='sequences of each record, one output line each, with "sequence" (default: 1)',
+    )
+    add(
+        "--batch-size",
+        type=positive_int,
+        default=8,
+        metavar="N",
+        help="sequences decoded at once (default: 8)",
+    )
+    add("--drafter", choices=DRAFTER_OPTIONS, default="none", help="default: none")
+    add(
+        "--draft-length",
+        type=draft_length,
+        metavar="LENGTH",
+        help="tokens drafted in a step: auto, bass, goodput or a number; auto is goodput where "
+        "`emsjax profile` has measured these models on this device, otherwise bass "
+        "(default: auto)",
+    )
+    add("--profile", type=Path, metavar="FILE", help="profile to use, not the stored one")
+    add(
+        "--max-draft-tokens",
+        type=positive_int,
+        metavar="N",
+        help="default: a fixed --draft-length, otherwise 7 for prompt lookup, the policy's limit "
+        "for a model",
+    )
+    add("--match-length", type=positive_int, metavar="N", help="prompt lookup (default: 2)")
+    add("--search-generated", action="store_true", help="prompt lookup also in the completion")
+    add("--temperature", type=float, default=0.0, help="default: 0, greedy")
+    add("--top-k", type=int, default=0, metavar="N", help="default: 0, all tokens")
+    add("--top-p", type=float, default=1.0, metavar="P", help="default: 1, all tokens")
+    add("--seed", type=int, default=0, help="of the random keys, one per sequence (default: 0)")
+
+
+def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    add = parser.add_argument
+    add(
+        "--batch-sizes",
+        type=positive_ints,
+        default=PROFILED_BATCH_SIZES,
+        metavar="N,N,...",
+        help="default: 1,8,64",
+    )
+    add(
+        "--context",
+        type=positive_int,
+        metavar="N",
+        help=f"mean cached tokens of a sample (default: {PROFILED_CONTEXT}, or what the models "
+        "have room for)",
+    )
+    add(
+        "--max-draft-tokens",
+        type=positive_int,
+        default=PROFILED_DRAFT_TOKENS,
+        metavar="N",
+        help="longest draft to measure (default: %(default)s)",
+    )
+    add(
+        "--acceptance-rate",
+        type=float,
+        default=ACCEPTANCE_RATE,
+        metavar="RATE",
+        help="probability that a draft token stands, for the table of lengths by batch size "
+        "(default: %(default)s)",
+    )
+    add("--output", type=Path, metavar="FILE", help="also write the profile to this JSON file")
+
+
+def add_draft_length_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--shape",
+        default="embedded",
+        help="what is decoded: embedded, the models that come with the library, or a model shape "
+        "such as opt-6.7b, with random weights and scripted drafts (default: %(default)s)",
+    )
+    add("--draft-shape", help="of the draft model beside a model shape (default: opt-125m)")
+    add("--batch-sizes", type=positive_ints, metavar="N,N,...", help="default: the shape's own")
+    add("--workloads", type=names, metavar="NAME,NAME,...", help="default: all of the shape's")
+    add(
+        "--max-draft-tokens",
+        type=positive_int,
+        default=PROFILED_DRAFT_TOKENS,
+        metavar="N",
+        help="longest fixed length (default: %(default)s)",
+    )
+    add("--max-new-tokens", type=positive_int, metavar="N", help="default: the workload's own")
+    add(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="from `emsjax profile` (default: the stored one; without one it is measured first)",
+    )
+    add(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="JSON file that grows with each result; a stopped run goes on where it was",
+    )
+    add("--plot", type=Path, metavar="FILE", help="figure, as PNG, PDF or SVG; needs matplotlib")
+    add("--commit", help="of the measured code (default: the checkout's)")

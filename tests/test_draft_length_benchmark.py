@@ -1,0 +1,325 @@
+"""The draft-length comparison: a policy of policies, figures that fit, one compilation."""
+
+import copy
+import dataclasses
+import json
+from itertools import chain
+from types import SimpleNamespace
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from toy import tiny_model
+
+import emsjax
+from emsjax.benchmarks import draft_length as bench
+from emsjax.benchmarks import runs, workloads
+from emsjax.benchmarks.workloads import ScriptedModels, Workload, source_of
+from emsjax.decoding import decode_loop
+from emsjax.draft_length import StepView
+from emsjax.step_costs import FORMAT, synergy_lengths
+
+BATCH, K, NEW_TOKENS, REPEATS = 2, 3, 8, 2
+ROWS = BATCH * (K + 1)  # the only bucket of so few
+COSTS = emsjax.StepCosts.of({1: 1.0, ROWS: 1.5, 16: 3.0}, 0.001, {1: 0.9, 8: 1.2})
+TABLE = {1: 3, 2: 1}
+ALL_TOKENS = BATCH * NEW_TOKENS * REPEATS
+WORKLOADS = ("llma", "mixed", "draft-model")
+NAMES = ["fixed 0", "fixed 1", "fixed 2", "fixed 3"]
+NAMES += ["bass", "bass, cost-capped", "synergy", "goodput"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_of_many_policies_behaves_as_it_does_alone(name):
+    index, policies = bench.policies(K, COSTS, TABLE)[name]
+    alone, together = policies[index], bench.OneOf(index, policies)
+    rng = np.random.default_rng(0)
+    state, states = alone.init(3, K), together.init(3, K)
+    before = states
+
+    @jax.jit
+    def advance(policy, state, available, accepted):
+        view = StepView(available > 0, 9 + available, available, drafted=False)
+        lengths = jnp.clip(policy.lengths(state, view), 0, available)
+        return lengths, policy.update(state, lengths, jnp.minimum(accepted, lengths))
+
+    for _ in range(9):
+        counts = jnp.array(rng.integers(0, K + 1, (2, 3)), jnp.int32)
+        lengths, state = advance(alone, state, *counts)
+        chosen, states = advance(together, states, *counts)
+        assert chosen.tolist() == lengths.tolist()
+        jax.tree.map(np.testing.assert_array_equal, states[index], state)
+    others = lambda states: (*states[:index], *states[index + 1 :])
+    jax.tree.map(np.testing.assert_array_equal, others(states), others(before))
+
+
+def test_every_fixed_length_and_policy_is_compared():
+    chosen = bench.policies(K, COSTS, TABLE)
+    assert list(chosen) == NAMES
+    of = {name: policies[index] for name, (index, policies) in chosen.items()}
+    assert [of[f"fixed {n}"].k for n in range(K + 1)] == [0, 1, 2, 3]
+    kinds = [emsjax.BassHeuristic, emsjax.CostCapped, emsjax.BatchSizeTable, emsjax.Goodput]
+    assert [type(of[name]) for name in NAMES[4:]] == kinds
+    assert of["synergy"].draft_lengths.tolist() == [3, 1]
+
+
+class OwnDrafts(ScriptedModels):
+    """Drafts of the sources themselves, and texts that nobody knows before."""
+
+    def drafters(self, workload, batch, k, repeats):
+        return [source_of(workload, k, self)] * repeats
+
+    def expected(self, lengths, max_new_tokens):
+        return None
+
+    def acceptance(self, workload, batch, k):
+        return None
+
+
+@pytest.fixture(scope="module")
+def small():
+    """What makes a comparison small: the shape of the models, prompts, repeats."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(runs.MODELS, "small", tiny_model(num_hidden_layers=1).config)
+        patch.setattr(workloads, "PROMPT_TOKENS", (5, 9))
+        patch.setattr(bench, "SEQUENCES", BATCH * REPEATS - 1)
+        patch.setattr(ScriptedModels, "dtype", jnp.float32)
+        yield
+
+
+def start(models) -> bench.Bench:
+    return bench.Bench(models, BATCH, COSTS, K, NEW_TOKENS, None)
+
+
+@pytest.fixture(scope="module")
+def measured(small):
+    """Entries by workload, the compilations of each, and how often prompts were prefilled."""
+    comparison, compiled, entries = start(ScriptedModels("small", "small")), [], {}
+    prefill = mock.Mock(side_effect=emsjax.init_state)
+    with mock.patch.object(emsjax, "init_state", prefill):
+        for name in WORKLOADS:
+            before = decode_loop._cache_size()
+            entries[name] = comparison.measure(name)
+            compiled.append(decode_loop._cache_size() - before)
+    return SimpleNamespace(entries=entries, compiled=compiled, prefilled=prefill.call_count)
+
+
+def test_all_lengths_policies_and_workloads_of_a_source_share_one_compilation(measured):
+    # Beside it plain decoding's, once.
+    assert measured.compiled == [2, 0, 1]
+    assert measured.prefilled == 2
+
+
+each_workload = pytest.mark.parametrize("name", WORKLOADS)
+
+
+@each_workload
+def test_the_counters_of_a_figure_fit(measured, name):
+    entry, workload = measured.entries[name], workloads.SCRIPTED[name]
+    assert list(entry["policies"]) == NAMES
+    for figure in entry["policies"].values():
+        assert figure["identical"]
+        # Each step of a sample feeds one row more than it drafts, and emits one more than stand.
+        assert figure["rows"] == figure["sample_steps"] + figure["drafted"]
+        assert figure["rows"] + figure["padding_rows"] == ROWS * figure["steps"]
+        emitted = figure["sample_steps"] + figure["accepted"]
+        assert emitted == figure["tokens" if workload.whole else "live_tokens"]
+        assert figure["mean_acceptance_length"] == pytest.approx(emitted / figure["sample_steps"])
+        assert figure["tokens"] == (ALL_TOKENS if workload.whole else 0)
+        for which, timed in (("", workload.whole), ("live_", workload.live)):
+            speed = figure[f"{which}tokens"] / figure[f"{which}seconds"] if timed else None
+            assert figure[f"{which}tokens_per_s"] == speed
+    plain = entry["plain"]
+    assert plain["identical"]
+    assert plain["tokens_per_s"] * plain["seconds"] == pytest.approx(BATCH * NEW_TOKENS)
+    assert (entry["batch"], entry["new_tokens"], entry["repeats"]) == (BATCH, NEW_TOKENS, REPEATS)
+    assert 5 <= entry["mean_prompt_tokens"] <= 9
+
+
+@each_workload
+def test_without_drafts_the_steps_are_those_of_plain_decoding(measured, name):
+    none = measured.entries[name]["policies"]["fixed 0"]
+    assert (none["drafted"], none["accepted"]) == (0, 0)
+    assert none["steps"] == NEW_TOKENS * REPEATS
+    assert none["rows"] == none["sample_steps"] == ALL_TOKENS
+    live = workloads.SCRIPTED[name].live  # and nobody has finished before the others
+    assert none["live_tokens"] == (ALL_TOKENS if live else 0)
+
+
+def simulate(drafter, lengths, n) -> list[np.ndarray]:
+    """Each sample's drafted and accepted tokens by step, [steps, 2], from the draws alone."""
+    found = []
+    for counts, right, start in zip(drafter.counts, drafter.right, lengths, strict=True):
+        position, end, steps = start, start + NEW_TOKENS, []
+        while position < end:
+            drafted = min(int(counts[position]), n, end - position - 1)
+            steps.append((drafted, min(int(right[position]), drafted)))
+            position += steps[-1][1] + 1
+        found.append(np.array(steps))
+    return found
+
+
+@each_workload
+def test_fixed_lengths_count_what_each_repeat_drew(measured, name):
+    models, workload = ScriptedModels("small", "small"), workloads.SCRIPTED[name]
+    lengths = [len(prompt) for prompt in models.prompts(BATCH, NEW_TOKENS)]
+    drafters = models.drafters(workload, BATCH, K, REPEATS)
+    assert (drafters[0].right != drafters[1].right).any()
+    for n in range(1, K + 1):
+        runs_of_samples = [simulate(drafter, lengths, n) for drafter in drafters]
+        # Until one sample has finished, or all have.
+        live = [[s[: min(map(len, samples))] for s in samples] for samples in runs_of_samples]
+        live, whole = (np.concatenate([*chain(*runs)]) for runs in (live, runs_of_samples))
+        counted = whole if workload.whole else live
+        figure = measured.entries[name]["policies"][f"fixed {n}"]
+        assert figure["sample_steps"] == len(counted)
+        assert [figure["drafted"], figure["accepted"]] == counted.sum(axis=0).tolist()
+        if workload.live:
+            assert figure["live_tokens"] == len(live) + live[:, 1].sum()
+
+
+def test_wrong_drafts_are_accepted_less_and_change_no_token(small, measured):
+    class Corrupted(ScriptedModels):
+        def drafters(self, *asked):
+            wrong = lambda drafter: dataclasses.replace(drafter, text=drafter.text[:, ::-1])
+            return [wrong(drafter) for drafter in super().drafters(*asked)]
+
+    right = measured.entries["llma"]
+    entry = start(Corrupted("small", "small")).measure("llma")
+    assert bench.all_identical({"entries": [right, entry]})
+    accepted = lambda entry: entry["policies"]["fixed 3"]["accepted"]
+    assert accepted(entry) < accepted(right) / 2
+
+
+@pytest.mark.parametrize("name", ["mixed", "draft-model"], ids=["live", "whole"])
+def test_tokens_other_than_the_expected_ones_are_found(name, small):
+    class Misled(ScriptedModels):
+        def expected(self, lengths, max_new_tokens):
+            tokens = super().expected(lengths, max_new_tokens).copy()
+            tokens[-1, 0] += 1
+            return tokens
+
+    entry = start(Misled("small", "small")).measure(name)
+    assert not entry["plain"]["identical"]
+    assert not any(figure["identical"] for figure in entry["policies"].values())
+
+
+@pytest.mark.parametrize(("name", "paid"), [("llma", False), ("draft-model", True)])
+def test_the_table_is_of_the_workloads_acceptance_and_its_sources_costs(measured, name, paid):
+    entry, models = measured.entries[name], ScriptedModels("small", "small")
+    curves = models.acceptance(workloads.SCRIPTED[name], BATCH, K)
+    context = entry["mean_prompt_tokens"] + NEW_TOKENS / 2
+    tables = [
+        synergy_lengths(dataclasses.replace(COSTS, draft_ms=draft_ms), (1, 2), context, *curves)
+        for draft_ms in (0 * COSTS.draft_ms, COSTS.draft_ms)
+    ]
+    assert entry["synergy_lengths"] == tables[paid] != tables[not paid]
+
+
+@pytest.mark.parametrize("where", ["plain", "fixed 2", "goodput"])
+def test_one_figure_with_other_tokens_is_enough(measured, where):
+    entry = copy.deepcopy(measured.entries["llma"])
+    (entry["plain"] if where == "plain" else entry["policies"][where])["identical"] = False
+    assert not bench.all_identical({"entries": [measured.entries["mixed"], entry]})
+
+
+@pytest.mark.parametrize("source", ["prompt-lookup", "model"])
+def test_sources_may_draft_for_themselves(source, small, monkeypatch):
+    monkeypatch.setattr(OwnDrafts, "workloads", {"own": Workload(source, NEW_TOKENS)})
+    entry = start(OwnDrafts("small", "small")).measure("own")
+    assert bench.all_identical({"entries": [entry]})
+    assert entry["synergy_lengths"].keys() == {1, 2}
+    assert (entry["policies"]["fixed 3"]["drafted"] > 0) == (source == "model")
+
+
+PROFILE = {
+    "format": FORMAT,
+    "costs": {"row_ms": {"1": 1.0}, "token_ms": 0.0, "draft_ms": {"1": 0.0}},
+}
+
+
+def entry_of(workload, batch, **speeds):
+    speeds = {"fixed 0": 100.0, "fixed 1": 150.0, "goodput": 147.0} | speeds
+    figures = {
+        name: {"tokens_per_s": speed, "live_tokens_per_s": 2 * speed, "identical": True}
+        for name, speed in speeds.items()
+    }
+    plain = {"tokens_per_s": 120.0, "identical": True}
+    return {"workload": workload, "batch": batch, "plain": plain, "policies": figures}
+
+
+def run(results, output, measured, said):
+    class Fake:
+        def __init__(self, models, batch, *settings):
+            self.batch = batch
+
+        def measure(self, name):
+            measured.append((name, self.batch))
+            return entry_of(name, self.batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench, "Bench", Fake)
+        return bench.run(
+            SimpleNamespace(workloads=workloads.SCRIPTED),
+            PROFILE,
+            results,
+            batch_sizes=(1, 8),
+            workloads=("llma", "draft-model", "mixed"),
+            max_draft_tokens=K,
+            max_new_tokens=None,
+            attention=None,
+            output=output,
+            say=said.append,
+        )
+
+
+def test_a_run_takes_over_what_an_earlier_one_measured(tmp_path):
+    output, settings, said, measured = tmp_path / "bench.json", {"batch_sizes": (1, 8)}, [], []
+    results = {}
+    bench.resume(settings, results, output)
+    assert results == {"settings": settings, "entries": []}
+    earlier = [entry_of(name, 1, bass=1.0) for name in ("draft-model", "llma", "mixed")]
+    earlier.append(entry_of("mixed", 8, bass=1.0))
+    output.write_text(json.dumps(results | {"entries": earlier}))
+    bench.resume(settings, results, output)
+    run(results, output, measured, said)
+    assert measured == [("draft-model", 8), ("llma", 8)]
+    assert results["entries"][:4] == earlier
+    assert json.loads(output.read_text()) == json.loads(json.dumps(results))
+    assert len(said) == 4
+
+
+def test_workloads_of_a_source_are_measured_together():
+    measured = []
+    run({"entries": []}, None, measured, [])
+    order = ["draft-model", "llma", "mixed"]
+    assert measured == [(name, batch) for batch in (1, 8) for name in order]
+
+
+def test_results_of_other_settings_are_left_alone(tmp_path):
+    output = tmp_path / "bench.json"
+    output.write_text(json.dumps({"settings": {"k": 3}, "entries": []}))
+    with pytest.raises(ValueError, match=r"bench.json holds results with other settings"):
+        bench.resume({"k": 4}, {}, output)
+    results = {"entries": [1]}
+    bench.resume({"k": 4}, results, None)
+    assert results == {"settings": {"k": 4}, "entries": []}
+
+
+def test_policies_are_described_beside_the_best_fixed_length():
+    entry = entry_of("llma", 8, bass=300.0)
+    assert bench.best_fixed(entry["policies"], "tokens_per_s") == ("fixed 1", 150.0)
+    whole, live = bench.describe(entry)
+    assert whole == (
+        "llma, batch 8, whole run: best fixed 1 150 tokens/s (1.25 of plain 120); "
+        "of that: goodput 0.980, bass 2.000"
+    )
+    assert live == (
+        "llma, batch 8, all live: best fixed 1 300 tokens/s (2.50 of plain 120); "
+        "of that: goodput 0.980, bass 2.000"
+    )
+    for which, line in (("tokens_per_s", live), ("live_tokens_per_s", whole)):
+        untimed = {name: of | {which: None} for name, of in entry["policies"].items()}
+        assert bench.describe(entry | {"policies": untimed}) == [line]

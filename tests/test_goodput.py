@@ -1,0 +1,322 @@
+"""Goodput against all combinations of lengths, its estimates by hand, and both in the loop."""
+
+import dataclasses
+import itertools
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from toy import VOCAB, ScriptedDrafter, ragged_prompts, script_of, tiny_model
+
+import emsjax
+from emsjax import goodput
+from emsjax.acceptance import Verdicts
+from emsjax.draft_length import StepView
+from emsjax.packing import row_buckets
+
+# Batch and k, and buckets closer to each other than those of so few rows are.
+SHAPES = {
+    (1, 3): (1, 3, 4),
+    (2, 3): (2, 4, 5, 8),
+    (3, 3): (3, 5, 8, 12),
+    (3, 20): row_buckets(3, 21),
+}
+each_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
+
+
+@st.composite
+def situations(draw) -> SimpleNamespace:
+    """Verdicts, costs and views for up to 3 samples and 20 positions."""
+    some = lambda values, n: st.lists(values, min_size=n, max_size=n)
+    return SimpleNamespace(
+        trials=np.reshape(draw(some(st.integers(0, 30), 60)), (3, 20)),
+        rates=np.reshape(draw(some(st.sampled_from([0, 0.3, 0.8, 1]), 3)), (3, 1)),
+        row_ms=draw(some(st.sampled_from([1, 1.1, 1.5, 2, 3, 5]), 5)),  # in any order
+        token_ms=draw(st.sampled_from([0, 0.1, 1])),
+        draft_ms=draw(st.sampled_from([0, 0.01, 0.1, 0.5, 3])),
+        active=draw(some(st.booleans(), 3)),
+        available=draw(some(st.integers(0, 20), 3)),
+        wanted=draw(some(st.integers(-1, 22), 3)),
+        drafted=draw(st.booleans()),
+    )
+
+
+class Problem:
+    """A situation at a shape: what a policy sees, and what any lengths are worth by it."""
+
+    def __init__(self, shape, situation, monkeypatch):
+        (batch, k), self.buckets = shape, np.array(SHAPES[shape])
+        monkeypatch.setattr(goodput, "row_buckets", lambda *asked: SHAPES[(asked[0], asked[1] - 1)])
+        trials = situation.trials[:batch, :k].astype(np.float32)
+        hits = (trials * situation.rates[:batch]).astype(np.float32)
+        self.verdicts = Verdicts(jnp.asarray(trials), jnp.asarray(hits))
+        self.survival = np.asarray(
+            self.verdicts.survival(goodput.PRIOR_RATE, goodput.PRIOR_WEIGHT), np.float64
+        )
+        self.expected = np.pad(np.cumsum(self.survival, axis=1), ((0, 0), (1, 0)))  # [b, k1]
+        row_ms = dict(zip(SHAPES[shape], situation.row_ms, strict=False))
+        self.costs = emsjax.StepCosts.of(row_ms, situation.token_ms, situation.draft_ms)
+        active = np.array(situation.active[:batch])
+        self.available = np.where(active, np.minimum(situation.available[:batch], k), 0)
+        self.num_active, self.draft_ms = active.sum(), situation.draft_ms
+        self.wanted = np.array(situation.wanted[:batch])
+        cached = np.sum(np.array([0, 8, 100])[:batch][active])
+        self.bucket_ms = np.array(list(row_ms.values())) + situation.token_ms * cached
+        as_int32 = lambda values: jnp.array(values, jnp.int32)
+        self.view = StepView(
+            jnp.asarray(active),
+            as_int32([1, 9, 101][:batch]),
+            as_int32(self.available),
+            situation.drafted,
+        )
+
+    def tokens_per_ms(self, lengths) -> np.ndarray:
+        """Of lengths [..., b]."""
+        lengths = np.asarray(lengths)
+        gained = self.expected[np.arange(lengths.shape[-1]), lengths].sum(axis=-1)
+        rows = self.num_active + lengths.sum(axis=-1)
+        ms = self.bucket_ms[np.searchsorted(self.buckets, rows)]
+        if not self.view.drafted:
+            ms = ms + self.draft_ms * lengths.max(axis=-1)
+        return (self.num_active + gained) / ms
+
+    def lengths(self, policy, state) -> np.ndarray:
+        lengths = np.asarray(policy.lengths(state, self.view))
+        assert (lengths >= 0).all()
+        assert (lengths <= self.available).all()
+        return lengths
+
+
+@each_shape
+@settings(max_examples=60)
+@given(situation=situations())
+def test_no_lengths_are_worth_more_than_goodputs(shape, situation, monkeypatch):
+    problem = Problem(shape, situation, monkeypatch)
+    lengths = problem.lengths(emsjax.Goodput(problem.costs, limit=20), problem.verdicts)
+    every = np.array(list(itertools.product(*(range(n + 1) for n in problem.available))))
+    best = problem.tokens_per_ms(every).max()
+    assert problem.tokens_per_ms(lengths) == pytest.approx(best, rel=1e-5)
+
+
+@each_shape
+@settings(max_examples=20)
+@given(situation=situations())
+def test_no_bucket_is_left_half_empty(shape, situation, monkeypatch):
+    problem = Problem(shape, situation, monkeypatch)
+    assume((problem.survival > 0).all())  # in float32
+    lengths = problem.lengths(emsjax.Goodput(problem.costs, limit=20), problem.verdicts)
+    # Or all is taken: what was found, what may be drafted in as many steps of the draft model.
+    longest = problem.available.max() if situation.drafted else lengths.max()
+    everything = np.minimum(problem.available, longest)
+    assert problem.num_active + lengths.sum() in SHAPES[shape] or (lengths == everything).all()
+
+
+@dataclasses.dataclass(frozen=True)
+class Asking:
+    """Asks for the same whatever happens."""
+
+    wanted: np.ndarray
+
+    def init(self, batch, max_draft_tokens):
+        return ()
+
+    def lengths(self, state, view):
+        return jnp.array(self.wanted, jnp.int32)
+
+    def update(self, state, num_drafted, num_accepted):
+        return state
+
+
+@each_shape
+@settings(max_examples=20)
+@given(situation=situations())
+def test_a_policy_is_cut_to_the_length_that_is_worth_the_most(shape, situation, monkeypatch):
+    problem = Problem(shape, situation, monkeypatch)
+    policy = emsjax.CostCapped(Asking(problem.wanted), problem.costs)
+    lengths = problem.lengths(policy, ((), problem.verdicts))
+    wanted = np.clip(problem.wanted, 0, problem.available)
+    cuts = np.minimum(wanted, np.arange(shape[1] + 1)[:, None])
+    assert lengths.tolist() in cuts.tolist()
+    best = problem.tokens_per_ms(cuts).max()
+    assert problem.tokens_per_ms(lengths) == pytest.approx(best, rel=1e-5)
+
+
+def test_the_longest_draft_and_the_bucket_are_chosen_together(monkeypatch):
+    monkeypatch.setattr(goodput, "row_buckets", lambda *asked: (2, 4, 5, 8))
+    costs = emsjax.StepCosts.of({2: 1.0, 4: 1.2, 5: 1.3, 8: 5.0}, draft_ms=0.2)
+    trials = jnp.full((2, 3), 1e6)
+    verdicts = Verdicts(trials, trials * jnp.array([[0.95], [0.6]]))
+    many = jnp.array([3, 3], jnp.int32)
+    view = StepView(jnp.ones(2, bool), many, many, drafted=False)
+    # 4.45 tokens in 1.7 ms. A third token of the first sample, worth more than the second's
+    # first, would take another draft step: 4.71 in 1.9 ms; one each: 3.55 in 1.4 ms.
+    assert emsjax.Goodput(costs).lengths(verdicts, view).tolist() == [2, 1]
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+def test_goodput_has_a_largest_length(drafted):
+    policy = emsjax.Goodput(emsjax.StepCosts.of({1: 1.0}), limit=2)
+    many = jnp.array([1, 5], jnp.int32)
+    view = StepView(jnp.ones(2, bool), many, many, drafted)
+    assert policy.lengths(policy.init(2, 5), view).tolist() == [1, 2]
+
+
+def verdicts_after(*steps, batch=1, k=3, memory=1.0) -> Verdicts:
+    """Of (drafted, accepted) tokens by sample."""
+    verdicts = Verdicts.init(batch, k)
+    for drafted, accepted in steps:
+        counts = (jnp.array(counts, jnp.int32) for counts in (drafted, accepted))
+        verdicts = verdicts.update(*counts, memory)
+    return verdicts
+
+
+@pytest.mark.parametrize(
+    ("steps", "memory", "trials", "hits"),
+    [
+        ([], 1, [0, 0, 0], [0, 0, 0]),
+        ([([3], [0])], 1, [1, 0, 0], [0, 0, 0]),
+        ([([3], [2])], 1, [1, 1, 1], [1, 1, 0]),
+        ([([2], [2])], 1, [1, 1, 0], [1, 1, 0]),
+        ([([0], [0])], 1, [0, 0, 0], [0, 0, 0]),
+        ([([3], [3]), ([3], [1]), ([0], [0])], 0.5, [0.75, 0.75, 0.25], [0.75, 0.25, 0.25]),
+    ],
+    ids=["none", "all fell", "the last fell", "short", "no draft", "forgotten"],
+)
+def test_a_verdict_is_one_on_all_that_stood_and_the_first_that_fell(steps, memory, trials, hits):
+    verdicts = verdicts_after(*steps, memory=memory)
+    assert verdicts.trials.tolist() == [trials]
+    assert verdicts.hits.tolist() == [hits]
+
+
+def test_before_any_verdict_each_token_stands_at_the_prior_rate():
+    survival = Verdicts.init(2, 3).survival(goodput.PRIOR_RATE, goodput.PRIOR_WEIGHT)
+    np.testing.assert_allclose(survival, [[0.7, 0.49, 0.343]] * 2, rtol=1e-6)
+
+
+def test_survival_after_one_verdict_by_hand():
+    # Weight 2, rate 1/2. Overall (1 + 2/2) / 3 = 2/3, odds 2; the sample and the position have
+    # (1 + 2 * 2/3) / 3 = 7/9, odds 7/2; expected odds 49/8; (1 + 2 * 49/57) / 3 = 155/171.
+    assert verdicts_after(([1], [1]), k=1).survival(0.5, 2.0)[0, 0] == pytest.approx(155 / 171)
+    assert verdicts_after(([1], [0]), k=1).survival(0.5, 2.0)[0, 0] == pytest.approx(16 / 171)
+
+
+def test_survival_of_two_samples_by_hand():
+    # Weight 1, rate 1/2; sample 0 has a hit, sample 1 a miss: overall 1/2, as is the position.
+    # Samples (1 + 1/2) / 2 = 3/4 and 1/4; with their own verdicts 7/8 and 1/8.
+    survival = verdicts_after(([1, 1], [1, 0]), batch=2, k=1).survival(0.5, 1.0)
+    np.testing.assert_allclose(survival, [[7 / 8], [1 / 8]], rtol=1e-6)
+
+
+def test_a_samples_verdicts_count_most_for_itself():
+    # Sample 0 hits, sample 1 misses, sample 2 has yet to draft.
+    steps = [([3, 3, 0], [3, 0, 0])] * 8
+    hits, misses, none = np.asarray(
+        verdicts_after(*steps, batch=3).survival(goodput.PRIOR_RATE, goodput.PRIOR_WEIGHT)
+    )[:, 0]
+    assert hits > none + 0.1
+    assert none > misses + 0.1
+    alone = [([3, 0], [3, 0])] * 8
+    better, also = np.asarray(
+        verdicts_after(*alone, batch=2).survival(goodput.PRIOR_RATE, goodput.PRIOR_WEIGHT)
+    )[:, 0]
+    assert better > also > 0.7 + 0.01
+
+
+def test_verdicts_on_a_position_count_most_for_this_position_of_all_samples():
+    # The second token always falls, the first never.
+    steps = [([2, 0], [1, 0])] * 20
+    survival = np.asarray(
+        verdicts_after(*steps, batch=2).survival(goodput.PRIOR_RATE, goodput.PRIOR_WEIGHT)
+    )
+    rates = survival / np.pad(survival, ((0, 0), (1, 0)), constant_values=1)[:, :-1]
+    for rate in rates:
+        assert rate[0] > rate[2] + 0.05 > rate[1] + 0.1
+
+
+def test_forgotten_verdicts_leave_the_prior():
+    bad = [([3], [0])] * 9
+    rate = lambda *steps: verdicts_after(*steps, memory=0.8).survival(0.7, 4.0)[0, 0]
+    rates = [rate(*bad, *[([0], [0])] * n) for n in (0, 4, 16, 99)]
+    assert rates == sorted(rates)
+    assert rates[0] < 0.2
+    assert rates[-1] == pytest.approx(0.7, abs=1e-3)
+
+
+@settings(max_examples=60)
+@given(situation=situations())
+def test_survival_falls_from_token_to_token_and_is_never_certain(situation, monkeypatch):
+    survival = Problem((3, 3), situation, monkeypatch).survival
+    assert (np.diff(survival, axis=1, prepend=1) < 0).all()
+    assert (survival > 0).all()
+
+
+PROMPTS, BATCH, NEW_TOKENS = ragged_prompts([9, 2, 17, 5]), 4, 40
+COSTS = emsjax.StepCosts.of({16: 1.0, 32: 1.05}, draft_ms=0.02)
+
+
+@pytest.fixture(scope="module")
+def script():
+    return script_of(PROMPTS, emsjax.generate(small(), PROMPTS, max_new_tokens=NEW_TOKENS))
+
+
+def small() -> emsjax.OPT:
+    return tiny_model(num_hidden_layers=1)
+
+
+@jax.jit
+def step(model, drafter, state, policy):
+    return emsjax.step(model, drafter, state, draft_length=policy)
+
+
+def drafted_by_step(drafted, script, policy, steps) -> np.ndarray:
+    """Draft tokens verified, [n, b], where `drafted` is proposed and `script` said."""
+    drafter = ScriptedDrafter(drafted % VOCAB, 7)
+    options = {"draft_length": policy, "max_new_tokens": NEW_TOKENS}
+    state = emsjax.init_state(small(), drafter, PROMPTS, **options)
+    counts = []
+    for _ in range(steps):
+        state, info = step(small(), drafter, state, policy)
+        counts.append(info.num_drafted)
+    for tokens, said, length in zip(state.tokens, script, state.lengths, strict=True):
+        np.testing.assert_array_equal(tokens[:length], said[:length])
+    return np.array(counts)
+
+
+def test_samples_whose_drafts_stand_get_the_longer_ones(script):
+    drafts = script.at[::2].add(1)  # wrong for half of the samples
+    dear = emsjax.StepCosts.of({16: 1.0, 32: 3.0})
+    lengths = drafted_by_step(drafts, script, emsjax.Goodput(dear), 5)
+    assert lengths[0].tolist() == [3] * BATCH  # 16 rows, before anything is known
+    assert lengths[-1, [1, 3]].min() > lengths[-1, [0, 2]].max() + 2
+    assert lengths[-1].sum() + BATCH == 16
+
+
+POLICIES = {"bass": emsjax.BassHeuristic(3, 1), "fixed": emsjax.FixedLength(7)}
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_a_policy_whose_drafts_stand_is_left_as_it_is(policy, script):
+    alone = drafted_by_step(script, script, policy, 5)
+    guarded = drafted_by_step(script, script, emsjax.CostCapped(policy, COSTS), 5)
+    np.testing.assert_array_equal(guarded, alone)
+    assert alone.max() == 7
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_a_policy_is_off_while_drafts_fall_and_on_again_once_that_is_forgotten(policy, script):
+    def drafted(memory):
+        guarded = emsjax.CostCapped(policy, COSTS, prior_weight=4.0, memory=memory)
+        return drafted_by_step(script + 1, script, guarded, 38).sum(axis=1)
+
+    kept, forgotten = drafted(1.0), drafted(0.9)
+    assert kept[0] == forgotten[0] >= 3 * BATCH
+    off = int(np.argmin(kept))
+    assert 1 <= off <= 10
+    assert not kept[off:].any()
+    off = int(np.argmin(forgotten))
+    assert forgotten[off:].any()
+    assert (forgotten[off:] == 0).mean() > 0.6

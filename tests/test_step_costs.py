@@ -1,0 +1,310 @@
+"""What a step takes: its model, how that is fitted to times, and what policies read of it."""
+
+import json
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import emsjax
+from emsjax.benchmarks import runs
+from emsjax.benchmarks import step_costs as measured
+from emsjax.benchmarks.step_costs import Measurement, Point
+from emsjax.packing import row_buckets
+from emsjax.step_costs import FORMAT, accepted_at_rate, along, synergy_lengths
+
+
+@pytest.mark.parametrize(
+    ("x", "expected"),
+    [(0, 2), (4, 2), (6, 3), (8, 4), (14, 7), (16, 8), (20, 10), (48, 24)],
+)
+def test_costs_are_linear_between_the_knots_and_beyond_the_last(x, expected):
+    knots, values = jnp.array([4.0, 8.0, 16.0]), jnp.array([2.0, 4.0, 8.0])
+    assert along(jnp.float32(x), knots, values) == expected
+
+
+def test_the_last_slope_counts_and_no_cost_falls_behind_it():
+    knots = jnp.array([1.0, 2.0, 4.0])
+    last = lambda *values: along(jnp.array([4.0, 6.0]), knots, jnp.array(values)).tolist()
+    assert last(1.0, 5.0, 6.0) == [6, 7]
+    assert last(1.0, 5.0, 3.0) == [3, 3]
+
+
+def test_a_single_knot_is_a_constant():
+    assert (
+        along(jnp.array([0.0, 4.0, 99.0]), jnp.array([4.0]), jnp.array([2.5])).tolist() == [2.5] * 3
+    )
+
+
+def test_a_step_costs_its_rows_and_its_cached_tokens():
+    costs = emsjax.StepCosts.of({32: 3.0, 16: 2.0}, 0.01, {8: 0.5, 2: 0.25})
+    step_ms = costs.step_ms(jnp.array([8.0, 24.0, 48.0]), jnp.float32(100))
+    np.testing.assert_allclose(step_ms, [3, 3.5, 5])
+    assert [float(costs.draft_step_ms(slots)) for slots in (1, 2, 5, 8)] == [0.25, 0.25, 0.375, 0.5]
+    assert costs.draft_step_ms(14) == 0.75
+
+
+def test_one_time_of_a_draft_step_serves_all_batch_sizes():
+    costs = emsjax.StepCosts.of({1: 1.0}, draft_ms=0.5)
+    assert costs.draft_step_ms(1) == costs.draft_step_ms(64) == 0.5
+    assert emsjax.StepCosts.of({1: 1.0}).draft_step_ms(8) == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: emsjax.StepCosts.of({}), "must each hold at least one"),
+        (lambda: emsjax.StepCosts.of({1: 1.0}, draft_ms={}), "must each hold at least one"),
+        (lambda: emsjax.StepCosts.of({1: 1.0, 2: 0.0}), "row_ms must be above 0"),
+        (lambda: emsjax.StepCosts.of({1: 1.0}, -0.1), "token_ms and draft_ms at least 0"),
+        (lambda: emsjax.StepCosts.of({1: 1.0}, draft_ms=-1.0), "draft_ms at least 0"),
+        (lambda: emsjax.StepCosts.of({1: 1.0}, draft_ms={1: 0, 2: -1}), "draft_ms at least 0"),
+    ],
+    ids=["no rows", "no draft times", "nothing", "a token", "a draft", "a batch's draft"],
+)
+def test_impossible_costs_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+ROW_MS = {1: 1.0, 16: 1.1, 24: 1.6, 40: 3.0}
+TOKEN_MS, DRAFT_MS, CONTEXT = 0.001, 0.1, 50
+PROFILE = {
+    "format": FORMAT,
+    "settings": {"max_draft_tokens": 4, "context": CONTEXT},
+    "costs": {"row_ms": ROW_MS, "token_ms": TOKEN_MS, "draft_ms": {1: DRAFT_MS}},
+    "table": {"lengths": {1: 4, 3: 2, 8: 0}},
+}
+
+
+def entries(table) -> dict[int, int]:
+    return dict(zip(table.sizes.tolist(), table.draft_lengths.tolist(), strict=True))
+
+
+def fastest_length(batch, accepted, drafted) -> int:
+    """The s with the least T(b, s), one by one."""
+    buckets, ms_per_token = row_buckets(batch, len(accepted)), []
+    for s in range(len(accepted)):
+        bucket = min(b for b in buckets if b >= round(batch * (1 + drafted[s]), 3))
+        verify = np.interp(bucket, list(ROW_MS), list(ROW_MS.values()))
+        verify += TOKEN_MS * batch * CONTEXT
+        ms_per_token.append((verify + s * DRAFT_MS) / (accepted[s] + 1))
+    return min(range(len(accepted)), key=ms_per_token.__getitem__)
+
+
+@pytest.mark.parametrize("written", [False, True], ids=["dict", "file"])
+def test_a_profile_has_a_table(written, tmp_path):
+    profile = PROFILE
+    if written:
+        profile = tmp_path / "profile.json"
+        profile.write_text(json.dumps(PROFILE))
+    assert entries(emsjax.BatchSizeTable.from_profile(profile)) == {1: 4, 3: 2, 8: 0}
+
+
+@pytest.mark.parametrize("rate", [0, 0.3, 0.6, 0.8, 1])
+def test_a_table_of_a_rate_has_the_fastest_lengths(rate):
+    found = entries(emsjax.BatchSizeTable.from_profile(PROFILE, rate))
+    accepted = [sum(rate**i for i in range(1, s + 1)) for s in range(5)]
+    assert found == {b: fastest_length(b, accepted, range(5)) for b in (1, 3, 8)}
+
+
+@pytest.mark.parametrize(
+    ("histogram", "longest"),
+    [([[3, 0, 0, 1, 2], [1, 0, 0, 0, 3]], 4), ([[6, 0, 0, 0, 0], [2, 1, 1, 0, 0]], 1)],
+    ids=["most stand", "most fall"],
+)
+def test_a_table_of_a_run_has_the_fastest_lengths(histogram, longest):
+    # A draft of 4 tokens in 6 of 10 steps. If all samples drafted, not more than 1 would pay at 8.
+    histogram = np.array(histogram)
+    accepted = [sum(min(n, s) * histogram.sum(0)[n] for n in range(5)) / 10 for s in range(5)]
+    drafted = [0.6 * s for s in range(5)]
+    stats = SimpleNamespace(accepted_histogram=histogram, num_drafted=np.array([16, 8]))
+    found = entries(emsjax.BatchSizeTable.from_profile(PROFILE, stats))
+    assert found == {b: fastest_length(b, accepted, drafted) for b in (1, 3, 8)}
+    assert found[8] == longest
+
+
+@pytest.mark.parametrize("written", [False, True], ids=["dict", "file"])
+def test_costs_survive_the_profile(written, tmp_path):
+    profile = json.loads(json.dumps(PROFILE))
+    if written:
+        profile = tmp_path / "profile.json"
+        profile.write_text(json.dumps(PROFILE))
+    for costs in (
+        emsjax.StepCosts.from_profile(profile),
+        emsjax.Goodput.from_profile(profile).costs,
+    ):
+        assert dict(zip(costs.rows.tolist(), costs.row_ms, strict=True)) == pytest.approx(ROW_MS)
+        assert costs.token_ms == pytest.approx(TOKEN_MS)
+        assert costs.draft_step_ms(8) == pytest.approx(DRAFT_MS)
+
+
+READERS = [emsjax.StepCosts, emsjax.Goodput, emsjax.BatchSizeTable]
+
+
+@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.__name__)
+def test_what_is_no_profile_is_refused(reader, tmp_path):
+    path = tmp_path / "other"
+    for text, message in (
+        ("rows", "other is no JSON"),
+        (json.dumps([PROFILE]), "other is not of the format"),
+        (json.dumps(PROFILE | {"format": "emsjax profile 0"}), "other is not of the format"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            reader.from_profile(path)
+    for other in ({}, {"costs": PROFILE["costs"]}):
+        with pytest.raises(ValueError, match="profile is not of the format 'emsjax profile 1'"):
+            reader.from_profile(other)
+
+
+@pytest.mark.parametrize("rate", [1.1, -0.1, np.nan])
+def test_a_rate_that_is_no_probability_is_refused(rate):
+    with pytest.raises(ValueError, match=r"acceptance must be in 0\.\.1"):
+        emsjax.BatchSizeTable.from_profile(PROFILE, rate)
+
+
+def points_of(row_ms, token_ms, cached=(100.0, 50.0)) -> list[Point]:
+    """Each row count at the first number of cached tokens, the first one at the others too."""
+    places = [(rows, cached[0]) for rows in row_ms] + [(min(row_ms), n) for n in cached[1:]]
+    return [Point(1, rows, n, row_ms[rows] + token_ms * n) for rows, n in places]
+
+
+def of_points(points, draft_ms=None):
+    costs, errors = measured.fit(points, draft_ms or {})
+    fitted = [
+        float(costs.step_ms(jnp.float32(p.rows), jnp.float32(p.cached_tokens))) for p in points
+    ]
+    relative = np.abs(np.array(fitted) / [point.ms for point in points] - 1)
+    assert errors["mean_error"] == pytest.approx(relative.mean(), abs=1e-6)
+    assert errors["max_error"] == pytest.approx(relative.max(), abs=1e-6)
+    return costs, errors
+
+
+def test_exact_times_are_fitted_exactly():
+    row_ms = {16: 2.0, 32: 2.5, 64: 7.0}
+    costs, errors = of_points(points_of(row_ms, 0.004), {1: 0.25, 8: 0.5})
+    assert dict(zip(costs.rows.tolist(), costs.row_ms, strict=True)) == pytest.approx(row_ms)
+    assert costs.token_ms == pytest.approx(0.004)
+    assert costs.batches.tolist() == [1, 8]
+    assert costs.draft_ms.tolist() == [0.25, 0.5]
+    assert errors["max_error"] < 1e-9
+
+
+def test_the_error_of_a_fit_is_relative_and_reported():
+    points = points_of({16: 2.0, 32: 2.5}, 0.004, (100.0, 50.0, 75.0))
+    points[-1] = Point(1, 16, 75, 1.1 * points[-1].ms)
+    costs, errors = of_points(points)
+    assert 0.01 < errors["mean_error"] < errors["max_error"] < 0.1
+    assert costs.draft_ms.tolist() == [0]
+    squares = lambda row, token: sum(
+        ((row + token * p.cached_tokens) / p.ms - 1) ** 2 for p in points if p.rows == 16
+    )
+    row, token = float(costs.row_ms[0]), float(costs.token_ms)
+    for other in ((1.01 * row, token), (0.99 * row, token), (row, 1.1 * token), (row, 0.9 * token)):
+        assert squares(row, token) < squares(*other)
+
+
+def test_no_cached_token_makes_a_step_faster():
+    # The constant with the least squares of (1 / 1 - 1) and (ms / 2 - 1) is 1.5 / 1.25.
+    costs, errors = of_points([Point(1, 16, 100, 1), Point(1, 16, 50, 2), Point(1, 32, 100, 5)])
+    assert costs.token_ms == 0
+    assert costs.row_ms.tolist() == pytest.approx([1.2, 5])
+    assert errors["max_error"] == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(
+    ("counts", "ms", "expected"), [((2,), [5.0], 5), ((2, 6), [5.0, 9.0], 35), ((1, 2), [3, 4], 34)]
+)
+def test_further_layers_cost_what_those_between_the_slices_do(counts, ms, expected):
+    assert measured.extrapolate(counts, ms, 32) == expected
+
+
+def test_a_synergy_of_its_own_model_is_fitted_exactly():
+    verify = {1: (0.5, 4.0), 8: (1.5, 6.0)}
+    points = [
+        Point(batch, batch * (s + 1), 100, alpha * s + beta)
+        for batch, (alpha, beta) in verify.items()
+        for s in (0, 1, 3)
+    ]
+    # Times at other contexts are no times of this batch size's step.
+    points += [Point(batch, batch, 50, 99.0) for batch in verify]
+    accepted = 0.9 * np.arange(5.0) ** 0.6
+    found = measured.fit_synergy(points, accepted)
+    for batch, (alpha, beta) in verify.items():
+        assert found["verify"][batch] == pytest.approx(
+            {"alpha_ms": alpha, "beta_ms": beta, "max_error": 0}, abs=1e-9
+        )
+    assert found["accepted"] == pytest.approx({"c": 0.9, "gamma": 0.6, "max_error": 0}, abs=1e-9)
+
+
+def test_a_synergy_fit_says_how_far_it_is_off():
+    points = [Point(1, rows, 9, ms) for rows, ms in ((1, 4.0), (2, 4.0), (3, 6.0))]
+    found = measured.fit_synergy(points, accepted_at_rate(0.7, 8))
+    verify, accepted = found["verify"][1], found["accepted"]
+    off = [(verify["alpha_ms"] * s + verify["beta_ms"]) / ms - 1 for s, ms in enumerate((4, 4, 6))]
+    assert verify["max_error"] == pytest.approx(np.abs(off).max())
+    assert 0.05 < verify["max_error"] < 0.3
+    s, means = np.arange(1, 9), np.cumsum(0.7 ** np.arange(1, 9))
+    off = accepted["c"] * s ** accepted["gamma"] / means - 1
+    assert accepted["max_error"] == pytest.approx(np.abs(off).max())
+    assert 0.01 < accepted["max_error"] < 0.3
+
+
+def test_accepted_tokens_of_a_rate_are_sums_of_its_powers():
+    np.testing.assert_allclose(accepted_at_rate(0.5, 3), [0, 0.5, 0.75, 0.875])
+
+
+MEASUREMENT = Measurement(
+    config=runs.MODELS["tiny"],
+    draft_config=runs.MODELS["tiny"],
+    dtype=jnp.float32,
+    batch_sizes=(1, 2),
+    context=24,
+    max_draft_tokens=3,
+)
+
+
+@pytest.fixture(scope="module")
+def profile() -> dict:
+    said = []
+    found = measured.profile(MEASUREMENT, 0.7, said.append)
+    assert len(said) == len(found["points"]) + len(MEASUREMENT.batch_sizes)
+    return json.loads(json.dumps(found))
+
+
+def test_points_are_steps_of_every_bucket_and_of_half_the_context(profile):
+    # One bucket of 4 rows a sample: so few rows cost the same.
+    fed = [(point["batch"], point["rows"]) for point in profile["points"]]
+    assert fed == [(1, 4), (1, 4), (2, 8), (2, 8)]
+    for whole, half in (profile["points"][:2], profile["points"][2:]):
+        assert whole["cached_tokens"] == pytest.approx(24 * whole["batch"], abs=whole["batch"])
+        assert half["cached_tokens"] / whole["cached_tokens"] == pytest.approx(0.6, abs=0.1)
+    assert all(point["ms"] > 0 for point in profile["points"])
+    assert min(profile["costs"]["row_ms"].values()) > 0
+    assert profile["costs"]["token_ms"] >= 0
+    assert profile["costs"]["draft_ms"].keys() == {"1", "2"}
+    assert max(profile["costs"]["draft_ms"].values()) > 0
+
+
+def test_policies_read_the_measured_profile(profile):
+    costs = emsjax.Goodput.from_profile(profile).costs
+    assert costs.rows.tolist() == [4, 8]
+    assert costs.batches.tolist() == [1, 2]
+    np.testing.assert_allclose(costs.row_ms, list(profile["costs"]["row_ms"].values()))
+    accepted = accepted_at_rate(0.7, 3)
+    lengths = synergy_lengths(costs, (1, 2), 24, accepted, np.arange(4.0))
+    assert profile["table"] == {
+        "acceptance_rate": 0.7,
+        "lengths": {str(batch): k for batch, k in lengths.items()},
+    }
+    for acceptance in (None, 0.7):
+        assert entries(emsjax.BatchSizeTable.from_profile(profile, acceptance)) == lengths
+    assert profile["settings"]["max_draft_tokens"] == 3
+
+
+@pytest.mark.parametrize("rate", [0, 1, -1])
+def test_a_rate_that_leaves_nothing_to_fit_is_refused(rate):
+    with pytest.raises(ValueError, match=f"must be between 0 and 1, not {rate}"):
+        measured.profile(MEASUREMENT, rate, print)
