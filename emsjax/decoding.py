@@ -17,7 +17,7 @@ import pallas_kernels
 from emsjax.cache import KVCache
 from emsjax.draft_length import DraftLength, StepView
 from emsjax.drafting import Draft, Drafter
-from emsjax.drafting.drafter import with_policys_limit
+from emsjax.drafting.drafter import is_free, with_policys_limit
 from emsjax.kernels import Kernels, resolve_kernels
 from emsjax.opt import OPT
 from emsjax.packing import pack, row_buckets
@@ -215,7 +215,7 @@ def _propose(model, drafter, state, draft_length) -> tuple[Draft, Any]:
         wanted = draft_length.lengths(state.policy_state, view)
         return jnp.clip(wanted, 0, available)
 
-    free = getattr(drafter, "free", False)
+    free = is_free(drafter)
     limits = limited(limits, drafted=False)
     draft, drafter_state = drafter.propose(
         state.drafter_state, state.tokens, state.lengths, limits, state.keys, state.sampling

@@ -14,7 +14,7 @@ from emsjax.checks import check_at_least
 from emsjax.decoding import Counters, DecodeState, decode_loop
 from emsjax.draft_length import DraftLength
 from emsjax.drafting import Drafter
-from emsjax.drafting.drafter import with_policys_limit
+from emsjax.drafting.drafter import is_free, with_policys_limit
 from emsjax.kernels import resolve_kernels
 from emsjax.memory import check_fits
 from emsjax.opt import OPT
@@ -174,7 +174,7 @@ class _ConstantDrafter:
 
     @property
     def free(self) -> bool:
-        return getattr(self.drafter, "free", False)
+        return is_free(self.drafter)
 
     def init(self, *args):
         return self.drafter.init(*args)

@@ -18,6 +18,7 @@ from emsjax.acceptance import Verdicts
 from emsjax.draft_length import StepView
 from emsjax.packing import row_buckets
 
+PRIOR = (goodput.PRIOR_RATE, goodput.PRIOR_WEIGHT)
 # Batch and k, and buckets closer to each other than those of so few rows are.
 SHAPES = {
     (1, 3): (1, 3, 4),
@@ -54,9 +55,8 @@ class Problem:
         trials = situation.trials[:batch, :k].astype(np.float32)
         hits = (trials * situation.rates[:batch]).astype(np.float32)
         self.verdicts = Verdicts(jnp.asarray(trials), jnp.asarray(hits))
-        self.survival = np.asarray(
-            self.verdicts.survival(goodput.PRIOR_RATE, goodput.PRIOR_WEIGHT), np.float64
-        )
+        survival = self.verdicts.survival(*PRIOR)
+        self.survival = np.asarray(survival, np.float64)
         self.expected = np.pad(np.cumsum(self.survival, axis=1), ((0, 0), (1, 0)))  # [b, k1]
         row_ms = dict(zip(SHAPES[shape], situation.row_ms, strict=False))
         self.costs = emsjax.StepCosts.of(row_ms, situation.token_ms, situation.draft_ms)
@@ -193,7 +193,7 @@ def test_a_verdict_is_one_on_all_that_stood_and_the_first_that_fell(steps, memor
 
 
 def test_before_any_verdict_each_token_stands_at_the_prior_rate():
-    survival = Verdicts.init(2, 3).survival(goodput.PRIOR_RATE, goodput.PRIOR_WEIGHT)
+    survival = Verdicts.init(2, 3).survival(0.7, 16.0)
     np.testing.assert_allclose(survival, [[0.7, 0.49, 0.343]] * 2, rtol=1e-6)
 
 
@@ -214,24 +214,18 @@ def test_survival_of_two_samples_by_hand():
 def test_a_samples_verdicts_count_most_for_itself():
     # Sample 0 hits, sample 1 misses, sample 2 has yet to draft.
     steps = [([3, 3, 0], [3, 0, 0])] * 8
-    hits, misses, none = np.asarray(
-        verdicts_after(*steps, batch=3).survival(goodput.PRIOR_RATE, goodput.PRIOR_WEIGHT)
-    )[:, 0]
+    hits, misses, none = np.asarray(verdicts_after(*steps, batch=3).survival(0.7, 16.0))[:, 0]
     assert hits > none + 0.1
     assert none > misses + 0.1
     alone = [([3, 0], [3, 0])] * 8
-    better, also = np.asarray(
-        verdicts_after(*alone, batch=2).survival(goodput.PRIOR_RATE, goodput.PRIOR_WEIGHT)
-    )[:, 0]
+    better, also = np.asarray(verdicts_after(*alone, batch=2).survival(0.7, 16.0))[:, 0]
     assert better > also > 0.7 + 0.01
 
 
 def test_verdicts_on_a_position_count_most_for_this_position_of_all_samples():
     # The second token always falls, the first never.
     steps = [([2, 0], [1, 0])] * 20
-    survival = np.asarray(
-        verdicts_after(*steps, batch=2).survival(goodput.PRIOR_RATE, goodput.PRIOR_WEIGHT)
-    )
+    survival = np.asarray(verdicts_after(*steps, batch=2).survival(0.7, 16.0))
     rates = survival / np.pad(survival, ((0, 0), (1, 0)), constant_values=1)[:, :-1]
     for rate in rates:
         assert rate[0] > rate[2] + 0.05 > rate[1] + 0.1

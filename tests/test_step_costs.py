@@ -1,6 +1,7 @@
 """What a step takes: its model, how that is fitted to times, and what policies read of it."""
 
 import json
+import math
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -86,9 +87,11 @@ def fastest_length(batch, accepted, drafted) -> int:
     """The s with the least T(b, s), one by one."""
     buckets, ms_per_token = row_buckets(batch, len(accepted)), []
     for s in range(len(accepted)):
-        bucket = min(b for b in buckets if b >= round(batch * (1 + drafted[s]), 3))
-        verify = np.interp(bucket, list(ROW_MS), list(ROW_MS.values()))
-        verify += TOKEN_MS * batch * CONTEXT
+        share, verify = drafted[s] / max(s, 1), TOKEN_MS * batch * CONTEXT
+        for n in range(batch + 1):  # samples that draft
+            bucket = min(b for b in buckets if b >= batch + n * s)
+            probability = math.comb(batch, n) * share**n * (1 - share) ** (batch - n)
+            verify += probability * np.interp(bucket, list(ROW_MS), list(ROW_MS.values()))
         ms_per_token.append((verify + s * DRAFT_MS) / (accepted[s] + 1))
     return min(range(len(accepted)), key=ms_per_token.__getitem__)
 

@@ -24,6 +24,7 @@ from emsjax.benchmarks import save
 from emsjax.benchmarks.runs import LoopRun
 from emsjax.benchmarks.workloads import EmbeddedModels, ScriptedModels, Workload
 from emsjax.decoding import Counters
+from emsjax.drafting.drafter import is_free
 from emsjax.step_costs import StepCosts, read_profile, synergy_lengths
 
 SEQUENCES = 16  # decoded at least for a figure: small batches again and again, with other draws
@@ -109,7 +110,7 @@ class Bench:
         workload = self.models.workloads[name]
         tokens = self.max_new_tokens or workload.max_new_tokens
         drafters = self.models.drafters(workload, self.batch, self.k, self.repeats)
-        if drafters[0].free:
+        if is_free(drafters[0]):
             costs = dataclasses.replace(self.costs, draft_ms=0 * self.costs.draft_ms)
         else:
             costs = self.costs

@@ -83,6 +83,11 @@ class Drafter(Protocol):
         return state
 
 
+def is_free(drafter: Drafter | None) -> bool:
+    """Whether a draft-length policy is asked after it has proposed."""
+    return getattr(drafter, "free", False)
+
+
 def with_policys_limit(drafter: Drafter | None, draft_length: Any) -> Drafter | None:
     """The drafter as the draft-length policy wants it, where both leave room for that."""
     limit = getattr(draft_length, "max_draft_tokens", None)

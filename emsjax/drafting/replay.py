@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from emsjax.config import OPTConfig
-from emsjax.drafting.drafter import Draft
+from emsjax.drafting.drafter import Draft, is_free
 
 
 class Overriding(abc.ABC):
@@ -31,7 +31,7 @@ class Overriding(abc.ABC):
     @property
     def free(self) -> bool:
         """Whether proposing costs next to nothing."""
-        return self.source is None or getattr(self.source, "free", False)
+        return self.source is None or is_free(self.source)
 
     def for_prompts(self, prompt_indices: np.ndarray, num_prompts: int):
         if not hasattr(self.source, "for_prompts"):
