@@ -1,6 +1,7 @@
 """Policies that limit how many tokens are drafted, per sample and step."""
 
 import dataclasses
+import numbers
 from collections.abc import Mapping
 from os import PathLike
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -183,9 +184,11 @@ class BatchSizeTable:
             ValueError: not such a profile, or a probability outside 0..1.
         """
         profile = read_profile(profile)
+        if "table" not in profile or "settings" not in profile:
+            raise ValueError("the profile holds no table of lengths by batch size")
         if acceptance is None:
             return cls({int(size): k for size, k in profile["table"]["lengths"].items()})
-        if isinstance(acceptance, int | float):
+        if isinstance(acceptance, numbers.Real):
             if not 0 <= acceptance <= 1:
                 raise ValueError(f"acceptance must be in 0..1, not {acceptance}")
             k = profile["settings"]["max_draft_tokens"]

@@ -53,7 +53,8 @@ class StepCosts:
             draft_ms = {1: draft_ms}
         if not row_ms or not draft_ms:
             raise ValueError("row_ms and draft_ms must each hold at least one time")
-        if min(row_ms.values()) <= 0 or min(token_ms, *draft_ms.values()) < 0:
+        at_least_0 = [token_ms, *draft_ms.values()]
+        if not (all(ms > 0 for ms in row_ms.values()) and all(ms >= 0 for ms in at_least_0)):
             raise ValueError("row_ms must be above 0, token_ms and draft_ms at least 0")
         column = lambda values: np.array(list(values), np.float32)
         knots = lambda table: (column(sorted(table)), column(table[at] for at in sorted(table)))
@@ -94,6 +95,8 @@ def read_profile(profile: str | PathLike | Mapping[str, Any]) -> Mapping[str, An
             raise ValueError(f"{name} is no JSON: not written by emsjax profile") from error
     if not isinstance(profile, Mapping) or profile.get("format") != FORMAT:
         raise ValueError(f"{name} is not of the format {FORMAT!r} that emsjax profile writes")
+    if "costs" not in profile:
+        raise ValueError(f"{name} holds no costs: not written by emsjax profile")
     return profile
 
 

@@ -58,11 +58,20 @@ def test_one_time_of_a_draft_step_serves_all_batch_sizes():
         (lambda: emsjax.StepCosts.of({}), "must each hold at least one"),
         (lambda: emsjax.StepCosts.of({1: 1.0}, draft_ms={}), "must each hold at least one"),
         (lambda: emsjax.StepCosts.of({1: 1.0, 2: 0.0}), "row_ms must be above 0"),
+        (lambda: emsjax.StepCosts.of({1: 1.0, 2: math.nan}), "row_ms must be above 0"),
         (lambda: emsjax.StepCosts.of({1: 1.0}, -0.1), "token_ms and draft_ms at least 0"),
         (lambda: emsjax.StepCosts.of({1: 1.0}, draft_ms=-1.0), "draft_ms at least 0"),
         (lambda: emsjax.StepCosts.of({1: 1.0}, draft_ms={1: 0, 2: -1}), "draft_ms at least 0"),
     ],
-    ids=["no rows", "no draft times", "nothing", "a token", "a draft", "a batch's draft"],
+    ids=[
+        "no rows",
+        "no draft times",
+        "nothing",
+        "no number",
+        "a token",
+        "a draft",
+        "a batch's draft",
+    ],
 )
 def test_impossible_costs_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
@@ -70,11 +79,11 @@ def test_impossible_costs_are_refused(make, message):
 
 
 ROW_MS = {1: 1.0, 16: 1.1, 24: 1.6, 40: 3.0}
-TOKEN_MS, DRAFT_MS, CONTEXT = 0.001, 0.1, 50
+TOKEN_MS, DRAFT_MS, CONTEXT = 0.001, {1: 0.1, 8: 0.15}, 50
 PROFILE = {
     "format": FORMAT,
     "settings": {"max_draft_tokens": 4, "context": CONTEXT},
-    "costs": {"row_ms": ROW_MS, "token_ms": TOKEN_MS, "draft_ms": {1: DRAFT_MS}},
+    "costs": {"row_ms": ROW_MS, "token_ms": TOKEN_MS, "draft_ms": DRAFT_MS},
     "table": {"lengths": {1: 4, 3: 2, 8: 0}},
 }
 
@@ -92,7 +101,8 @@ def fastest_length(batch, accepted, drafted) -> int:
             bucket = min(b for b in buckets if b >= batch + n * s)
             probability = math.comb(batch, n) * share**n * (1 - share) ** (batch - n)
             verify += probability * np.interp(bucket, list(ROW_MS), list(ROW_MS.values()))
-        ms_per_token.append((verify + s * DRAFT_MS) / (accepted[s] + 1))
+        draft = s * np.interp(batch, list(DRAFT_MS), list(DRAFT_MS.values()))
+        ms_per_token.append((verify + draft) / (accepted[s] + 1))
     return min(range(len(accepted)), key=ms_per_token.__getitem__)
 
 
@@ -140,7 +150,8 @@ def test_costs_survive_the_profile(written, tmp_path):
     ):
         assert dict(zip(costs.rows.tolist(), costs.row_ms, strict=True)) == pytest.approx(ROW_MS)
         assert costs.token_ms == pytest.approx(TOKEN_MS)
-        assert costs.draft_step_ms(8) == pytest.approx(DRAFT_MS)
+        assert costs.draft_step_ms(8) == pytest.approx(DRAFT_MS[8])
+        assert costs.batches.tolist() == list(DRAFT_MS)
 
 
 READERS = [emsjax.StepCosts, emsjax.Goodput, emsjax.BatchSizeTable]
@@ -157,6 +168,8 @@ def test_what_is_no_profile_is_refused(reader, tmp_path):
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
             reader.from_profile(path)
+    with pytest.raises(ValueError, match="holds no"):
+        reader.from_profile({"format": FORMAT})
     for other in ({}, {"costs": PROFILE["costs"]}):
         with pytest.raises(ValueError, match="profile is not of the format 'emsjax profile 1'"):
             reader.from_profile(other)
@@ -302,7 +315,7 @@ def test_policies_read_the_measured_profile(profile):
         "acceptance_rate": 0.7,
         "lengths": {str(batch): k for batch, k in lengths.items()},
     }
-    for acceptance in (None, 0.7):
+    for acceptance in (None, 0.7, np.float64(0.7)):
         assert entries(emsjax.BatchSizeTable.from_profile(profile, acceptance)) == lengths
     assert profile["settings"]["max_draft_tokens"] == 3
 
