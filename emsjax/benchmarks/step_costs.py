@@ -46,14 +46,19 @@ class Measurement:
     max_draft_tokens: int
     attention: str | None = None
 
+    @property
+    def slices(self) -> tuple[int, ...]:
+        """Layers of the models that are timed: of two slices, or of a shallow model itself."""
+        layers = self.config.num_hidden_layers
+        return SLICES if layers > SLICES[-1] else (layers,)
+
     def run(self, say: Callable[[str], None]) -> tuple[list[Point], dict[int, float]]:
         """Points for every batch size, and milliseconds of a draft step by batch size.
 
         Raises:
             ValueError: what does not fit into the positions or into memory.
         """
-        layers = self.config.num_hidden_layers
-        counts = SLICES if layers > SLICES[-1] else (layers,)
+        layers, counts = self.config.num_hidden_layers, self.slices
         slices = {
             count: random_model(
                 dataclasses.replace(self.config, num_hidden_layers=count), self.dtype
@@ -210,7 +215,7 @@ def profile(
             "context": measurement.context,
             "max_draft_tokens": k,
             "attention": measurement.attention,
-            "slices": list(SLICES),
+            "slices": list(measurement.slices),
         },
         "points": [dataclasses.asdict(point) for point in points],
         "costs": {
