@@ -6,7 +6,7 @@ state -> draft -> pack -> forward (cache is read-only) -> verify -> commit -> st
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -119,7 +119,7 @@ def step(
     kernels = resolve_kernels(attention_implementation)
     drafter = with_policys_limit(drafter, draft_length)
     batch = state.lengths.shape[0]
-    draft, drafter_state = _propose(model, drafter, state, draft_length)
+    draft, drafter_state, view = _propose(model, drafter, state, draft_length)
     draft_rows = jnp.where(state.active, draft.counts, 0)
     counts = jnp.where(state.active, draft_rows + 1, 0)
 
@@ -152,7 +152,7 @@ def step(
         drafter_state = drafter.commit(drafter_state, lengths)
     policy_state = state.policy_state
     if draft_length is not None:
-        policy_state = draft_length.update(policy_state, draft_rows, num_accepted)
+        policy_state = draft_length.update(policy_state, view, draft_rows, num_accepted)
 
     num_rows = jnp.asarray(buckets, jnp.int32)[bucket]
     info = StepInfo(tokens, draft_rows, num_accepted, num_emitted, num_rows)
@@ -199,35 +199,45 @@ def decode_loop(
     return lax.while_loop(unfinished, advance, state)
 
 
-def _propose(model, drafter, state, draft_length) -> tuple[Draft, Any]:
-    """The step's draft, cut to what can be used, and the drafter's new state."""
+class _Proposal(NamedTuple):
+    """What a step verifies, the drafter's new state, and what the policy saw."""
+
+    draft: Draft
+    drafter_state: Any
+    view: StepView
+
+
+def _propose(model, drafter, state, draft_length) -> _Proposal:
+    """The step's draft, cut to what can be used."""
     batch = state.lengths.shape[0]
     k = state.counters.accepted_histogram.shape[1] - 1
-    if drafter is None:
-        return Draft(jnp.zeros((batch, 0), jnp.int32), jnp.zeros(batch, jnp.int32)), ()
     remaining = state.length_limits - state.lengths
     limits = jnp.where(state.active, jnp.minimum(remaining - 1, k), 0)
+    view = StepView(state.active, state.lengths, limits, drafted=is_free(drafter))
+    if drafter is None:
+        draft = Draft(jnp.zeros((batch, 0), jnp.int32), jnp.zeros(batch, jnp.int32))
+        return _Proposal(draft, (), view)
 
-    def limited(available, *, drafted: bool):
-        if draft_length is None or free != drafted:
-            return available
-        view = StepView(state.active, state.lengths, available, drafted)
-        wanted = draft_length.lengths(state.policy_state, view)
-        return jnp.clip(wanted, 0, available)
+    def chosen(view: StepView):
+        if draft_length is None:
+            return view.available
+        return jnp.clip(draft_length.lengths(state.policy_state, view), 0, view.available)
 
-    free = is_free(drafter)
-    limits = limited(limits, drafted=False)
+    if not view.drafted:
+        limits = chosen(view)
     draft, drafter_state = drafter.propose(
         state.drafter_state, state.tokens, state.lengths, limits, state.keys, state.sampling
     )
-    if free and draft.probs is not None:
-        # What is left of a draft must not depend on which tokens were drawn.
-        raise ValueError("a drafter that draws its tokens (Draft.probs) cannot be `free`")
     counts = usable_counts(
         draft.tokens, draft.counts, limits, state.end_token_ids, model.config.vocab_size
     )
-    counts = limited(counts, drafted=True)
-    return dataclasses.replace(draft, counts=counts), drafter_state
+    if view.drafted:
+        if draft.probs is not None:
+            # What is left of a draft must not depend on which tokens were drawn.
+            raise ValueError("a drafter that draws its tokens (Draft.probs) cannot be `free`")
+        view = view._replace(available=counts)
+        counts = chosen(view)
+    return _Proposal(dataclasses.replace(draft, counts=counts), drafter_state, view)
 
 
 def _forward_bucket(model, state, draft, block, counts, kernels: Kernels, num_rows, buckets):

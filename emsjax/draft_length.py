@@ -50,9 +50,13 @@ class DraftLength(Protocol):
         ...
 
     def update(
-        self, state: Any, num_drafted: Int32[Array, "b"], num_accepted: Int32[Array, "b"]
+        self,
+        state: Any,
+        view: StepView,
+        num_drafted: Int32[Array, "b"],
+        num_accepted: Int32[Array, "b"],
     ) -> Any:
-        """State after a step that fed `num_drafted` draft tokens and kept `num_accepted`."""
+        """State after a step that was seen so, fed `num_drafted` tokens, kept `num_accepted`."""
         ...
 
 
@@ -84,7 +88,7 @@ class FixedLength:
     def lengths(self, state, view: StepView):
         return jnp.full(view.active.shape, self.k, jnp.int32)
 
-    def update(self, state, num_drafted, num_accepted):
+    def update(self, state, view, num_drafted, num_accepted):
         return state
 
 
@@ -136,7 +140,7 @@ class BassHeuristic:
     def lengths(self, state: BassState, view: StepView):
         return jnp.full(view.active.shape, state.length, jnp.int32)
 
-    def update(self, state: BassState, num_drafted, num_accepted) -> BassState:
+    def update(self, state: BassState, view, num_drafted, num_accepted) -> BassState:
         length, most = state.length, jnp.max(num_accepted)
         longer = jnp.minimum(length + self.increment, self.limit)
         shorter = length - (length + self.divisor - 1) // self.divisor - state.shrinking
@@ -217,7 +221,7 @@ class BatchSizeTable:
         length = self.draft_lengths[jnp.maximum(entry, 0)]
         return jnp.full(view.active.shape, length, jnp.int32)
 
-    def update(self, state, num_drafted, num_accepted):
+    def update(self, state, view, num_drafted, num_accepted):
         return state
 
 

@@ -92,7 +92,7 @@ class Goodput:
         taken &= gains[n] > 0
         return jnp.sum(taken.reshape(batch, k), axis=1, dtype=jnp.int32)
 
-    def update(self, state: Verdicts, num_drafted, num_accepted) -> Verdicts:
+    def update(self, state: Verdicts, view, num_drafted, num_accepted) -> Verdicts:
         return state.update(num_drafted, num_accepted, self.memory)
 
 
@@ -102,7 +102,8 @@ class CostCapped:
     """Another policy's lengths, but none above the one with which the step is the fastest.
 
     That one, the same for all samples, may be 0: drafting is off while it does not pay. It
-    comes from the same estimates as `Goodput`'s lengths.
+    comes from the same estimates as `Goodput`'s lengths. The other policy learns from the
+    steps that had its own lengths.
 
     Args:
         policy: the other one.
@@ -126,7 +127,7 @@ class CostCapped:
     def lengths(self, state: tuple[Any, Verdicts], view: StepView) -> Int32[Array, "b"]:
         inner, verdicts = state
         batch, k = verdicts.trials.shape
-        wanted = jnp.clip(self.policy.lengths(inner, view), 0, view.available)
+        wanted = self._wanted(inner, view)
         capped = jnp.minimum(wanted, jnp.arange(k + 1)[:, None])  # [n, b]
         survival = verdicts.survival(self.prior_rate, self.prior_weight)
         verified = jnp.arange(k) < capped[:, :, None]
@@ -140,10 +141,16 @@ class CostCapped:
             ms = ms + self.costs.draft_step_ms(batch) * longest
         return capped[jnp.argmax((num_active + gained) / ms)]
 
-    def update(self, state: tuple[Any, Verdicts], num_drafted, num_accepted):
+    def update(self, state: tuple[Any, Verdicts], view: StepView, num_drafted, num_accepted):
         inner, verdicts = state
-        verdicts = verdicts.update(num_drafted, num_accepted, self.memory)
-        return self.policy.update(inner, num_drafted, num_accepted), verdicts
+        # Cut drafts say nothing about the other policy's own lengths.
+        own = jnp.all(num_drafted == self._wanted(inner, view))
+        updated = self.policy.update(inner, view, num_drafted, num_accepted)
+        inner = jax.tree.map(lambda new, old: jnp.where(own, new, old), updated, inner)
+        return inner, verdicts.update(num_drafted, num_accepted, self.memory)
+
+    def _wanted(self, inner: Any, view: StepView) -> Int32[Array, "b"]:
+        return jnp.clip(self.policy.lengths(inner, view), 0, view.available)
 
 
 def cached_tokens(view: StepView) -> Float[Array, ""]:

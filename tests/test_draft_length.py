@@ -32,7 +32,7 @@ def trace(policy, accepted_by_step):
     view, lengths = view_of([True, True]), []
     for accepted in accepted_by_step:
         lengths.append(policy.lengths(state, view).tolist())
-        state = policy.update(state, policy.lengths(state, view), jnp.array(accepted))
+        state = policy.update(state, view, policy.lengths(state, view), jnp.array(accepted))
     lengths.append(policy.lengths(state, view).tolist())
     assert all(first == second for first, second in lengths)
     return [first for first, _ in lengths]
@@ -66,8 +66,9 @@ def test_bass_heuristic_follows_algorithm_1(policy, accepted, expected):
 
 def test_a_step_without_drafts_does_not_change_the_bass_length():
     policy = emsjax.BassHeuristic()
-    state = policy.update(policy.init(2, 32), jnp.array([0, 0]), jnp.array([0, 0]))
-    assert policy.lengths(state, view_of([True, True])).tolist() == [7, 7]
+    view, none = view_of([True, True]), jnp.array([0, 0])
+    state = policy.update(policy.init(2, 32), view, none, none)
+    assert policy.lengths(state, view).tolist() == [7, 7]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +109,7 @@ class Watching:
         self.views.append(view)
         return view.available
 
-    def update(self, state, num_drafted, num_accepted):
+    def update(self, state, view, num_drafted, num_accepted):
         return state
 
 
@@ -174,7 +175,7 @@ class Asking:
     def lengths(self, state, view):
         return self.wanted
 
-    def update(self, state, num_drafted, num_accepted):
+    def update(self, state, view, num_drafted, num_accepted):
         return state
 
 

@@ -43,7 +43,7 @@ def test_one_of_many_policies_behaves_as_it_does_alone(name):
     def advance(policy, state, available, accepted):
         view = StepView(available > 0, 9 + available, available, drafted=False)
         lengths = jnp.clip(policy.lengths(state, view), 0, available)
-        return lengths, policy.update(state, lengths, jnp.minimum(accepted, lengths))
+        return lengths, policy.update(state, view, lengths, jnp.minimum(accepted, lengths))
 
     for _ in range(9):
         counts = jnp.array(rng.integers(0, K + 1, (2, 3)), jnp.int32)

@@ -80,7 +80,7 @@ class Pause:
     def lengths(self, state, view):
         return jnp.full(view.active.shape, jnp.where((state >= 2) & (state < 8), 0, 4), jnp.int32)
 
-    def update(self, state, num_drafted, num_accepted):
+    def update(self, state, view, num_drafted, num_accepted):
         return state + 1
 
 

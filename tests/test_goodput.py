@@ -127,7 +127,7 @@ class Asking:
     def lengths(self, state, view):
         return jnp.array(self.wanted, jnp.int32)
 
-    def update(self, state, num_drafted, num_accepted):
+    def update(self, state, view, num_drafted, num_accepted):
         return state
 
 
@@ -143,6 +143,23 @@ def test_a_policy_is_cut_to_the_length_that_is_worth_the_most(shape, situation, 
     assert lengths.tolist() in cuts.tolist()
     best = problem.tokens_per_ms(cuts).max()
     assert problem.tokens_per_ms(lengths) == pytest.approx(best, rel=1e-5)
+
+
+@pytest.mark.parametrize("limit", [7, 32])
+def test_a_policy_does_not_learn_from_what_was_cut(limit):
+    """Cut drafts that stand are not whole ones to BASS, which would shrink from step to step."""
+    costs = emsjax.StepCosts.of({16: 1.0, 32: 1.5})
+    policy = emsjax.CostCapped(emsjax.BassHeuristic(limit=limit), costs)
+    state, lengths = policy.init(4, 7), []
+    view = StepView(
+        jnp.ones(4, bool), jnp.full(4, 9, jnp.int32), jnp.full(4, 7, jnp.int32), drafted=True
+    )
+    for _ in range(9):
+        lengths.append(policy.lengths(state, view))
+        state = policy.update(state, view, lengths[-1], lengths[-1])  # all of them stand
+    drafted = [counts.tolist() for counts in lengths]
+    assert drafted[0] == [3] * 4  # nobody knows yet
+    assert drafted[-1] == [7] * 4
 
 
 def test_the_longest_draft_and_the_bucket_are_chosen_together(monkeypatch):

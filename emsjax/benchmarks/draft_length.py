@@ -50,9 +50,9 @@ class OneOf:
         ]
         return lax.switch(self.index, choices)
 
-    def update(self, states, num_drafted, num_accepted):
+    def update(self, states, view, num_drafted, num_accepted):
         def choice(i: int):
-            updated = self.policies[i].update(states[i], num_drafted, num_accepted)
+            updated = self.policies[i].update(states[i], view, num_drafted, num_accepted)
             return (*states[:i], updated, *states[i + 1 :])
 
         choices = [lambda i=i: choice(i) for i in range(len(states))]
