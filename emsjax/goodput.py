@@ -86,7 +86,8 @@ class Goodput:
         ms = self.costs.step_ms(buckets, cached_tokens(view))[used]
         if not view.drafted:
             ms = ms + self.costs.draft_step_ms(batch) * longest[:, None].astype(jnp.float32)
-        tokens_per_ms = jnp.where(room >= 0, (num_active + gained) / ms, 0)
+        # No bucket is too small for the active samples' own rows.
+        tokens_per_ms = (num_active + gained) / ms
         n, m = jnp.unravel_index(jnp.argmax(tokens_per_ms), tokens_per_ms.shape)
         taken = jnp.zeros(batch * k, bool).at[places[n]].set(fits[m], unique_indices=True)
         taken &= gains[n] > 0

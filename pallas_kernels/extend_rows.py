@@ -10,10 +10,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.implementations import choose
-
-ARRAYS_PER_PROGRAM = 8  # whose loads are in flight together
-NUMBERS_PER_PROGRAM = 4096  # of each array, which its registers hold
-ARRAYS_PER_LAUNCH = 128
+from pallas_kernels.update_kv_cache_triton import (
+    ARRAYS_PER_LAUNCH,
+    ARRAYS_PER_PROGRAM,
+    NUMBERS_PER_PROGRAM,
+)
 
 
 def extend_rows(

@@ -129,7 +129,6 @@ class Bench:
             which: time_policy(run, drafters, OneOf(*chosen), expected, **timed)
             for which, chosen in policies(self.k, costs, lengths).items()
         }
-        self.runs[workload.source] = run
         return {
             "workload": name,
             "batch": self.batch,

@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 import emsjax
@@ -226,7 +225,3 @@ def profile(
         "fit": {**errors, "synergy": fit_synergy(points, accepted)},
         "table": {"acceptance_rate": acceptance_rate, "lengths": lengths},
     }
-
-
-def device_kind() -> str:
-    return jax.local_devices()[0].device_kind
