@@ -112,6 +112,19 @@ def test_all_lengths_policies_and_workloads_of_a_source_share_one_compilation(me
     assert measured.prefilled == 2
 
 
+def test_workloads_of_other_lengths_start_at_the_same_prompts(small, monkeypatch):
+    lengths = {"llma": NEW_TOKENS, "mixed": NEW_TOKENS + 4}
+    for name, tokens in lengths.items():
+        workload = dataclasses.replace(workloads.SCRIPTED[name], max_new_tokens=tokens)
+        monkeypatch.setitem(workloads.SCRIPTED, name, workload)
+    for name in workloads.SCRIPTED.keys() - lengths:
+        monkeypatch.delitem(workloads.SCRIPTED, name)
+    comparison = bench.Bench(ScriptedModels("small", "small"), BATCH, COSTS, K, None, None)
+    entries = [comparison.measure(name) for name in lengths]
+    assert [entry["new_tokens"] for entry in entries] == list(lengths.values())
+    assert bench.all_identical({"entries": entries})
+
+
 each_workload = pytest.mark.parametrize("name", WORKLOADS)
 
 

@@ -42,6 +42,7 @@ def test_buckets_ascend_to_hold_every_step(batch, width):
     assert len(buckets) <= 8
     # One row per sample has a bucket of its own: no drafts, no more rows than in plain decoding.
     assert buckets[0] == min(buckets[-1], max(batch, 16))
+    assert all(rows <= 0.8 * buckets[-1] for rows in buckets[1:-1])
     for fewer, more in itertools.pairwise(buckets):
         assert more >= min(fewer + 16, buckets[-1])
         assert more <= max(4 * fewer, fewer + 64)

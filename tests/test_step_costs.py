@@ -170,6 +170,9 @@ def test_what_is_no_profile_is_refused(reader, tmp_path):
             reader.from_profile(path)
     with pytest.raises(ValueError, match="holds no"):
         reader.from_profile({"format": FORMAT})
+    if reader is emsjax.BatchSizeTable:
+        with pytest.raises(ValueError, match="no table"):
+            reader.from_profile({"format": FORMAT, "costs": PROFILE["costs"]})
     for other in ({}, {"costs": PROFILE["costs"]}):
         with pytest.raises(ValueError, match="profile is not of the format 'emsjax profile 1'"):
             reader.from_profile(other)
