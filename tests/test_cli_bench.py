@@ -23,6 +23,7 @@ ADAPTIVE = [name for name in POLICIES if not name.startswith("fixed ")]
 def short(monkeypatch):
     """Little is decoded, once, and in a dtype that flax does not promote on its own."""
     monkeypatch.setattr(draft_length, "SEQUENCES", 2)
+    monkeypatch.setattr(draft_length, "DRAWS", 1)
     monkeypatch.setattr(workloads, "PROMPT_TOKENS", (8, 12))
     monkeypatch.setattr(workloads.ScriptedModels, "dtype", jnp.float32)
 

@@ -85,6 +85,7 @@ def small():
         patch.setitem(runs.MODELS, "small", tiny_model(num_hidden_layers=1).config)
         patch.setattr(workloads, "PROMPT_TOKENS", (5, 9))
         patch.setattr(bench, "SEQUENCES", BATCH * REPEATS - 1)
+        patch.setattr(bench, "DRAWS", 1)
         patch.setattr(ScriptedModels, "dtype", jnp.float32)
         yield
 
@@ -110,6 +111,12 @@ def test_all_lengths_policies_and_workloads_of_a_source_share_one_compilation(me
     # Beside it plain decoding's, once.
     assert measured.compiled == [2, 0, 1]
     assert measured.prefilled == 2
+
+
+@pytest.mark.parametrize("draws", [1, REPEATS + 1])
+def test_draws_of_large_batches(small, monkeypatch, draws):
+    monkeypatch.setattr(bench, "DRAWS", draws)
+    assert start(ScriptedModels("small", "small")).repeats == max(REPEATS, draws)
 
 
 def test_workloads_of_other_lengths_start_at_the_same_prompts(small, monkeypatch):

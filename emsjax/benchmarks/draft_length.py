@@ -27,7 +27,7 @@ from emsjax.decoding import Counters
 from emsjax.drafting.drafter import is_free
 from emsjax.step_costs import StepCosts, read_profile, synergy_lengths
 
-SEQUENCES = 16  # decoded at least for a figure: small batches again and again, with other draws
+SEQUENCES, DRAWS = 16, 3  # at least, for a figure: so many decoded, in so many batches
 ALL_STEPS = np.iinfo(np.int32).max // 2
 Models = ScriptedModels | EmbeddedModels
 
@@ -97,7 +97,7 @@ class Bench:
     ):
         self.models, self.batch, self.costs, self.k = models, batch, costs, k
         self.max_new_tokens, self.attention = max_new_tokens, attention
-        self.repeats = -(-SEQUENCES // batch)
+        self.repeats = max(-(-SEQUENCES // batch), DRAWS)
         self.longest = max_new_tokens or max(
             workload.max_new_tokens for workload in models.workloads.values()
         )
