@@ -20,7 +20,7 @@ from emsjax.drafting import Draft, Drafter
 from emsjax.drafting.drafter import is_free, with_policys_limit
 from emsjax.kernels import Kernels, resolve_kernels
 from emsjax.opt import OPT
-from emsjax.packing import pack, row_buckets
+from emsjax.packing import pack, row_buckets, smallest_bucket
 from emsjax.sampling import Sampling
 from emsjax.verdict import judge
 from emsjax.verification import accepted_counts, first_end, usable_counts
@@ -132,7 +132,7 @@ def step(
         )
         for num_rows in buckets
     ]
-    bucket = jnp.searchsorted(jnp.asarray(buckets), jnp.sum(counts))
+    bucket = smallest_bucket(buckets, jnp.sum(counts))
     verdict, fresh = lax.switch(bucket, branches)
 
     k = draft.tokens.shape[1]

@@ -217,7 +217,7 @@ class BatchSizeTable:
         return ()
 
     def lengths(self, state, view: StepView):
-        entry = jnp.searchsorted(self.sizes, jnp.sum(view.active), side="right") - 1
+        entry = jnp.sum(self.sizes <= jnp.sum(view.active)) - 1
         length = self.draft_lengths[jnp.maximum(entry, 0)]
         return jnp.full(view.active.shape, length, jnp.int32)
 

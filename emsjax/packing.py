@@ -89,6 +89,12 @@ def row_buckets(batch: int, max_rows_per_sample: int) -> tuple[int, ...]:
     return tuple(sorted({least, *between, most}))
 
 
+def smallest_bucket(buckets: tuple[int, ...], rows: Array) -> Array:
+    """Index of the smallest bucket that holds so many rows; rows of any shape."""
+    # All compared at once: a binary search would be a loop of launches on a GPU.
+    return jnp.searchsorted(jnp.asarray(buckets, rows.dtype), rows, method="compare_all")
+
+
 def chunk_rows(batch: int, width: int) -> int:
     """Static rows of a prefill chunk for a token buffer [batch, width]."""
     return min(MAX_CHUNK_ROWS, batch * width)

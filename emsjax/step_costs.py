@@ -155,8 +155,9 @@ def accepted_at_rate(rate: float, max_draft_tokens: int) -> Float[np.ndarray, "k
 
 def along(x: Float[Array, "*n"], at: Float[Array, "k"], values: Float[Array, "k"]):
     """Linear between the points, constant before the first, the last slope goes on behind."""
-    inside = jnp.interp(x, at, values)
-    if at.shape[0] == 1:
-        return inside
-    slope = (values[-1] - values[-2]) / (at[-1] - at[-2])
-    return inside + jnp.maximum(slope, 0) * jnp.maximum(x - at[-1], 0)
+    widths = at[1:] - at[:-1]
+    slopes = (values[1:] - values[:-1]) / widths
+    last = jnp.arange(len(at) - 1) == len(at) - 2
+    widths = jnp.where(last & (slopes > 0), jnp.inf, widths)
+    # A search, as in jnp.interp, would be a loop of launches on a GPU.
+    return values[0] + jnp.sum(slopes * jnp.clip(x[..., None] - at[:-1], 0, widths), axis=-1)

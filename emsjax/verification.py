@@ -37,8 +37,13 @@ def accepted_counts(
     accepted: Bool[Array, "b k"], draft_counts: Int32[Array, "b"]
 ) -> Int32[Array, "b"]:
     """Length of each sample's longest drafted prefix of accepted tokens."""
-    accepted = accepted & (jnp.arange(accepted.shape[1]) < draft_counts[:, None])
-    return jnp.sum(jnp.cumprod(accepted, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
+    return leading(accepted & (jnp.arange(accepted.shape[1]) < draft_counts[:, None]))
+
+
+def leading(true: Bool[Array, "b n"]) -> Int32[Array, "b"]:
+    """How many values come before each row's first false one."""
+    n = true.shape[1]
+    return jnp.min(jnp.where(true, n, jnp.arange(n)), axis=1, initial=n).astype(jnp.int32)
 
 
 def first_end(
@@ -69,7 +74,6 @@ def usable_counts(
     Cut at `limits`, before the first id outside the vocabulary, and behind the
     first end token.
     """
-    valid = (tokens >= 0) & (tokens < vocab_size)
-    valid_counts = jnp.sum(jnp.cumprod(valid, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
+    valid_counts = leading((tokens >= 0) & (tokens < vocab_size))
     counts = jnp.minimum(jnp.minimum(counts, limits), valid_counts)
     return first_end(tokens, jnp.maximum(counts, 0), end_token_ids)[0]
