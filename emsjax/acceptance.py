@@ -5,6 +5,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+PRIOR_EVIDENCE = 100.0  # verdicts that the prior weight counts for
+GROUP_WEIGHTS = (4.0, 400.0)  # the least and the largest
+
 
 class Verdicts(NamedTuple):
     """Weighted counts of verdicts on each draft position, recent ones counting more.
@@ -35,15 +38,39 @@ class Verdicts(NamedTuple):
         """Estimated probability that a sample's draft stands up to each position, included.
 
         The odds of a position are those of its sample times those of the position over all
-        samples, over the overall odds; at each level `prior_weight` verdicts of the level
-        above, at the top of `prior_rate`, fill up one's own.
+        samples, over the overall odds; at each level verdicts of the level above, at the top
+        of `prior_rate`, fill up one's own. There are `prior_weight` of them, but for samples
+        and for positions as many fewer or more as their rates are seen to differ or to agree.
         """
+        total = lambda axis: (jnp.sum(x, axis, keepdims=True) for x in (self.hits, self.trials))
 
-        def filled(axis, rate):
-            hits, trials = (jnp.sum(x, axis=axis, keepdims=True) for x in (self.hits, self.trials))
-            return (hits + prior_weight * rate) / (trials + prior_weight)
+        def filled(hits, trials, rate, weight):
+            return (hits + weight * rate) / (trials + weight)
+
+        def of_groups(axis):
+            hits, trials = total(axis)
+            return filled(hits, trials, overall, group_weight(hits, trials, overall, prior_weight))
 
         odds = lambda rate: rate / (1 - rate)
-        overall = filled((0, 1), prior_rate)
-        expected = odds(filled(1, overall)) * odds(filled(0, overall)) / odds(overall)
-        return jnp.cumprod(filled((), expected / (1 + expected)), axis=1)
+        overall = filled(*total((0, 1)), prior_rate, prior_weight)
+        expected = odds(of_groups(1)) * odds(of_groups(0)) / odds(overall)
+        rates = filled(self.hits, self.trials, expected / (1 + expected), prior_weight)
+        up_to = jnp.tri(rates.shape[1], dtype=bool)
+        return jnp.prod(jnp.where(up_to, rates[:, None, :], 1), axis=2)
+
+
+def group_weight(
+    hits: Float[Array, "..."], trials: Float[Array, "..."], rate: Float[Array, "..."], prior_weight
+) -> Float[Array, ""]:
+    """How many verdicts at the common `rate` to add to each group's own.
+
+    Groups' rates are taken to have a beta distribution, of which they are as many trials: by
+    its moments, sum (hits - trials rate)^2 / trials = rate (1 - rate) sum (1 + (trials - 1) r)
+    where r = 1 / (weight + 1) is the correlation of two verdicts of a group.
+    """
+    surprise = jnp.where(trials > 0, (hits - trials * rate) ** 2 / jnp.maximum(trials, 1e-6), 0)
+    excess = jnp.sum(surprise / (rate * (1 - rate)) - jnp.minimum(trials, 1))
+    evidence = jnp.sum(jnp.maximum(trials - 1, 0))
+    prior = PRIOR_EVIDENCE / (prior_weight + 1)
+    correlation = (jnp.maximum(excess, 0) + prior) / (evidence + PRIOR_EVIDENCE)
+    return jnp.clip(1 / correlation - 1, *GROUP_WEIGHTS)

@@ -12,11 +12,11 @@ from jaxtyping import Array, Float, Int32
 
 from emsjax.acceptance import Verdicts
 from emsjax.draft_length import DraftLength, StepView
-from emsjax.packing import row_buckets
+from emsjax.packing import row_buckets, smallest_bucket
 from emsjax.step_costs import StepCosts
 
 LIMIT = 15  # with the last emitted token before it a draft fills a tile of 16 rows
-PRIOR_RATE, PRIOR_WEIGHT, MEMORY = 0.7, 24.0, 0.98
+PRIOR_RATE, PRIOR_WEIGHT, MEMORY = 0.7, 48.0, 0.98
 
 
 @jax.tree_util.register_dataclass
@@ -34,7 +34,7 @@ class Goodput:
         costs: of a step on this device.
         prior_rate: acceptance rate before any verdict.
         prior_weight: how many verdicts of its own a sample needs to count as much as what
-            is known of the others.
+            is known of the others, before they are seen to differ much or little.
         memory: what a verdict weighs after each further step, relative to before.
         limit: the largest length; also `DraftModel`'s limit where its user set none.
     """
@@ -74,7 +74,8 @@ class Goodput:
         # Stable: of a sample's equally worthy tokens the first come first.
         losses, places = lax.sort((-gains, place), num_keys=1, is_stable=True)
 
-        buckets = jnp.array(row_buckets(batch, k + 1), jnp.float32)  # [m]
+        sizes = row_buckets(batch, k + 1)
+        buckets = jnp.array(sizes, jnp.float32)  # [m]
         num_active = jnp.sum(view.active, dtype=jnp.float32)
         room = buckets - num_active
         fits = jnp.arange(batch * k, dtype=jnp.float32) < room[:, None]
@@ -82,7 +83,7 @@ class Goodput:
         gained = -jnp.sum(jnp.where(fits, losses[:, None], 0), axis=-1)  # [n, m]
         # Where there are too few tokens for a bucket, the step takes a smaller one.
         most_rows = num_active + jnp.sum(available, axis=1, keepdims=True).astype(jnp.float32)
-        used = jnp.searchsorted(buckets, jnp.minimum(buckets, most_rows))
+        used = smallest_bucket(sizes, jnp.minimum(buckets, most_rows))
         ms = self.costs.step_ms(buckets, cached_tokens(view))[used]
         if not view.drafted:
             ms = ms + self.costs.draft_step_ms(batch) * longest[:, None].astype(jnp.float32)
@@ -135,8 +136,9 @@ class CostCapped:
         gained = jnp.sum(jnp.where(verified, survival, 0), axis=(1, 2))
         num_active = jnp.sum(view.active, dtype=jnp.float32)
         rows = num_active + jnp.sum(capped, axis=1, dtype=jnp.float32)
-        buckets = jnp.array(row_buckets(batch, k + 1), jnp.float32)
-        ms = self.costs.step_ms(buckets[jnp.searchsorted(buckets, rows)], cached_tokens(view))
+        sizes = row_buckets(batch, k + 1)
+        rows = jnp.array(sizes, jnp.float32)[smallest_bucket(sizes, rows)]
+        ms = self.costs.step_ms(rows, cached_tokens(view))
         if not view.drafted:
             longest = jnp.max(capped, axis=1).astype(jnp.float32)
             ms = ms + self.costs.draft_step_ms(batch) * longest

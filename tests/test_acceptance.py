@@ -1,0 +1,125 @@
+"""What verdicts say about how likely drafts stand."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from emsjax.acceptance import Verdicts, group_weight
+
+
+def verdicts_after(*steps, batch=1, k=3, memory=1.0) -> Verdicts:
+    """Of (drafted, accepted) tokens by sample."""
+    verdicts = Verdicts.init(batch, k)
+    for drafted, accepted in steps:
+        counts = (jnp.array(counts, jnp.int32) for counts in (drafted, accepted))
+        verdicts = verdicts.update(*counts, memory)
+    return verdicts
+
+
+@pytest.mark.parametrize(
+    ("steps", "memory", "trials", "hits"),
+    [
+        ([], 1, [0, 0, 0], [0, 0, 0]),
+        ([([3], [0])], 1, [1, 0, 0], [0, 0, 0]),
+        ([([3], [2])], 1, [1, 1, 1], [1, 1, 0]),
+        ([([2], [2])], 1, [1, 1, 0], [1, 1, 0]),
+        ([([0], [0])], 1, [0, 0, 0], [0, 0, 0]),
+        ([([3], [3]), ([3], [1]), ([0], [0])], 0.5, [0.75, 0.75, 0.25], [0.75, 0.25, 0.25]),
+    ],
+    ids=["none", "all fell", "the last fell", "short", "no draft", "forgotten"],
+)
+def test_a_verdict_is_one_on_all_that_stood_and_the_first_that_fell(steps, memory, trials, hits):
+    verdicts = verdicts_after(*steps, memory=memory)
+    assert verdicts.trials.tolist() == [trials]
+    assert verdicts.hits.tolist() == [hits]
+
+
+def test_before_any_verdict_each_token_stands_at_the_prior_rate():
+    survival = Verdicts.init(2, 3).survival(0.7, 16.0)
+    np.testing.assert_allclose(survival, [[0.7, 0.49, 0.343]] * 2, rtol=1e-6)
+
+
+def test_survival_after_one_verdict_by_hand():
+    # Weight 4, rate 1/2. Overall (1 + 4/2) / 5 = 3/5, odds 3/2; the sample and the position have
+    # (1 + 4 * 3/5) / 5 = 17/25, odds 17/8; expected odds 289/96; (1 + 4 * 289/385) / 5.
+    survival = lambda accepted: verdicts_after(([1], [accepted]), k=1).survival(0.5, 4.0)[0, 0]
+    assert survival(1) == pytest.approx(1541 / 1925)
+    assert survival(0) == pytest.approx(384 / 1925)
+
+
+def test_survival_of_two_samples_by_hand():
+    # Weight 4, rate 1/2; sample 0 has a hit, sample 1 a miss: overall 1/2, as is the position.
+    # Samples (1 + 4/2) / 5 = 3/5 and 2/5; with their own verdicts (1 + 4 * 3/5) / 5 and 8/25.
+    survival = verdicts_after(([1, 1], [1, 0]), batch=2, k=1).survival(0.5, 4.0)
+    np.testing.assert_allclose(survival, [[17 / 25], [8 / 25]], rtol=1e-6)
+
+
+def test_a_samples_verdicts_count_most_for_itself():
+    # Sample 0 hits, sample 1 misses, sample 2 has yet to draft.
+    steps = [([3, 3, 0], [3, 0, 0])] * 8
+    hits, misses, none = np.asarray(verdicts_after(*steps, batch=3).survival(0.7, 16.0))[:, 0]
+    assert hits > none + 0.1
+    assert none > misses + 0.1
+    alone = [([3, 0], [3, 0])] * 8
+    better, also = np.asarray(verdicts_after(*alone, batch=2).survival(0.7, 16.0))[:, 0]
+    assert better > also > 0.7 + 0.01
+
+
+def test_verdicts_on_a_position_count_most_for_this_position_of_all_samples():
+    # The second token always falls, the first never.
+    steps = [([2, 0], [1, 0])] * 20
+    survival = np.asarray(verdicts_after(*steps, batch=2).survival(0.7, 16.0))
+    rates = survival / np.pad(survival, ((0, 0), (1, 0)), constant_values=1)[:, :-1]
+    for rate in rates:
+        assert rate[0] > rate[2] + 0.05 > rate[1] + 0.1
+
+
+def test_forgotten_verdicts_leave_the_prior():
+    bad = [([3], [0])] * 9
+    rate = lambda *steps: verdicts_after(*steps, memory=0.8).survival(0.7, 4.0)[0, 0]
+    rates = [rate(*bad, *[([0], [0])] * n) for n in (0, 4, 16, 99)]
+    assert rates == sorted(rates)
+    assert rates[0] < 0.2
+    assert rates[-1] == pytest.approx(0.7, abs=1e-3)
+
+
+def weight_of(hits, trials, rate, prior_weight=48.0) -> float:
+    arrays = (jnp.asarray(x, jnp.float32) for x in (hits, trials, rate))
+    return float(group_weight(*arrays, prior_weight))
+
+
+def test_before_any_verdict_and_after_one_each_the_prior_weight_counts():
+    assert weight_of(np.zeros(5), np.zeros(5), 0.7) == pytest.approx(48)
+    # Single verdicts do not show whether groups differ.
+    assert weight_of([1, 0], np.ones(2), 0.5) == pytest.approx(48)
+
+
+def test_a_weight_by_hand():
+    # Squares over trials 1/4 (30 - 25)^2 / 50 each, over 1/4: 2 + 2, less the two that chance
+    # alone would leave; 98 verdicts could show more.
+    correlation = (2 + 100 / 5) / (98 + 100)
+    assert weight_of([30, 20], [50, 50], 0.5, 4.0) == pytest.approx(1 / correlation - 1)
+
+
+@pytest.mark.parametrize("weight", [6.0, 25.0, 100.0])
+@pytest.mark.parametrize("rate", [0.3, 0.8])
+def test_weights_are_those_of_the_distribution_that_rates_come_from(weight, rate):
+    rng = np.random.default_rng(0)
+    trials = rng.integers(1, 60, 20_000)
+    hits = rng.binomial(trials, rng.beta(weight * rate, weight * (1 - rate), len(trials)))
+    assert weight_of(hits, trials, rate) == pytest.approx(weight, rel=0.05)
+
+
+def test_weights_have_limits():
+    trials = np.full(1000, 40)
+    assert weight_of(trials * np.arange(1000) % 80, trials, 0.5) == pytest.approx(4)  # 0 or all
+    assert weight_of(trials // 2, trials, 0.5) == pytest.approx(400)
+
+
+def test_samples_that_differ_are_told_apart_sooner_than_samples_that_agree():
+    good, bad = ([3, 3, 3, 3], [3, 3, 3, 3]), ([3, 3, 3, 3], [1, 1, 1, 1])
+    own = lambda *steps: verdicts_after(*steps, batch=4).survival(0.7, 48.0)[:, 0]
+    agree = own(*[good, bad] * 8)
+    differ = own(*[([3, 3, 3, 3], [3, 0, 3, 0])] * 16)
+    assert np.ptp(np.asarray(agree)) < 1e-6
+    assert differ[0] > differ[1] + 0.5
