@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from toy import tiny_model
 
 import emsjax
 from emsjax.benchmarks import runs
@@ -304,7 +305,24 @@ def test_points_are_steps_of_every_bucket_and_of_half_the_context(profile):
     assert min(profile["costs"]["row_ms"].values()) > 0
     assert profile["costs"]["token_ms"] >= 0
     assert profile["costs"]["draft_ms"].keys() == {"1", "2"}
-    assert max(profile["costs"]["draft_ms"].values()) > 0
+    assert min(profile["costs"]["draft_ms"].values()) > 0
+
+
+def test_drafting_is_timed_between_the_batch_sizes_too():
+    assert measured.with_means((64, 1, 8)) == [1, 3, 8, 23, 64]
+    assert measured.with_means((1, 2)) == [1, 2]
+
+
+def test_the_draft_model_drafts_at_the_context_in_every_timed_step():
+    drafter, context = emsjax.DraftModel(tiny_model(), 3), 11
+    run = runs.DraftRun(drafter, 2, context)
+    for steps in (1, 4, 2):
+        run.advance(steps)
+        assert run.state.cache.lengths.tolist() == [context] * 2
+    start, limits = run.rewind(), jnp.full(2, 3, jnp.int32)
+    draft, _ = drafter.propose(start.cache, start.tokens, start.lengths, limits, None, None)
+    assert run.state.tokens[:, -3:].tolist() == draft.tokens.tolist()
+    assert start.lengths.tolist() == [context + 1] * 2
 
 
 def test_policies_read_the_measured_profile(profile):

@@ -7,6 +7,7 @@ the same contexts; the time of a step is that of a long run less that of a short
 
 import abc
 import dataclasses
+import functools
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -15,12 +16,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 
 import emsjax
 from emsjax.benchmarks import kernel_times, kernels_per_step
+from emsjax.cache import KVCache
 from emsjax.config import OPTConfig
 from emsjax.decoding import DecodeState, decode_loop
 from emsjax.drafting.replay import Overriding
+from emsjax.packing import round_up_length
 
 SHORT, LONG = 3, 13  # steps of the two runs whose difference is timed
 REPETITIONS = 7
@@ -213,6 +217,51 @@ class StepRun(LoopRun):
             "mean_context": float(ends.mean()) - (LONG - SHORT + 1) / 2,
             "cache_length": self.state.tokens.shape[1],
         }
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Drafting:
+    """What a draft model continues."""
+
+    tokens: Any
+    lengths: Any
+    cache: KVCache
+
+
+class DraftRun(Run):
+    """A draft model alone: in each step as many tokens of each sample as it may draft.
+
+    Args:
+        context: cached tokens of a sample; what they hold is left open.
+    """
+
+    def __init__(self, drafter: emsjax.DraftModel, batch: int, context: int):
+        self.drafter = drafter
+        model, width = drafter.draft_model, context + 1 + drafter.max_draft_tokens
+        size = (batch, round_up_length(width))
+        tokens = np.random.default_rng(0).integers(5, model.config.vocab_size, size)
+        lengths = jnp.full(batch, context + 1, jnp.int32)
+        state = Drafting(jnp.array(tokens, jnp.int32), lengths, model.init_cache(*size))
+        super().__init__(model, state, drafter.attention_implementation)
+
+    def decode(self, steps: int) -> Drafting:
+        return _draft(self.drafter, self.state, steps)
+
+
+@functools.partial(jax.jit, donate_argnames=("state",))
+def _draft(drafter: emsjax.DraftModel, state: Drafting, steps) -> Drafting:
+    def step(_, state: Drafting) -> Drafting:
+        most = jnp.full_like(state.lengths, drafter.max_draft_tokens)
+        draft, cache = drafter.propose(
+            state.cache, state.tokens, state.lengths, most, keys=None, sampling=None
+        )
+        # Kept, or nothing would need the last of them.
+        tokens = state.tokens.at[:, -draft.tokens.shape[1] :].set(draft.tokens)
+        cache = drafter.commit(cache, state.lengths)
+        return dataclasses.replace(state, tokens=tokens, cache=cache)
+
+    return lax.fori_loop(0, steps, step, state)
 
 
 def time_steps(runs: Mapping[str, Run], repetitions: int = REPETITIONS) -> dict[str, dict]:

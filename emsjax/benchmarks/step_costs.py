@@ -3,17 +3,20 @@
 Random weights of the model's configuration: their values do not change times. Of a deep model
 two slices of a few layers are timed, and every further layer taken to cost what the layers
 between them do. A step's time is modelled as a cost of its packed rows plus one of each cached
-token; the drafting of a draft model is timed beside drafts that come for nothing.
+token; a draft model's is timed by itself, at some more batch sizes, for it costs no compilation
+of the target.
 """
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 import emsjax
-from emsjax.benchmarks.runs import LONG, SHORT, StepRun, random_model, time_steps
+from emsjax.benchmarks.runs import LONG, SHORT, DraftRun, Run, StepRun, random_model, time_steps
 from emsjax.config import OPTConfig
 from emsjax.packing import row_buckets
 from emsjax.step_costs import FORMAT, StepCosts, accepted_at_rate, synergy_lengths
@@ -64,18 +67,13 @@ class Measurement:
             )
             for count in counts
         }
-        draft_model = None
-        if self.draft_config is not None:
-            draft_model = random_model(self.draft_config, self.dtype)
-        points, draft_ms = [], {}
+        draft_ms = self.time_drafting(say) if self.draft_config is not None else {}
+        points = []
         for batch in self.batch_sizes:
             of_slices = []
-            for count, model in slices.items():
+            for model in slices.values():
                 run = self.start(model, batch)
                 of_slices.append(self.time_rows(run))
-                if draft_model is not None and count == counts[0]:
-                    draft_ms[batch] = self.time_drafting(run, model, draft_model, batch)
-                    say(f"batch {batch}: a draft step {draft_ms[batch]:.3f} ms")
                 del run  # two slices' caches must not exist at once
             for same in zip(*of_slices, strict=True):
                 ms = extrapolate(counts, [point.ms for point in same], layers)
@@ -86,14 +84,13 @@ class Measurement:
                 )
         return points, draft_ms
 
-    def start(self, model, batch: int, source=None) -> StepRun:
+    def start(self, model, batch: int) -> StepRun:
         return StepRun(
             model,
             batch,
             self.max_draft_tokens + 1,
             self.context,
             self.attention,
-            source=source,
             draft_length=emsjax.FixedLength(self.max_draft_tokens),
             max_new_tokens=LONG + self.max_draft_tokens + 1,
         )
@@ -113,25 +110,35 @@ class Measurement:
         run.lengths = lengths
         return points
 
-    def time_drafting(self, given: StepRun, model, draft_model, batch: int) -> float:
-        """Milliseconds that each token of a draft takes, beside drafts that come for nothing."""
-        source = emsjax.DraftModel(
-            draft_model, self.max_draft_tokens, attention_implementation=self.attention
-        )
-        drafted = self.start(model, batch, source)
+    def time_drafting(self, say: Callable[[str], None]) -> dict[int, float]:
+        """Milliseconds that each token of a draft takes, by batch size."""
+        draft_model = random_model(self.draft_config, self.dtype)
         tokens = min(DRAFTED, self.max_draft_tokens)
-        with_tokens, without = (
-            time_point(drafted, 1 + n).ms - time_point(given, 1 + n).ms for n in (tokens, 0)
-        )
-        return max(with_tokens - without, 0.0) / tokens
+        drafter = emsjax.DraftModel(draft_model, tokens, attention_implementation=self.attention)
+        found = {}
+        for batch in with_means(self.batch_sizes):
+            found[batch] = best_ms(DraftRun(drafter, batch, self.context)) / tokens
+            say(f"batch {batch}: a draft step {found[batch]:.3f} ms")
+        return found
+
+
+def with_means(sizes: Sequence[int]) -> list[int]:
+    """Beside the sizes the geometric mean of each two that are neighbours."""
+    ordered = sorted(sizes)
+    means = (round(math.sqrt(a * b)) for a, b in itertools.pairwise(ordered))
+    return sorted({*ordered, *means})
+
+
+def best_ms(run: Run) -> float:
+    run.advance(LONG)  # compiles, the first time
+    seconds = run.advance(SHORT) + run.advance(LONG)
+    repetitions = int(np.clip(SECONDS / seconds, 3, REPETITIONS))
+    return time_steps({"step": run}, repetitions)["step"]["best_ms"]
 
 
 def time_point(run: StepRun, rows: int) -> Point:
     run.feed(rows)
-    run.advance(LONG)  # compiles, the first time
-    seconds = run.advance(SHORT) + run.advance(LONG)
-    repetitions = int(np.clip(SECONDS / seconds, 3, REPETITIONS))
-    ms = time_steps({"step": run}, repetitions)["step"]["best_ms"]
+    ms = best_ms(run)
     fed = run.fed()
     packed = round(fed["rows_per_step"] + fed["padding_rows_per_step"])
     return Point(run.shape[0], packed, run.shape[0] * fed["mean_context"], ms)
