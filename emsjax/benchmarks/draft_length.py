@@ -27,7 +27,7 @@ from emsjax.decoding import Counters
 from emsjax.drafting.drafter import is_free
 from emsjax.step_costs import StepCosts, read_profile, synergy_lengths
 
-SEQUENCES, DRAWS = 16, 3  # at least, for a figure: so many decoded, in so many batches
+SEQUENCES, DRAWS = 16, 2  # at least, for a figure: so many decoded, in so many batches
 ALL_STEPS = np.iinfo(np.int32).max // 2
 Models = ScriptedModels | EmbeddedModels
 
@@ -124,7 +124,9 @@ class Bench:
             curves = measured_acceptance(run, drafters[0], OneOf(*fixed[f"fixed {self.k}"]))
         context = float(np.mean(run.lengths)) + tokens / 2
         lengths = synergy_lengths(costs, range(1, self.batch + 1), context, *curves)
-        timed = {"whole": workload.whole, "live": workload.live}
+        # One sample is live until the run is over.
+        live = workload.live and not (workload.whole and self.batch == 1)
+        timed = {"whole": workload.whole, "live": live}
         figures = {
             which: time_policy(run, drafters, OneOf(*chosen), expected, **timed)
             for which, chosen in policies(self.k, costs, lengths).items()
