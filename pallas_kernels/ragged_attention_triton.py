@@ -69,8 +69,9 @@ def ragged_attention(
     rows, heads, head_dim = query.shape
     batch = key_cache.shape[0]
     most = min(rows, max_rows_per_sample or rows)
-    decoding, one_tile = most <= DECODE_TILES * DECODE.rows, most <= DECODE.rows
+    decoding = most <= DECODE_TILES * DECODE.rows
     tiling = _decode_tiling(head_dim, batch * heads) if decoding else PREFILL
+    max_tiles = pl.cdiv(most, tiling.rows)
     splits = 1
     if decoding and batch * heads < 3 * PROGRAMS_WANTED // 4:
         splits = pl.cdiv(PROGRAMS_WANTED, heads)
@@ -80,7 +81,7 @@ def ragged_attention(
         tile=tiling.rows,
         block=tiling.keys,
         splits=splits,
-        one_tile=one_tile,
+        max_tiles=max_tiles,
     )
     num_items = items.fields.shape[1]
     # Where shares are combined, the combination also writes the zeros of padding rows.
@@ -95,7 +96,7 @@ def ragged_attention(
         scale=head_dim**-0.5 if scale is None else scale,
         head_dim=head_dim,
         decoding=decoding,
-        one_tile=one_tile,
+        one_tile=max_tiles == 1,
         has_ancestors=ancestors is not None,
     )
     outputs = pl.pallas_call(

@@ -37,10 +37,12 @@ FIELDS = (
 )
 
 
-def num_items(rows: int, batch: int, tile: int, splits: int, *, one_tile: bool) -> int:
+def num_items(rows: int, batch: int, tile: int, splits: int, max_tiles: int) -> int:
     """Static upper bound of the items that `plan` may need."""
-    tiles = batch if one_tile else pl.cdiv(rows, tile) + batch
-    return tiles if splits == 1 else tiles + splits
+    tiles = min(pl.cdiv(rows, tile) + batch, batch * max_tiles)
+    # Beside the first one of each sample there are less than `splits` shares, and each tile of
+    # the sample has its own.
+    return tiles if splits == 1 else tiles + splits * max_tiles
 
 
 def plan(
@@ -50,14 +52,14 @@ def plan(
     tile: int,
     block: int,
     splits: int,
-    one_tile: bool,
+    max_tiles: int,
 ) -> WorkItems:
     """Tiles of up to `tile` rows; committed keys in shares of whole blocks of `block` keys.
 
     Args:
         splits: keys of all samples are cut into about this many equal shares; 1: no
             sample's keys are cut. Short samples get fewer shares than long ones.
-        one_tile: no sample has more than `tile` rows.
+        max_tiles: of any sample.
     """
     batch, rows = cache_lengths.shape[0], segment_ids.shape[0]
     first, counts = extents(segment_ids, batch)
@@ -69,7 +71,7 @@ def plan(
     through = jnp.cumsum(tiles * shares, dtype=jnp.int32)
     starts = through - tiles * shares
 
-    index = jnp.arange(num_items(rows, batch, tile, splits, one_tile=one_tile), dtype=jnp.int32)
+    index = jnp.arange(num_items(rows, batch, tile, splits, max_tiles), dtype=jnp.int32)
     sample = jnp.searchsorted(through, index, side="right", method="compare_all")
     used = sample < batch
     sample = jnp.minimum(sample, batch - 1).astype(jnp.int32)

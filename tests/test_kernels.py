@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import pallas_kernels
@@ -68,15 +68,17 @@ def compiled(implementation, max_rows_per_sample, programs=64):
     return jax.jit(attention)
 
 
-def case(counts, lengths, order=range(BATCH), seed=0, dtype=np.float32, head_dim=HEAD_DIM):
+def case(
+    counts, lengths, order=None, seed=0, dtype=np.float32, head_dim=HEAD_DIM, rows=ROWS, width=None
+):
     """Random inputs; everything that must not be read is NaN."""
-    rng = np.random.default_rng(seed)
+    rng, batch, width = np.random.default_rng(seed), len(counts), width or MAX_LEN
     normal = lambda *shape: rng.normal(size=shape).astype(dtype)
-    query, key, value = (normal(ROWS, HEADS, head_dim) for _ in range(3))
-    key_cache, value_cache = (normal(BATCH, MAX_LEN, HEADS, head_dim) for _ in range(2))
-    segment_ids, positions = np.full(ROWS, BATCH, np.int32), np.zeros(ROWS, np.int32)
+    query, key, value = (normal(rows, HEADS, head_dim) for _ in range(3))
+    key_cache, value_cache = (normal(batch, width, HEADS, head_dim) for _ in range(2))
+    segment_ids, positions = np.full(rows, batch, np.int32), np.zeros(rows, np.int32)
     row = 0
-    for sample in order:
+    for sample in range(batch) if order is None else order:
         count = counts[sample]
         segment_ids[row : row + count] = sample
         positions[row : row + count] = lengths[sample] + np.arange(count)
@@ -147,10 +149,12 @@ def test_fresh_rows_see_their_ancestors_alone(implementation, programs, bound, c
     splits=st.sampled_from([1, 2, 5, 40]),
     tile=st.sampled_from([4, 16]),
 )
+@example(counts=[10] * BATCH, lengths=[40] * BATCH, splits=40, tile=4)
+@example(counts=[10] * BATCH, lengths=[40] * BATCH, splits=40, tile=16)
 def test_work_items_share_every_key_out_once_and_evenly(counts, lengths, splits, tile):
     block = 4
     *_, segment_ids, _, cache_lengths = case(counts, lengths)
-    sizes = {"tile": tile, "block": block, "splits": splits, "one_tile": tile == 16}
+    sizes = {"tile": tile, "block": block, "splits": splits, "max_tiles": -(-10 // tile)}
     items = work_items.plan(jnp.asarray(segment_ids), jnp.asarray(cache_lengths), **sizes)
     rows_of = lambda s: [row for row, sample in enumerate(segment_ids) if sample == s]
     seen = {}  # (row, key) -> times
@@ -199,6 +203,15 @@ def test_long_segments_are_tiled_correctly(implementation, tile, monkeypatch):
 def test_a_sample_may_have_a_few_decoding_tiles(implementation, programs, counts):
     lengths = [BLOCK + 1, 5, 0, 3 * BLOCK]
     check(implementation, case(counts, lengths, order=[3, 0, 2, 1]), 20, programs=programs)
+
+
+@every_implementation
+@pytest.mark.parametrize("counts", [(17,), (32,), (20, 31)])
+def test_every_tile_of_a_few_samples_has_every_share_of_the_keys(implementation, counts):
+    # Four shares of a sample's keys, and no row to spare.
+    lengths, rows = [4 * BLOCK] * len(counts), sum(counts)
+    inputs = case(counts, lengths, rows=rows, width=4 * BLOCK)
+    check(implementation, inputs, max(counts), programs=4 * len(counts) * HEADS)
 
 
 @every_implementation
