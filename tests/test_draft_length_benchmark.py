@@ -132,6 +132,22 @@ def test_workloads_of_other_lengths_start_at_the_same_prompts(small, monkeypatch
     assert bench.all_identical({"entries": entries})
 
 
+def test_policies_take_turns(small, monkeypatch):
+    turns, advance = [], runs.LoopRun.advance
+
+    def noted(run, steps):
+        if steps == bench.ALL_STEPS and run.drafter is not None:
+            turns.append((run.draft_length.index, id(run.drafter)))
+        return advance(run, steps)
+
+    monkeypatch.setattr(runs.LoopRun, "advance", noted)
+    start(ScriptedModels("small", "small")).measure("draft-model")
+    first, second = turns[: len(NAMES)], turns[len(NAMES) :]
+    assert [index for index, _ in first] == [index for index, _ in second] == [0] * 4 + [1, 2, 3, 4]
+    assert len({drafter for _, drafter in first}) == len({drafter for _, drafter in second}) == 1
+    assert first[0] != second[0]
+
+
 each_workload = pytest.mark.parametrize("name", WORKLOADS)
 
 
@@ -153,7 +169,7 @@ def test_the_counters_of_a_figure_fit(measured, name):
             assert figure[f"{which}tokens_per_s"] == speed
     plain = entry["plain"]
     assert plain["identical"]
-    assert plain["tokens_per_s"] * plain["seconds"] == pytest.approx(BATCH * NEW_TOKENS)
+    assert plain["tokens_per_s"] * plain["seconds"] == pytest.approx(ALL_TOKENS)
     assert (entry["batch"], entry["new_tokens"], entry["repeats"]) == (BATCH, NEW_TOKENS, REPEATS)
     assert 5 <= entry["mean_prompt_tokens"] <= 9
 
@@ -243,6 +259,9 @@ def test_one_figure_with_other_tokens_is_enough(measured, where):
     entry = copy.deepcopy(measured.entries["llma"])
     (entry["plain"] if where == "plain" else entry["policies"][where])["identical"] = False
     assert not bench.all_identical({"entries": [measured.entries["mixed"], entry]})
+    last = bench.describe(entry)[-1]
+    assert last.startswith("llma, batch 2: NOT the expected tokens: " + where)
+    assert "NOT" not in "".join(bench.describe(measured.entries["llma"]))
 
 
 @pytest.mark.parametrize("source", ["prompt-lookup", "model"])

@@ -9,6 +9,7 @@ compared with what they must be.
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -126,11 +127,8 @@ class Bench:
         lengths = synergy_lengths(costs, range(1, self.batch + 1), context, *curves)
         # One sample is live until the run is over.
         live = workload.live and not (workload.whole and self.batch == 1)
-        timed = {"whole": workload.whole, "live": live}
-        figures = {
-            which: time_policy(run, drafters, OneOf(*chosen), expected, **timed)
-            for which, chosen in policies(self.k, costs, lengths).items()
-        }
+        chosen = {which: OneOf(*one) for which, one in policies(self.k, costs, lengths).items()}
+        figures = time_policies(run, drafters, chosen, expected, whole=workload.whole, live=live)
         return {
             "workload": name,
             "batch": self.batch,
@@ -174,7 +172,7 @@ class Bench:
             )
             expected = self.models.expected(plain.lengths, tokens)
             plain.advance(1)  # compiles
-            seconds = plain.advance(ALL_STEPS)
+            seconds = sum(plain.advance(ALL_STEPS) for _ in range(self.repeats))
             said = new_tokens(plain, tokens)
             run.state = dataclasses.replace(
                 plain.state, **{name: getattr(state, name) for name in (*bare, "counters")}
@@ -182,7 +180,7 @@ class Bench:
             self.plain[tokens] = {
                 "tokens": said if expected is None else expected,
                 "seconds": seconds,
-                "tokens_per_s": said.size / seconds,
+                "tokens_per_s": self.repeats * said.size / seconds,
                 "identical": expected is None or bool(np.array_equal(said, expected)),
             }
         return dict(self.plain[tokens])
@@ -199,45 +197,55 @@ def new_tokens(run: LoopRun, count: int) -> np.ndarray:
     return np.take_along_axis(np.asarray(run.state.tokens), at, axis=1)
 
 
-def time_policy(
+def time_policies(
     run: LoopRun,
     drafters: Sequence[Any],
-    policy: OneOf,
+    policies: Mapping[str, OneOf],
     expected: np.ndarray,
     *,
     whole: bool,
     live: bool,
-) -> dict[str, Any]:
-    """Speed over all drafters' draws, and what the counters say of the last run of each."""
-    total = dict.fromkeys(("seconds", "live_seconds", "tokens", "live_tokens", "steps"), 0)
-    total |= dict.fromkeys(("sample_steps", "drafted", "accepted", "rows", "padding_rows"), 0)
-    identical = True
-    run.draft_length = policy
+) -> dict[str, dict[str, Any]]:
+    """Speed over all drafters' draws, with which the policies take turns, and their counters."""
+    totals = {name: Counter() for name in policies}
+    identical = dict.fromkeys(policies, True)
     for drafter in drafters:
-        run.drafter = drafter
-        run.advance(1)  # compiles, the first time of all
-        if live:
-            total["live_seconds"] += run.advance(steps_until_one_has_finished(run))
-            total["live_tokens"] += int(emitted(run).sum())
-            identical &= says(run, expected)
-        if whole:
-            total["seconds"] += run.advance(ALL_STEPS)
-            total["tokens"] += int(emitted(run).sum())
-            identical &= says(run, expected)
-        counters = run.state.counters
-        total["steps"] += int(counters.model_calls)
-        total["sample_steps"] += int(counters.num_steps.sum())
-        total["drafted"] += int(counters.num_drafted.sum())
-        total["accepted"] += int(counters.num_accepted.sum())
-        total["rows"] += int(counters.real_rows)
-        total["padding_rows"] += int(counters.padding_rows)
-    speed = lambda what: total[f"{what}tokens"] / total[f"{what}seconds"]
+        for name, policy in policies.items():
+            run.drafter, run.draft_length = drafter, policy
+            run.advance(1)  # compiles, the first time of all
+            if live:
+                seconds = run.advance(steps_until_one_has_finished(run))
+                totals[name].update(live_seconds=seconds, live_tokens=int(emitted(run).sum()))
+                identical[name] &= says(run, expected)
+            if whole:
+                seconds = run.advance(ALL_STEPS)
+                totals[name].update(seconds=seconds, tokens=int(emitted(run).sum()))
+                identical[name] &= says(run, expected)
+            totals[name].update(counted(run))
+    speed = lambda of, what: of[f"{what}tokens"] / of[f"{what}seconds"]
     return {
-        **total,
-        "tokens_per_s": speed("") if whole else None,
-        "live_tokens_per_s": speed("live_") if live else None,
-        "mean_acceptance_length": 1 + total["accepted"] / total["sample_steps"],
-        "identical": identical,
+        name: {
+            **dict.fromkeys(("seconds", "live_seconds", "tokens", "live_tokens"), 0),
+            **of,
+            "tokens_per_s": speed(of, "") if whole else None,
+            "live_tokens_per_s": speed(of, "live_") if live else None,
+            "mean_acceptance_length": 1 + of["accepted"] / of["sample_steps"],
+            "identical": identical[name],
+        }
+        for name, of in totals.items()
+    }
+
+
+def counted(run: LoopRun) -> dict[str, int]:
+    """What the counters say of the last run."""
+    counters = run.state.counters
+    return {
+        "steps": int(counters.model_calls),
+        "sample_steps": int(counters.num_steps.sum()),
+        "drafted": int(counters.num_drafted.sum()),
+        "accepted": int(counters.num_accepted.sum()),
+        "rows": int(counters.real_rows),
+        "padding_rows": int(counters.padding_rows),
     }
 
 
@@ -298,6 +306,11 @@ def describe(entry: Mapping[str, Any]) -> list[str]:
         title += ", all live" if which.startswith("live") else ", whole run"
         beside = f"{best / plain:.2f} of plain {plain:.0f}"
         lines.append(f"{title}: best {name} {best:.0f} tokens/s ({beside}); of that: {others}")
+    figures = {"plain decoding": entry["plain"], **entry["policies"]}
+    wrong = [name for name, of in figures.items() if not of["identical"]]
+    if wrong:
+        where = f"{entry['workload']}, batch {entry['batch']}"
+        lines.append(f"{where}: NOT the expected tokens: {', '.join(wrong)}")
     return lines
 
 
