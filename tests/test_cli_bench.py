@@ -9,13 +9,13 @@ import pytest
 from jsonl import assert_error
 
 from emsjax import commands, profile_store
-from emsjax.benchmarks import draft_length, step_costs, workloads
+from emsjax.benchmarks import draft_length, policy_runs, step_costs, workloads
 from emsjax.cli import main
 from emsjax.step_costs import FORMAT, StepCosts
 
 SIZES = ["--batch-sizes", "2", "--max-draft-tokens", "2", "--max-new-tokens", "4"]
 TINY = ["--shape", "tiny", "--draft-shape", "tiny", "--workloads", "llma,poor-draft-model"]
-POLICIES = list(draft_length.policies(2, StepCosts.of({1: 1.0}), {1: 0}))
+POLICIES = list(policy_runs.policies(2, StepCosts.of({1: 1.0}), {1: 0}))
 ADAPTIVE = [name for name in POLICIES if not name.startswith("fixed ")]
 
 

@@ -15,7 +15,7 @@ from toy import tiny_model
 
 import emsjax
 from emsjax.benchmarks import draft_length as bench
-from emsjax.benchmarks import runs, workloads
+from emsjax.benchmarks import policy_runs, runs, workloads
 from emsjax.benchmarks.workloads import ScriptedModels, Workload, source_of
 from emsjax.decoding import decode_loop
 from emsjax.draft_length import StepView
@@ -33,8 +33,8 @@ NAMES += ["bass", "bass, cost-capped", "synergy", "goodput"]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_one_of_many_policies_behaves_as_it_does_alone(name):
-    index, policies = bench.policies(K, COSTS, TABLE)[name]
-    alone, together = policies[index], bench.OneOf(index, policies)
+    index, policies = policy_runs.policies(K, COSTS, TABLE)[name]
+    alone, together = policies[index], policy_runs.OneOf(index, policies)
     rng = np.random.default_rng(0)
     state, states = alone.init(3, K), together.init(3, K)
     before = states
@@ -56,7 +56,7 @@ def test_one_of_many_policies_behaves_as_it_does_alone(name):
 
 
 def test_every_fixed_length_and_policy_is_compared():
-    chosen = bench.policies(K, COSTS, TABLE)
+    chosen = policy_runs.policies(K, COSTS, TABLE)
     assert list(chosen) == NAMES
     of = {name: policies[index] for name, (index, policies) in chosen.items()}
     assert [of[f"fixed {n}"].k for n in range(K + 1)] == [0, 1, 2, 3]
@@ -136,7 +136,7 @@ def test_policies_take_turns(small, monkeypatch):
     turns, advance = [], runs.LoopRun.advance
 
     def noted(run, steps):
-        if steps == bench.ALL_STEPS and run.drafter is not None:
+        if steps == policy_runs.ALL_STEPS and run.drafter is not None:
             turns.append((run.draft_length.index, id(run.drafter)))
         return advance(run, steps)
 

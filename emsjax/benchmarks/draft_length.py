@@ -9,19 +9,23 @@ compared with what they must be.
 
 import dataclasses
 import json
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 import emsjax
 from emsjax.benchmarks import save
+from emsjax.benchmarks.policy_runs import (
+    ALL_STEPS,
+    OneOf,
+    limit,
+    measured_acceptance,
+    new_tokens,
+    policies,
+    time_policies,
+)
 from emsjax.benchmarks.runs import LoopRun
 from emsjax.benchmarks.workloads import EmbeddedModels, ScriptedModels, Workload
 from emsjax.decoding import Counters
@@ -29,52 +33,7 @@ from emsjax.drafting.drafter import is_free
 from emsjax.step_costs import StepCosts, read_profile, synergy_lengths
 
 SEQUENCES, DRAWS = 16, 2  # at least, for a figure: so many decoded, in so many batches
-ALL_STEPS = np.iinfo(np.int32).max // 2
 Models = ScriptedModels | EmbeddedModels
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class OneOf:
-    """The policy policies[index]; another index needs no new compilation."""
-
-    index: Any
-    policies: tuple
-
-    def init(self, batch, max_draft_tokens):
-        return tuple(policy.init(batch, max_draft_tokens) for policy in self.policies)
-
-    def lengths(self, states, view):
-        choices = [
-            lambda policy=policy, state=state: jnp.asarray(policy.lengths(state, view), jnp.int32)
-            for policy, state in zip(self.policies, states, strict=True)
-        ]
-        return lax.switch(self.index, choices)
-
-    def update(self, states, view, num_drafted, num_accepted):
-        def choice(i: int):
-            updated = self.policies[i].update(states[i], view, num_drafted, num_accepted)
-            return (*states[:i], updated, *states[i + 1 :])
-
-        choices = [lambda i=i: choice(i) for i in range(len(states))]
-        return lax.switch(self.index, choices)
-
-
-def policies(
-    k: int, costs: StepCosts, lengths: Mapping[int, int]
-) -> dict[str, tuple[int, tuple[Any, ...]]]:
-    """What is compared, by name: an index and the policies of `OneOf`."""
-    bass = emsjax.BassHeuristic()
-    adaptive = {
-        "bass": bass,
-        "bass, cost-capped": emsjax.CostCapped(bass, costs),
-        "synergy": emsjax.BatchSizeTable(lengths),
-        "goodput": emsjax.Goodput(costs),
-    }
-    rest = tuple(adaptive.values())
-    fixed = {f"fixed {n}": (0, (emsjax.FixedLength(n), *rest)) for n in range(k + 1)}
-    default = (emsjax.FixedLength(k), *rest)
-    return fixed | {name: (i, default) for i, name in enumerate(adaptive, start=1)}
 
 
 class Bench:
@@ -184,102 +143,6 @@ class Bench:
                 "identical": expected is None or bool(np.array_equal(said, expected)),
             }
         return dict(self.plain[tokens])
-
-
-def limit(run: LoopRun, tokens: int) -> None:
-    """So many new tokens of each sample."""
-    limits = jnp.array(run.lengths + tokens)
-    run.state = dataclasses.replace(run.state, length_limits=limits)
-
-
-def new_tokens(run: LoopRun, count: int) -> np.ndarray:
-    at = run.lengths[:, None] + np.arange(count)
-    return np.take_along_axis(np.asarray(run.state.tokens), at, axis=1)
-
-
-def time_policies(
-    run: LoopRun,
-    drafters: Sequence[Any],
-    policies: Mapping[str, OneOf],
-    expected: np.ndarray,
-    *,
-    whole: bool,
-    live: bool,
-) -> dict[str, dict[str, Any]]:
-    """Speed over all drafters' draws, with which the policies take turns, and their counters."""
-    totals = {name: Counter() for name in policies}
-    identical = dict.fromkeys(policies, True)
-    for drafter in drafters:
-        for name, policy in policies.items():
-            run.drafter, run.draft_length = drafter, policy
-            run.advance(1)  # compiles, the first time of all
-            if live:
-                seconds = run.advance(steps_until_one_has_finished(run))
-                totals[name].update(live_seconds=seconds, live_tokens=int(emitted(run).sum()))
-                identical[name] &= says(run, expected)
-            if whole:
-                seconds = run.advance(ALL_STEPS)
-                totals[name].update(seconds=seconds, tokens=int(emitted(run).sum()))
-                identical[name] &= says(run, expected)
-            totals[name].update(counted(run))
-    speed = lambda of, what: of[f"{what}tokens"] / of[f"{what}seconds"]
-    return {
-        name: {
-            **dict.fromkeys(("seconds", "live_seconds", "tokens", "live_tokens"), 0),
-            **of,
-            "tokens_per_s": speed(of, "") if whole else None,
-            "live_tokens_per_s": speed(of, "live_") if live else None,
-            "mean_acceptance_length": 1 + of["accepted"] / of["sample_steps"],
-            "identical": identical[name],
-        }
-        for name, of in totals.items()
-    }
-
-
-def counted(run: LoopRun) -> dict[str, int]:
-    """What the counters say of the last run."""
-    counters = run.state.counters
-    return {
-        "steps": int(counters.model_calls),
-        "sample_steps": int(counters.num_steps.sum()),
-        "drafted": int(counters.num_drafted.sum()),
-        "accepted": int(counters.num_accepted.sum()),
-        "rows": int(counters.real_rows),
-        "padding_rows": int(counters.padding_rows),
-    }
-
-
-def steps_until_one_has_finished(run: LoopRun) -> int:
-    run.advance(1)
-    while bool(run.state.active.all()):
-        left = int((np.asarray(run.state.length_limits) - np.asarray(run.state.lengths)).min())
-        # No sample can finish in fewer steps.
-        run.state = run.decode(-(-left // run.state.counters.accepted_histogram.shape[1]))
-    return int(run.state.counters.model_calls)
-
-
-def emitted(run: LoopRun) -> np.ndarray:
-    """New tokens of each sample so far, [b]."""
-    return np.asarray(run.state.lengths) - run.lengths
-
-
-def says(run: LoopRun, expected: np.ndarray) -> bool:
-    """Whether what has been emitted so far is what was expected, [b, n]."""
-    count = expected.shape[1]
-    there = np.arange(count) < emitted(run)[:, None]
-    return bool((~there | (new_tokens(run, count) == expected)).all())
-
-
-def measured_acceptance(run: LoopRun, drafter, policy: OneOf):
-    """Mean accepted and drafted tokens by draft length, from one run with the longest."""
-    run.drafter, run.draft_length = drafter, policy
-    run.advance(ALL_STEPS)
-    counters = run.state.counters
-    stats = SimpleNamespace(
-        accepted_histogram=np.asarray(counters.accepted_histogram),
-        num_drafted=np.asarray(counters.num_drafted),
-    )
-    return emsjax.draft_length.acceptance_curves(stats)
 
 
 def best_fixed(figures: Mapping[str, Mapping[str, Any]], which: str) -> tuple[str, float]:
