@@ -1,5 +1,6 @@
 """What a step takes: its model, how that is fitted to times, and what policies read of it."""
 
+import dataclasses
 import json
 import math
 from types import SimpleNamespace
@@ -306,6 +307,24 @@ def test_points_are_steps_of_every_bucket_and_of_half_the_context(profile):
     assert profile["costs"]["token_ms"] >= 0
     assert profile["costs"]["draft_ms"].keys() == {"1", "2"}
     assert min(profile["costs"]["draft_ms"].values()) > 0
+
+
+def test_of_a_deep_model_two_slices_take_turns(monkeypatch):
+    turns = []
+
+    def take_turns(runs, repetitions):
+        turns.append([run.model.config.num_hidden_layers for run in runs.values()])
+        return {name: {"best_ms": 10.0 + n} for name, n in zip(runs, turns[-1], strict=True)}
+
+    monkeypatch.setattr(measured, "SLICES", (1, 2))
+    monkeypatch.setattr(measured, "time_steps", take_turns)
+    config = dataclasses.replace(MEASUREMENT.config, num_hidden_layers=5)
+    deep = dataclasses.replace(MEASUREMENT, config=config, draft_config=None, batch_sizes=(1,))
+    points, draft_ms = deep.run(lambda line: None)
+    assert turns == [[1, 2]] * 2
+    assert [point.ms for point in points] == [15.0] * 2
+    assert draft_ms == {}
+    assert points[0].cached_tokens > points[1].cached_tokens + 5
 
 
 def test_drafting_is_timed_between_the_batch_sizes_too():

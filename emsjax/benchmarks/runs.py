@@ -264,7 +264,7 @@ def _draft(drafter: emsjax.DraftModel, state: Drafting, steps) -> Drafting:
     return lax.fori_loop(0, steps, step, state)
 
 
-def time_steps(runs: Mapping[str, Run], repetitions: int = REPETITIONS) -> dict[str, dict]:
+def time_steps(runs: Mapping[Any, Run], repetitions: int = REPETITIONS) -> dict[Any, dict]:
     """Milliseconds of a step of each run, which take turns; they must have been compiled.
 
     Returns:

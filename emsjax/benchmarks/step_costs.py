@@ -10,7 +10,7 @@ of the target.
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -60,27 +60,18 @@ class Measurement:
         Raises:
             ValueError: what does not fit into the positions or into memory.
         """
-        layers, counts = self.config.num_hidden_layers, self.slices
-        slices = {
-            count: random_model(
-                dataclasses.replace(self.config, num_hidden_layers=count), self.dtype
-            )
-            for count in counts
-        }
+        slices = [
+            random_model(dataclasses.replace(self.config, num_hidden_layers=count), self.dtype)
+            for count in self.slices
+        ]
         draft_ms = self.time_drafting(say) if self.draft_config is not None else {}
         points = []
         for batch in self.batch_sizes:
-            of_slices = []
-            for model in slices.values():
-                run = self.start(model, batch)
-                of_slices.append(self.time_rows(run))
-                del run  # two slices' caches must not exist at once
-            for same in zip(*of_slices, strict=True):
-                ms = extrapolate(counts, [point.ms for point in same], layers)
-                points.append(dataclasses.replace(same[0], ms=ms))
+            for point in self.time_rows([self.start(model, batch) for model in slices]):
+                points.append(point)
                 say(
-                    f"batch {batch}: {points[-1].rows} rows, "
-                    f"{points[-1].cached_tokens:.0f} cached tokens: {ms:.3f} ms"
+                    f"batch {batch}: {point.rows} rows, "
+                    f"{point.cached_tokens:.0f} cached tokens: {point.ms:.3f} ms"
                 )
         return points, draft_ms
 
@@ -95,20 +86,27 @@ class Measurement:
             max_new_tokens=LONG + self.max_draft_tokens + 1,
         )
 
-    def time_rows(self, run: StepRun) -> list[Point]:
-        """Every row bucket at the context, and the smallest at half of it."""
-        batch, k1 = run.shape
-        points, before = [], 0
-        for bucket in row_buckets(batch, k1):
+    def time_rows(self, runs: Sequence[StepRun]) -> Iterator[Point]:
+        """Every row bucket at the context, and the smallest at half of it; of the slices' runs."""
+        batch, k1 = runs[0].shape
+        buckets, before = row_buckets(batch, k1), 0
+        for bucket in buckets:
             rows = min(bucket // batch, k1)
             if batch * rows > before:  # or this bucket is out of reach
-                points.append(time_point(run, rows))
+                yield self.time_point(runs, rows)
                 before = bucket
-        lengths = run.lengths
-        run.lengths = np.maximum(lengths // 2, 1)
-        points.append(time_point(run, max(row_buckets(batch, k1)[0] // batch, 1)))
-        run.lengths = lengths
-        return points
+        for run in runs:
+            run.lengths = np.maximum(run.lengths // 2, 1)
+        yield self.time_point(runs, max(buckets[0] // batch, 1))
+
+    def time_point(self, runs: Sequence[StepRun], rows: int) -> Point:
+        for run in runs:
+            run.feed(rows)
+        ms = extrapolate(self.slices, best_ms(runs), self.config.num_hidden_layers)
+        fed = [run.fed() for run in runs][-1]
+        packed = round(fed["rows_per_step"] + fed["padding_rows_per_step"])
+        batch = runs[0].shape[0]
+        return Point(batch, packed, batch * fed["mean_context"], ms)
 
     def time_drafting(self, say: Callable[[str], None]) -> dict[int, float]:
         """Milliseconds that each token of a draft takes, by batch size."""
@@ -117,7 +115,7 @@ class Measurement:
         drafter = emsjax.DraftModel(draft_model, tokens, attention_implementation=self.attention)
         found = {}
         for batch in with_means(self.batch_sizes):
-            found[batch] = best_ms(DraftRun(drafter, batch, self.context)) / tokens
+            found[batch] = best_ms([DraftRun(drafter, batch, self.context)])[0] / tokens
             say(f"batch {batch}: a draft step {found[batch]:.3f} ms")
         return found
 
@@ -129,19 +127,14 @@ def with_means(sizes: Sequence[int]) -> list[int]:
     return sorted({*ordered, *means})
 
 
-def best_ms(run: Run) -> float:
-    run.advance(LONG)  # compiles, the first time
-    seconds = run.advance(SHORT) + run.advance(LONG)
+def best_ms(runs: Sequence[Run]) -> list[float]:
+    """Milliseconds of a step of each run; they take turns, as clocks may change meanwhile."""
+    for run in runs:
+        run.advance(LONG)  # compiles, the first time
+    seconds = max(run.advance(SHORT) + run.advance(LONG) for run in runs)
     repetitions = int(np.clip(SECONDS / seconds, 3, REPETITIONS))
-    return time_steps({"step": run}, repetitions)["step"]["best_ms"]
-
-
-def time_point(run: StepRun, rows: int) -> Point:
-    run.feed(rows)
-    ms = best_ms(run)
-    fed = run.fed()
-    packed = round(fed["rows_per_step"] + fed["padding_rows_per_step"])
-    return Point(run.shape[0], packed, run.shape[0] * fed["mean_context"], ms)
+    times = time_steps(dict(enumerate(runs)), repetitions)
+    return [of_run["best_ms"] for of_run in times.values()]
 
 
 def extrapolate(counts: Sequence[int], ms: Sequence[float], layers: int) -> float:
