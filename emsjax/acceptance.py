@@ -1,6 +1,8 @@
 """How likely drafts stand, estimated from verdicts while decoding."""
 
-from typing import NamedTuple
+import math
+import numbers
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
@@ -57,6 +59,22 @@ class Verdicts(NamedTuple):
         rates = filled(self.hits, self.trials, expected / (1 + expected), prior_weight)
         up_to = jnp.tri(rates.shape[1], dtype=bool)
         return jnp.prod(jnp.where(up_to, rates[:, None, :], 1), axis=2)
+
+
+def check_estimates(prior_rate: Any, prior_weight: Any, memory: Any) -> None:
+    """Whether survival can be estimated so; traced values are taken as they are.
+
+    Raises:
+        ValueError: a prior rate outside 0..1 or at its ends, a prior weight that is not above 0,
+            or a memory outside 0..1.
+    """
+    known = lambda value: isinstance(value, numbers.Real)
+    if known(prior_rate) and not 0 < prior_rate < 1:
+        raise ValueError(f"prior_rate must be between 0 and 1, not {prior_rate}")
+    if known(prior_weight) and not 0 < prior_weight < math.inf:
+        raise ValueError(f"prior_weight must be above 0, not {prior_weight}")
+    if known(memory) and not 0 <= memory <= 1:
+        raise ValueError(f"memory must be in 0..1, not {memory}")
 
 
 def group_weight(

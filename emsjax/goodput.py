@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from emsjax.acceptance import Verdicts
+from emsjax.acceptance import Verdicts, check_estimates
+from emsjax.checks import check_at_least
 from emsjax.draft_length import DraftLength, StepView
 from emsjax.packing import row_buckets, smallest_bucket
 from emsjax.step_costs import StepCosts
@@ -37,6 +38,10 @@ class Goodput:
             is known of the others, before they are seen to differ much or little.
         memory: what a verdict weighs after each further step, relative to before.
         limit: the largest length; also `DraftModel`'s limit where its user set none.
+
+    Raises:
+        ValueError: a `prior_rate` not between 0 and 1, a `prior_weight` that is not above 0, a
+            `memory` outside 0..1, or a `limit` that is no integer or below 1.
     """
 
     costs: StepCosts
@@ -44,6 +49,10 @@ class Goodput:
     prior_weight: float = PRIOR_WEIGHT
     memory: float = MEMORY
     limit: int = dataclasses.field(default=LIMIT, metadata={"static": True})
+
+    def __post_init__(self):
+        check_estimates(self.prior_rate, self.prior_weight, self.memory)
+        check_at_least("limit", self.limit, 1)
 
     @classmethod
     def from_profile(cls, profile: str | PathLike | Mapping[str, Any], **settings) -> "Goodput":
@@ -111,6 +120,9 @@ class CostCapped:
         policy: the other one.
         costs: of a step on this device.
         prior_rate, prior_weight, memory: as for `Goodput`.
+
+    Raises:
+        ValueError: as `Goodput` does.
     """
 
     policy: DraftLength
@@ -118,6 +130,9 @@ class CostCapped:
     prior_rate: float = PRIOR_RATE
     prior_weight: float = PRIOR_WEIGHT
     memory: float = MEMORY
+
+    def __post_init__(self):
+        check_estimates(self.prior_rate, self.prior_weight, self.memory)
 
     @property
     def max_draft_tokens(self) -> int | None:

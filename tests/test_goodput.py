@@ -256,3 +256,25 @@ def test_a_policy_is_off_while_drafts_fall_and_on_again_once_that_is_forgotten(p
     off = int(np.argmin(forgotten))
     assert forgotten[off:].any()
     assert (forgotten[off:] == 0).mean() > 0.6
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"prior_rate": 0}, "prior_rate must be between 0 and 1, not 0"),
+        ({"prior_rate": 1.0}, "prior_rate must be between 0 and 1, not 1.0"),
+        ({"prior_weight": 0.0}, "prior_weight must be above 0, not 0.0"),
+        ({"prior_weight": float("nan")}, "prior_weight must be above 0, not nan"),
+        ({"memory": 1.5}, "memory must be in 0..1, not 1.5"),
+        ({"memory": -0.1}, "memory must be in 0..1, not -0.1"),
+        ({"limit": 0}, "limit must be at least 1, not 0"),
+        ({"limit": 2.0}, "limit must be an integer"),
+    ],
+)
+def test_settings_without_meaning_are_refused(settings, message):
+    costs = emsjax.StepCosts.of({1: 1.0})
+    with pytest.raises(ValueError, match=message):
+        emsjax.Goodput(costs, **settings)
+    if "limit" not in settings:
+        with pytest.raises(ValueError, match=message):
+            emsjax.CostCapped(emsjax.FixedLength(1), costs, **settings)
