@@ -82,9 +82,10 @@ def group_weight(
 ) -> Float[Array, ""]:
     """How many verdicts at the common `rate` to add to each group's own.
 
-    Groups' rates are taken to have a beta distribution, of which they are as many trials: by
-    its moments, sum (hits - trials rate)^2 / trials = rate (1 - rate) sum (1 + (trials - 1) r)
-    where r = 1 / (weight + 1) is the correlation of two verdicts of a group.
+    That is the sum of a beta distribution's parameters, if it has this mean and each group's own
+    rate is drawn from it. In expectation then sum (hits - trials rate)^2 / trials =
+    rate (1 - rate) sum (1 + (trials - 1) r), where r = 1 / (weight + 1) is the correlation of
+    two verdicts of a group.
     """
     surprise = jnp.where(trials > 0, (hits - trials * rate) ** 2 / jnp.maximum(trials, 1e-6), 0)
     excess = jnp.sum(surprise / (rate * (1 - rate)) - jnp.minimum(trials, 1))
