@@ -40,8 +40,8 @@ class Goodput:
         limit: the largest length; also `DraftModel`'s limit where its user set none.
 
     Raises:
-        ValueError: a `prior_rate` not between 0 and 1, a `prior_weight` that is not above 0, a
-            `memory` outside 0..1, or a `limit` that is no integer or below 1.
+        ValueError: a `limit` that is no integer or below 1; where decoding begins, a `prior_rate`
+            not between 0 and 1, a `prior_weight` that is not above 0, or a `memory` outside 0..1.
     """
 
     costs: StepCosts
@@ -51,7 +51,6 @@ class Goodput:
     limit: int = dataclasses.field(default=LIMIT, metadata={"static": True})
 
     def __post_init__(self):
-        check_estimates(self.prior_rate, self.prior_weight, self.memory)
         check_at_least("limit", self.limit, 1)
 
     @classmethod
@@ -68,6 +67,8 @@ class Goodput:
         return self.limit
 
     def init(self, batch: int, max_draft_tokens: int) -> Verdicts:
+        # Not where it is made: a pytree is made of anything.
+        check_estimates(self.prior_rate, self.prior_weight, self.memory)
         return Verdicts.init(batch, max_draft_tokens)
 
     def lengths(self, state: Verdicts, view: StepView) -> Int32[Array, "b"]:
@@ -131,14 +132,12 @@ class CostCapped:
     prior_weight: float = PRIOR_WEIGHT
     memory: float = MEMORY
 
-    def __post_init__(self):
-        check_estimates(self.prior_rate, self.prior_weight, self.memory)
-
     @property
     def max_draft_tokens(self) -> int | None:
         return getattr(self.policy, "max_draft_tokens", None)
 
     def init(self, batch: int, max_draft_tokens: int) -> tuple[Any, Verdicts]:
+        check_estimates(self.prior_rate, self.prior_weight, self.memory)
         return self.policy.init(batch, max_draft_tokens), Verdicts.init(batch, max_draft_tokens)
 
     def lengths(self, state: tuple[Any, Verdicts], view: StepView) -> Int32[Array, "b"]:

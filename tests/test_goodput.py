@@ -274,7 +274,7 @@ def test_a_policy_is_off_while_drafts_fall_and_on_again_once_that_is_forgotten(p
 def test_settings_without_meaning_are_refused(settings, message):
     costs = emsjax.StepCosts.of({1: 1.0})
     with pytest.raises(ValueError, match=message):
-        emsjax.Goodput(costs, **settings)
+        emsjax.Goodput(costs, **settings).init(2, 3)
     if "limit" not in settings:
         with pytest.raises(ValueError, match=message):
-            emsjax.CostCapped(emsjax.FixedLength(1), costs, **settings)
+            emsjax.CostCapped(emsjax.FixedLength(1), costs, **settings).init(2, 3)

@@ -235,6 +235,14 @@ def test_no_cached_token_makes_a_step_faster():
     assert errors["max_error"] == pytest.approx(0.4)
 
 
+def test_more_rows_make_no_step_faster():
+    # The constant with the least squares of (c / 4 - 1) and (c / 3 - 1) is (1/4 + 1/3) / (25/144).
+    times = {16: 2.0, 32: 4.0, 64: 3.0, 128: 6.0}
+    costs, errors = of_points([Point(1, rows, 0, ms) for rows, ms in times.items()])
+    assert costs.row_ms.tolist() == pytest.approx([2, 3.36, 3.36, 6])
+    assert errors["max_error"] == pytest.approx(0.16)
+
+
 @pytest.mark.parametrize(
     ("counts", "ms", "expected"), [((2,), [5.0], 5), ((2, 6), [5.0, 9.0], 35), ((1, 2), [3, 4], 34)]
 )

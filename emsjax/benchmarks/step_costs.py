@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import scipy.optimize
 
 import emsjax
 from emsjax.benchmarks.runs import LONG, SHORT, DraftRun, Run, StepRun, random_model, time_steps
@@ -146,20 +147,21 @@ def extrapolate(counts: Sequence[int], ms: Sequence[float], layers: int) -> floa
 
 
 def fit(points: Sequence[Point], draft_ms: dict[int, float]) -> tuple[StepCosts, dict[str, float]]:
-    """Costs of rows and of a cached token by least squares of the relative error; that error."""
+    """Costs of rows and of a cached token by least squares of the relative error; that error.
+
+    Neither more rows nor more tokens make a step faster: where times say so, it is noise.
+    """
     knots = sorted({point.rows for point in points})
     ms = np.array([point.ms for point in points])
-    of_rows = np.array([[float(point.rows == rows) for rows in knots] for point in points])
+    rows = np.array([point.rows for point in points])
     tokens = np.array([point.cached_tokens for point in points])
-    columns = np.column_stack([of_rows, tokens]) / ms[:, None]
-    solution = np.linalg.lstsq(columns, np.ones(len(ms)), rcond=None)[0]
-    if solution[-1] < 0:  # noise: reading more cannot be faster
-        solution[-1] = 0
-        solution[:-1] = (of_rows / ms[:, None] ** 2).T @ ms / (of_rows / ms[:, None] ** 2).sum(0)
-    row_ms = np.maximum(solution[:-1], 1e-6)
-    errors = np.abs((of_rows @ row_ms + solution[-1] * tokens) / ms - 1)
+    # What the fewest rows cost, what each knot adds, and what a token does.
+    columns = np.column_stack([rows[:, None] >= knots, tokens]).astype(float)
+    solution, _ = scipy.optimize.nnls(columns / ms[:, None], np.ones(len(ms)))
+    errors = np.abs(columns @ solution / ms - 1)
+    row_ms = np.maximum(np.cumsum(solution[:-1]), 1e-6).tolist()
     costs = StepCosts.of(
-        dict(zip(knots, row_ms.tolist(), strict=True)), float(solution[-1]), draft_ms or 0.0
+        dict(zip(knots, row_ms, strict=True)), float(solution[-1]), draft_ms or 0.0
     )
     return costs, {"mean_error": float(errors.mean()), "max_error": float(errors.max())}
 
