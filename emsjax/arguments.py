@@ -279,6 +279,13 @@ def add_draft_length_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--max-new-tokens", type=positive_int, metavar="N", help="default: the workload's own")
     add(
+        "--draws",
+        type=positive_int,
+        metavar="N",
+        help="batches with acceptance of their own behind each figure (default: enough for 16 "
+        "sequences, at least 2)",
+    )
+    add(
         "--profile",
         type=Path,
         metavar="FILE",

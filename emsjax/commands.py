@@ -190,6 +190,7 @@ def bench_draft_length(options: argparse.Namespace, command: str) -> int:
         max_draft_tokens=options.max_draft_tokens,
         max_new_tokens=options.max_new_tokens,
         attention=None,
+        draws=options.draws,
         output=options.output,
         say=say,
     )

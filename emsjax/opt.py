@@ -1,9 +1,11 @@
 """OPT (arXiv 2205.01068) in Flax NNX, over packed rows with a read-only KV cache."""
 
+import functools
 from collections.abc import Callable
 from os import PathLike
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
@@ -70,6 +72,16 @@ class OPTLayer(nnx.Module):
         relu = activation == "relu"
         (h,) = pallas_kernels.linear(h, *weights(self.fc1), relu=relu)
         return addend(self.fc2, h if relu else ACTIVATIONS[activation](h))
+
+
+# Compiled for itself so that layers of the same shapes are traced and lowered once, not one by one.
+@functools.partial(jax.jit, static_argnames=("attention", "max_rows_per_sample"))
+def run_layer(layer: OPTLayer, x, y, *cached, attention: Callable, max_rows_per_sample):
+    """`layer` with attention to what is cached: see `pallas_kernels.ragged_attention`."""
+    attend = lambda query, key, value: attention(
+        query, key, value, *cached, max_rows_per_sample=max_rows_per_sample
+    )
+    return layer(x, y, attend)
 
 
 class Addend(NamedTuple):
@@ -173,19 +185,20 @@ class OPT(nnx.Module):
         y = Addend(self.embed_positions(rows.positions + POSITION_OFFSET), None)
         if not self.config.do_layer_norm_before:
             x, y = x + y.sums, None
+
         keys, values = [], []
         for layer, *old in zip(self.layers, cache.layers.keys, cache.layers.values, strict=True):
-            attend = lambda query, key, value, old=old: attention(
-                query,
-                key,
-                value,
+            x, y, key, value = run_layer(
+                layer,
+                x,
+                y,
                 *old,
                 rows.segment_ids,
                 rows.positions,
                 cache.lengths,
+                attention=attention,
                 max_rows_per_sample=max_rows_per_sample,
             )
-            x, y, key, value = layer(x, y, attend)
             keys.append(key)
             values.append(value)
         x = x if y is None else add(x, *y)

@@ -69,7 +69,7 @@ def fake_entries(monkeypatch):
 
 def test_results_say_what_was_measured_and_every_policy_says_the_text(stored, tmp_path, capsys):
     output = tmp_path / "bench.json"
-    assert bench(*TINY, "--output", output, "--commit", "abc") == 0
+    assert bench(*TINY, "--output", output, "--commit", "abc", "--draws", 2) == 0
     results = json.loads(output.read_bytes())
     assert results["command"].startswith("emsjax bench draft-length --batch-sizes 2 ")
     assert results["commit"] == "abc"
@@ -88,6 +88,7 @@ def test_results_say_what_was_measured_and_every_policy_says_the_text(stored, tm
     for entry in results["entries"]:
         assert list(entry["policies"]) == POLICIES
         assert all(of["identical"] for of in entry["policies"].values())
+        assert entry["repeats"] == 2
 
     shown = capsys.readouterr()
     assert "stored profile" in shown.err

@@ -90,8 +90,8 @@ def small():
         yield
 
 
-def start(models) -> bench.Bench:
-    return bench.Bench(models, BATCH, COSTS, K, NEW_TOKENS, None)
+def start(models, draws: int | None = None) -> bench.Bench:
+    return bench.Bench(models, BATCH, COSTS, K, NEW_TOKENS, None, draws)
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +117,7 @@ def test_all_lengths_policies_and_workloads_of_a_source_share_one_compilation(me
 def test_draws_of_large_batches(small, monkeypatch, draws):
     monkeypatch.setattr(bench, "DRAWS", draws)
     assert start(ScriptedModels("small", "small")).repeats == max(REPEATS, draws)
+    assert start(ScriptedModels("small", "small"), draws).repeats == draws
 
 
 def test_workloads_of_other_lengths_start_at_the_same_prompts(small, monkeypatch):
@@ -309,6 +310,7 @@ def run(results, output, measured, said):
             max_draft_tokens=K,
             max_new_tokens=None,
             attention=None,
+            draws=None,
             output=output,
             say=said.append,
         )

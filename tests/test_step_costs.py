@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 from types import SimpleNamespace
+from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -335,9 +336,18 @@ def test_of_a_deep_model_two_slices_take_turns(monkeypatch):
     assert points[0].cached_tokens > points[1].cached_tokens + 5
 
 
-def test_drafting_is_timed_between_the_batch_sizes_too():
-    assert measured.with_means((64, 1, 8)) == [1, 3, 8, 23, 64]
-    assert measured.with_means((1, 2)) == [1, 2]
+@pytest.mark.parametrize(
+    ("found", "between"),
+    [({1: 0.32, 8: 0.38, 64: 1.05}, [23]), ({1: 1.0, 8: 2.0, 64: 4.0}, [3, 23]), ({1: 1.0}, [])],
+)
+def test_drafting_is_timed_between_batch_sizes_whose_times_differ_much(found, between):
+    measure = mock.Mock(return_value=9.0)
+    assert measured.with_means(found, measure) == found | dict.fromkeys(between, 9.0)
+    assert [call.args[0] for call in measure.call_args_list] == between
+
+
+def test_no_batch_size_is_timed_twice():
+    assert measured.with_means({1: 1.0, 2: 2.0}, mock.Mock(side_effect=AssertionError))
 
 
 def test_the_draft_model_drafts_at_the_context_in_every_timed_step():

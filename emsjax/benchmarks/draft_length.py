@@ -32,7 +32,7 @@ from emsjax.decoding import Counters
 from emsjax.drafting.drafter import is_free
 from emsjax.step_costs import StepCosts, read_profile, synergy_lengths
 
-SEQUENCES, DRAWS = 16, 2  # at least, for a figure: so many decoded, in so many batches
+SEQUENCES, DRAWS = 16, 2  # behind a figure at least: so many decoded, in so many batches
 Models = ScriptedModels | EmbeddedModels
 
 
@@ -44,6 +44,7 @@ class Bench:
         costs: of its steps here.
         k: the longest draft.
         max_new_tokens: None: the workload's own.
+        draws: batches behind a figure; None: enough for `SEQUENCES`, at least `DRAWS`.
     """
 
     def __init__(
@@ -54,10 +55,11 @@ class Bench:
         k: int,
         max_new_tokens: int | None,
         attention: str | None,
+        draws: int | None = None,
     ):
         self.models, self.batch, self.costs, self.k = models, batch, costs, k
         self.max_new_tokens, self.attention = max_new_tokens, attention
-        self.repeats = max(-(-SEQUENCES // batch), DRAWS)
+        self.repeats = draws or max(-(-SEQUENCES // batch), DRAWS)
         self.longest = max_new_tokens or max(
             workload.max_new_tokens for workload in models.workloads.values()
         )
@@ -195,6 +197,7 @@ def run(
     max_draft_tokens: int,
     max_new_tokens: int | None,
     attention: str | None,
+    draws: int | None,
     output: Path | None,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
@@ -206,7 +209,7 @@ def run(
         missing = [name for name in workloads if (name, batch) not in done]
         if not missing:
             continue
-        bench = Bench(models, batch, costs, max_draft_tokens, max_new_tokens, attention)
+        bench = Bench(models, batch, costs, max_draft_tokens, max_new_tokens, attention, draws)
         for name in sorted(missing, key=by_source):
             results["entries"].append(bench.measure(name))
             for line in describe(results["entries"][-1]):

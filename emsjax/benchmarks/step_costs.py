@@ -24,6 +24,7 @@ from emsjax.step_costs import FORMAT, StepCosts, accepted_at_rate, synergy_lengt
 
 SLICES = (2, 6)  # layers
 SECONDS, REPETITIONS = 0.3, 15  # of a point's measurement, and at most
+MUCH = 0.3  # of the time of a draft step, from one batch size to the next
 DRAFTED = 8  # tokens of a draft that is timed; fewer if no more are allowed
 
 
@@ -114,18 +115,23 @@ class Measurement:
         draft_model = random_model(self.draft_config, self.dtype)
         tokens = min(DRAFTED, self.max_draft_tokens)
         drafter = emsjax.DraftModel(draft_model, tokens, attention_implementation=self.attention)
-        found = {}
-        for batch in with_means(self.batch_sizes):
-            found[batch] = best_ms([DraftRun(drafter, batch, self.context)])[0] / tokens
-            say(f"batch {batch}: a draft step {found[batch]:.3f} ms")
-        return found
+
+        def measure(batch: int) -> float:
+            ms = best_ms([DraftRun(drafter, batch, self.context)])[0] / tokens
+            say(f"batch {batch}: a draft step {ms:.3f} ms")
+            return ms
+
+        return with_means({batch: measure(batch) for batch in sorted(self.batch_sizes)}, measure)
 
 
-def with_means(sizes: Sequence[int]) -> list[int]:
-    """Beside the sizes the geometric mean of each two that are neighbours."""
-    ordered = sorted(sizes)
-    means = (round(math.sqrt(a * b)) for a, b in itertools.pairwise(ordered))
-    return sorted({*ordered, *means})
+def with_means(found: dict[int, float], measure: Callable[[int], float]) -> dict[int, float]:
+    """What was found, and at the geometric mean of neighbours where they differ much."""
+    between = [
+        round(math.sqrt(few * many))
+        for few, many in itertools.pairwise(sorted(found))
+        if abs(found[many] - found[few]) > MUCH * found[few]
+    ]
+    return found | {size: measure(size) for size in between if size not in found}
 
 
 def best_ms(runs: Sequence[Run]) -> list[float]:
