@@ -1,6 +1,6 @@
 """Lossless batched speculative decoding in JAX, unpadded (EMS-SD)."""
 
-from emsjax import verification
+from emsjax import vanilla, verification
 from emsjax.decoding import DecodeState, StepInfo, step
 from emsjax.draft_length import (
     BassHeuristic,
@@ -42,5 +42,6 @@ __all__ = [
     "init_state",
     "rank_by_mean_logprob",
     "step",
+    "vanilla",
     "verification",
 ]

@@ -1,11 +1,14 @@
-"""The KV cache of one model: a pair of arrays per layer, each sample at its own length."""
+"""The KV cache of one model: a pair of arrays per layer, each sample at its own length.
+
+Beside it the cache of the padded method, where all samples are written at one place.
+"""
 
 import dataclasses
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 import pallas_kernels
 from emsjax.packing import PackedRows
@@ -41,6 +44,15 @@ class KVCache:
         )
         return cls(KeysValues(empty(), empty()), jnp.zeros(batch, jnp.int32))
 
+    @property
+    def num_masked(self) -> int:
+        """There are no gaps between a sample's tokens."""
+        return 0
+
+    def attention(self, attention: Callable) -> Callable:
+        """`attention`, with the signature of `pallas_kernels.ragged_attention`, to this cache."""
+        return attention
+
     def commit(
         self,
         fresh: KeysValues,
@@ -64,3 +76,71 @@ class KVCache:
     def fork(self, samples: Int32[Array, "n"]) -> "KVCache":
         """A cache whose slot i starts as a copy of this one's slot samples[i]."""
         return jax.tree.map(lambda x: jnp.take(x, samples, axis=0), self)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SharedIndexCache:
+    """A cache in which all samples are written at the same place, with gaps that are masked.
+
+    Attributes:
+        layers: as of a `KVCache`.
+        lengths: tokens of each sample, as if there were no gaps.
+        index: where the next ones are written.
+        mask: the places that hold tokens.
+        num_masked: gaps of all samples together, but for those between prompts' ends.
+    """
+
+    layers: KeysValues
+    lengths: Int32[Array, "b"]
+    index: Int32[Array, ""]
+    mask: Bool[Array, "b l"]
+    num_masked: Int32[Array, ""]
+
+    @classmethod
+    def of(cls, cache: KVCache) -> "SharedIndexCache":
+        """Behind the longest sample's tokens."""
+        max_len = cache.layers.keys[0].shape[1]
+        mask = jnp.arange(max_len) < cache.lengths[:, None]
+        index = jnp.max(cache.lengths)
+        return cls(cache.layers, cache.lengths, index, mask, jnp.zeros((), jnp.int32))
+
+    def attention(self, attention: Callable) -> Callable:
+        """`attention`, with the signature of `pallas_kernels.ragged_attention`, to this cache."""
+
+        def to_mask(*args, **kwargs):
+            *args, lengths = args
+            lengths = jnp.full_like(lengths, self.index)
+            return attention(*args, lengths, cache_mask=self.mask, **kwargs)
+
+        return to_mask
+
+    def commit(
+        self,
+        fresh: KeysValues,
+        rows: PackedRows,
+        counts: Int32[Array, "b"],
+        update: Callable = pallas_kernels.update_kv_caches,
+    ) -> "SharedIndexCache":
+        """Append the first `counts[s]` of sample s's fresh rows, and gaps to the most of them."""
+        batch = self.lengths.shape[0]
+        sample = jnp.minimum(rows.segment_ids, batch - 1)
+        place = rows.positions - self.lengths[sample]
+        kept = place < counts[sample]
+        segment_ids = jnp.where(kept, rows.segment_ids, batch)
+        old = self.layers
+        keys, values = update(
+            old.keys, old.values, fresh.keys, fresh.values, segment_ids, self.index + place
+        )
+        at = jnp.arange(self.mask.shape[1]) - self.index
+        most = jnp.max(counts)
+        return SharedIndexCache(
+            KeysValues(keys, values),
+            self.lengths + counts,
+            self.index + most,
+            self.mask | ((at >= 0) & (at < counts[:, None])),
+            self.num_masked + batch * most - jnp.sum(counts),
+        )
+
+
+Cache = KVCache | SharedIndexCache

@@ -14,13 +14,13 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, Key
 
 import pallas_kernels
-from emsjax.cache import KVCache
+from emsjax.cache import Cache
 from emsjax.draft_length import DraftLength, StepView
 from emsjax.drafting import Draft, Drafter
 from emsjax.drafting.drafter import is_free, with_policys_limit
 from emsjax.kernels import Kernels, resolve_kernels
+from emsjax.layout import UNPADDED, Layout
 from emsjax.opt import OPT
-from emsjax.packing import pack, row_buckets, smallest_bucket
 from emsjax.sampling import Sampling
 from emsjax.verdict import judge
 from emsjax.verification import accepted_counts, first_end, usable_counts
@@ -81,7 +81,7 @@ class DecodeState:
     end_token_ids: Int32[Array, "m"]
     keys: Key[Array, "b"]
     sampling: Sampling | None
-    cache: KVCache
+    cache: Cache
     drafter_state: Any
     policy_state: Any
     counters: Counters
@@ -106,6 +106,7 @@ def step(
     *,
     draft_length: DraftLength | None = None,
     attention_implementation: str | Callable | None = None,
+    layout: Layout = UNPADDED,
 ) -> tuple[DecodeState, StepInfo]:
     """Draft, verify and commit once for every active sample; pure, to be traced.
 
@@ -115,6 +116,7 @@ def step(
         state: as `init_state` or an earlier step returned it.
         draft_length: a policy that limits drafting; None: the drafter's own limit.
         attention_implementation: as for `generate`.
+        layout: what is padded, as it was for `init_state`.
     """
     kernels = resolve_kernels(attention_implementation)
     drafter = with_policys_limit(drafter, draft_length)
@@ -125,14 +127,15 @@ def step(
 
     last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
     block = jnp.concatenate([last, draft.tokens], axis=1)  # [b, k1]
-    buckets = row_buckets(batch, block.shape[1])
+    buckets = layout.row_counts(batch, block.shape[1])
     branches = [
         functools.partial(
-            _forward_bucket, model, state, draft, block, counts, kernels, num_rows, buckets
+            _forward_bucket, model, state, draft, block, counts, kernels, layout, num_rows, buckets
         )
         for num_rows in buckets
     ]
-    bucket = smallest_bucket(buckets, jnp.sum(counts))
+    bucket = layout.smallest(buckets, counts)
+    num_rows = jnp.asarray(buckets, jnp.int32)[bucket]
     verdict, fresh = lax.switch(bucket, branches)
 
     k = draft.tokens.shape[1]
@@ -145,7 +148,7 @@ def step(
     num_accepted = jnp.minimum(num_accepted, num_emitted)
 
     # A step commits exactly as many rows as it emits; rejected rows leave no trace.
-    rows = pack(state.lengths - 1, counts, buckets[-1])
+    rows = layout.pack(state.lengths - 1, counts, buckets[-1], num_rows)
     cache = state.cache.commit(fresh, rows, num_emitted, kernels.update)
     lengths = state.lengths + num_emitted
     if drafter is not None:
@@ -154,7 +157,6 @@ def step(
     if draft_length is not None:
         policy_state = draft_length.update(policy_state, view, draft_rows, num_accepted)
 
-    num_rows = jnp.asarray(buckets, jnp.int32)[bucket]
     info = StepInfo(tokens, draft_rows, num_accepted, num_emitted, num_rows)
     new_state = dataclasses.replace(
         state,
@@ -171,7 +173,11 @@ def step(
     return new_state, info
 
 
-@functools.partial(jax.jit, static_argnames="attention_implementation", donate_argnames=("state",))
+@functools.partial(
+    jax.jit,
+    static_argnames=("attention_implementation", "layout"),
+    donate_argnames=("state",),
+)
 def decode_loop(
     model: OPT,
     drafter: Drafter | None,
@@ -180,6 +186,7 @@ def decode_loop(
     max_steps: Int32[Array, ""],
     *,
     attention_implementation: str | Callable | None,
+    layout: Layout = UNPADDED,
 ) -> DecodeState:
     """Steps until all samples have finished, `max_steps` at most: one compiled call."""
     last_call = state.counters.model_calls + max_steps
@@ -194,6 +201,7 @@ def decode_loop(
             state,
             draft_length=draft_length,
             attention_implementation=attention_implementation,
+            layout=layout,
         )[0]
 
     return lax.while_loop(unfinished, advance, state)
@@ -240,10 +248,12 @@ def _propose(model, drafter, state, draft_length) -> _Proposal:
     return _Proposal(dataclasses.replace(draft, counts=counts), drafter_state, view)
 
 
-def _forward_bucket(model, state, draft, block, counts, kernels: Kernels, num_rows, buckets):
+def _forward_bucket(
+    model, state, draft, block, counts, kernels: Kernels, layout: Layout, num_rows, buckets
+):
     """The target's verdict on every drafted token, and fresh K/V of buckets[-1] rows."""
     width = block.shape[1]
-    rows = pack(state.lengths - 1, counts, num_rows)
+    rows = layout.pack(state.lengths - 1, counts, num_rows, num_rows)
     hidden, fresh = model(
         rows.gather(block),
         rows,

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from time import monotonic, perf_counter
 
@@ -16,6 +15,7 @@ from emsjax.draft_length import DraftLength
 from emsjax.drafting import Drafter
 from emsjax.drafting.drafter import is_free, with_policys_limit
 from emsjax.kernels import resolve_kernels
+from emsjax.layout import UNPADDED, Layout
 from emsjax.memory import check_fits
 from emsjax.opt import OPT
 from emsjax.output import GenerateOutput, assemble, collect
@@ -80,8 +80,8 @@ def generate(
     """
     if time_budget_s is not None and not time_budget_s > 0:
         raise ValueError(f"time_budget_s must be above 0, not {time_budget_s}")
-    deadline = math.inf if time_budget_s is None else monotonic() + time_budget_s
-    requests, drafter = _check(
+    deadline = None if time_budget_s is None else monotonic() + time_budget_s
+    requests, drafter = check(
         model,
         drafter,
         draft_length,
@@ -95,6 +95,34 @@ def generate(
     slots = requests.total_sequences
     if batch_size is not None:
         slots = check_at_least("batch_size", batch_size, 1)
+    return complete(
+        model,
+        drafter,
+        requests,
+        slots,
+        draft_length=draft_length,
+        deadline=deadline,
+        attention_implementation=attention_implementation,
+    )
+
+
+def complete(
+    model: OPT,
+    drafter: Drafter | None,
+    requests: Requests,
+    slots: int,
+    *,
+    draft_length: DraftLength | None,
+    deadline: float | None = None,
+    attention_implementation: str | Callable | None,
+    layout: Layout = UNPADDED,
+) -> GenerateOutput:
+    """Complete checked requests, `slots` sequences at a time.
+
+    Args:
+        deadline: of `time.monotonic`; None: there is none.
+        layout: what is padded.
+    """
     resolve_kernels(attention_implementation)
     groups = [
         np.arange(first, min(first + slots, requests.total_sequences))
@@ -102,18 +130,26 @@ def generate(
     ]
     # Every group is checked before the first one runs.
     drafters = [_drafter_for(drafter, requests, group, slots) for group in groups]
-    _check_memory(model, drafter, requests, slots)
+    cache_length = _check_memory(model, drafter, requests, slots, layout)
+    options = {"attention_implementation": attention_implementation, "layout": layout}
     results = []
     for group, group_drafter in zip(groups, drafters, strict=True):
         state = _init_group(
-            model, group_drafter, requests, group, slots, draft_length, attention_implementation
+            model,
+            group_drafter,
+            requests,
+            group,
+            slots,
+            draft_length,
+            cache_length=cache_length,
+            **options,
         )
-        run = functools.partial(decode_loop, attention_implementation=attention_implementation)
+        run = functools.partial(decode_loop, **options)
         jax.block_until_ready(state)
         started = perf_counter()
-        if time_budget_s is None:
+        if deadline is None:
             state = run(model, group_drafter, state, draft_length, np.iinfo(np.int32).max // 2)
-        while time_budget_s is not None and monotonic() < deadline:
+        while deadline is not None and monotonic() < deadline:
             state = run(model, group_drafter, state, draft_length, BUDGET_CHECK_STEPS)
             if not np.asarray(state.active).any():
                 break
@@ -135,12 +171,14 @@ def init_state(
     eos_token_ids: Sequence[int] | None = None,
     key: jax.Array | None = None,
     attention_implementation: str | Callable | None = None,
+    layout: Layout = UNPADDED,
 ) -> DecodeState:
     """The state before the first `step`: prompts prefilled, nothing emitted.
 
-    Arguments and errors are those of `generate`; every sequence gets a slot.
+    Arguments and errors are those of `generate`; every sequence gets a slot. `layout` says
+    what is padded.
     """
-    requests, drafter = _check(
+    requests, drafter = check(
         model,
         drafter,
         draft_length,
@@ -155,9 +193,16 @@ def init_state(
     group = np.arange(slots)
     resolve_kernels(attention_implementation)
     drafter = _drafter_for(drafter, requests, group, slots)
-    _check_memory(model, drafter, requests, slots)
     return _init_group(
-        model, drafter, requests, group, slots, draft_length, attention_implementation
+        model,
+        drafter,
+        requests,
+        group,
+        slots,
+        draft_length,
+        cache_length=_check_memory(model, drafter, requests, slots, layout),
+        attention_implementation=attention_implementation,
+        layout=layout,
     )
 
 
@@ -199,7 +244,7 @@ def _drafter_for(drafter, requests: Requests, group: np.ndarray, slots: int):
     return _ConstantDrafter(drafter) if is_leaf else drafter
 
 
-def _check(
+def check(
     model: OPT, drafter: Drafter | None, draft_length: DraftLength | None, prompts, **asked
 ) -> tuple[Requests, Drafter | None]:
     """The checked requests, and the drafter with the policy's limit.
@@ -218,18 +263,23 @@ def _max_draft_tokens(drafter: Drafter | None) -> int:
     return 0 if drafter is None else int(drafter.max_draft_tokens)
 
 
-def _check_memory(model: OPT, drafter: Drafter | None, requests: Requests, slots: int) -> None:
-    """Raises a ValueError if the run does not fit."""
+def _check_memory(
+    model: OPT, drafter: Drafter | None, requests: Requests, slots: int, layout: Layout
+) -> int:
+    """The length of the cache; raises a ValueError if the run does not fit."""
     state_bytes = getattr(drafter, "state_bytes", lambda max_len: 0)
+    most = int(requests.max_new_tokens.max())
+    max_len = layout.cache_length(requests.max_len, most, slots, _max_draft_tokens(drafter) + 1)
     check_fits(
         model.config,
         model.dtype,
         slots=slots,
         prompt_slots=_prompt_slots(slots, requests.num_sequences),
-        max_len=requests.max_len,
+        max_len=max_len,
         max_draft_tokens=_max_draft_tokens(drafter),
         drafter_bytes_per_slot=state_bytes(requests.max_len),
     )
+    return max_len
 
 
 def _prompt_slots(slots: int, num_sequences: int) -> int:
@@ -240,7 +290,16 @@ def _prompt_slots(slots: int, num_sequences: int) -> int:
 
 
 def _init_group(
-    model, drafter, requests: Requests, group, slots, draft_length, attention_implementation
+    model,
+    drafter,
+    requests: Requests,
+    group,
+    slots,
+    draft_length,
+    *,
+    cache_length,
+    attention_implementation,
+    layout,
 ) -> DecodeState:
     """The state of one group of sequences; slots beyond the group stay idle."""
     prompt_slots = _prompt_slots(slots, requests.num_sequences)
@@ -268,12 +327,21 @@ def _init_group(
         sampling,
         max_draft_tokens=_max_draft_tokens(drafter),
         fork=requests.num_sequences > 1,
+        cache_length=cache_length,
         attention_implementation=attention_implementation,
+        layout=layout,
     )
 
 
 @functools.partial(
-    jax.jit, static_argnames=("max_draft_tokens", "fork", "attention_implementation")
+    jax.jit,
+    static_argnames=(
+        "max_draft_tokens",
+        "fork",
+        "cache_length",
+        "attention_implementation",
+        "layout",
+    ),
 )
 def _init_arrays(
     model,
@@ -290,14 +358,15 @@ def _init_arrays(
     *,
     max_draft_tokens,
     fork,
+    cache_length,
     attention_implementation,
+    layout,
 ) -> DecodeState:
     """Prefill each prompt once, all but its last token, and hand a copy to each of its slots."""
     kernels = resolve_kernels(attention_implementation)
     prompt_slots, max_len = tokens.shape
-    cache = prefill(
-        model, model.init_cache(prompt_slots, max_len), tokens, prompt_lengths - 1, kernels=kernels
-    )
+    cache = model.init_cache(prompt_slots, cache_length)
+    cache = prefill(model, cache, tokens, prompt_lengths - 1, kernels=kernels)
     prompts = (tokens, prompt_lengths)
     if fork:
         cache = cache.fork(prompt_of_slot)
@@ -321,7 +390,7 @@ def _init_arrays(
         end_token_ids=end_token_ids,
         keys=keys,
         sampling=sampling,
-        cache=cache,
+        cache=layout.arrange(cache),
         drafter_state=drafter_state,
         policy_state=() if draft_length is None else draft_length.init(slots, max_draft_tokens),
         counters=Counters.init(slots, max_draft_tokens),

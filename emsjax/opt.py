@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int32
 
 import pallas_kernels
 from emsjax import checkpoint
-from emsjax.cache import KeysValues, KVCache
+from emsjax.cache import Cache, KeysValues, KVCache
 from emsjax.config import ACTIVATIONS, POSITION_OFFSET, OPTConfig
 from emsjax.packing import PackedRows
 from pallas_kernels.add_layer_norm import add, normalise
@@ -166,7 +166,7 @@ class OPT(nnx.Module):
         self,
         token_ids: Int32[Array, "r"],
         rows: PackedRows,
-        cache: KVCache,
+        cache: Cache,
         *,
         attention: Callable = pallas_kernels.ragged_attention,
         max_rows_per_sample: int | None = None,
@@ -175,17 +175,20 @@ class OPT(nnx.Module):
 
         Args:
             token_ids: the rows' tokens; padding rows may hold any.
-            rows: the rows' samples and positions.
+            rows: the rows' samples and positions. Those of rows that are not verified may lie
+                beyond the model's.
             cache: committed K/V, only read; rows of sample s start at cache.lengths[s].
             attention: a callable with the signature of `pallas_kernels.ragged_attention`.
             max_rows_per_sample: static bound of rows per sample; None: all rows.
         """
         x = self.embed_tokens(jnp.clip(token_ids, 0, self.config.vocab_size - 1))
         x = x if self.project_in is None else self.project_in(x)
-        y = Addend(self.embed_positions(rows.positions + POSITION_OFFSET), None)
+        last = self.config.max_position_embeddings - 1
+        y = Addend(self.embed_positions(jnp.minimum(rows.positions, last) + POSITION_OFFSET), None)
         if not self.config.do_layer_norm_before:
             x, y = x + y.sums, None
 
+        attend = cache.attention(attention)
         keys, values = [], []
         for layer, *old in zip(self.layers, cache.layers.keys, cache.layers.values, strict=True):
             x, y, key, value = run_layer(
@@ -196,7 +199,7 @@ class OPT(nnx.Module):
                 rows.segment_ids,
                 rows.positions,
                 cache.lengths,
-                attention=attention,
+                attention=attend,
                 max_rows_per_sample=max_rows_per_sample,
             )
             keys.append(key)

@@ -17,7 +17,8 @@ class PaddingRatio(NamedTuple):
 
     Attributes:
         inputs: padding rows per real row, summed over the run.
-        kv: masked KV slots per new token; unpadded decoding has none.
+        kv: masked KV slots per new token, both of all samples and steps; unpadded decoding
+            has none.
     """
 
     inputs: float
@@ -131,6 +132,7 @@ def collect(state: DecodeState, count: int, seconds: float) -> dict[str, np.ndar
     """A batch's results on the host: of its first `count` slots, which took `seconds`."""
     names = ("tokens", "logprobs", "lengths", "prompt_lengths", "active", "ended")
     arrays = {name: getattr(state, name) for name in names} | vars(state.counters)
+    arrays["num_masked"] = np.asarray(state.cache.num_masked)
     arrays = jax.device_get(arrays)
     per_step = seconds / max(int(arrays["model_calls"]), 1)
     arrays["finish_seconds"] = (per_step * arrays["num_steps"]).astype(np.float32)
@@ -157,7 +159,10 @@ def assemble(
         **{name: gather(name) for name in counted},
         num_emitted=emitted,
         model_calls=total("model_calls"),
-        padding_ratio=PaddingRatio(_ratio(total("padding_rows"), total("real_rows")), 0.0),
+        padding_ratio=PaddingRatio(
+            inputs=_ratio(total("padding_rows"), total("real_rows")),
+            kv=_ratio(total("num_masked"), int(emitted.sum())),
+        ),
     )
     of_new = lambda x: np.take_along_axis(x, at, axis=1)
     return GenerateOutput(

@@ -27,6 +27,7 @@ def ragged_attention(
     max_rows_per_sample: int | None = None,
     scale: float | None = None,
     ancestors: Array | None = None,  # bool [rows, fresh]
+    cache_mask: Array | None = None,  # bool [batch, max_len]
     implementation: str | None = None,
     interpret: bool = False,
 ) -> Array:  # [rows, heads, head_dim]
@@ -49,6 +50,9 @@ def ragged_attention(
     row of its sample where ancestors[r, i], whatever the positions are, and every
     committed entry. A row must be its own ancestor.
 
+    With `cache_mask` a row of sample s sees no committed entry i but where cache_mask[s, i]:
+    what is masked may hold anything, too.
+
     Args:
         max_rows_per_sample: static upper bound of the rows that one sample has
             in this call; None: all of them. Small bounds (decoding) take a path
@@ -56,6 +60,7 @@ def ragged_attention(
         scale: of the scores, above 0; None: head_dim ** -0.5.
         ancestors: visibility among the fresh rows; as many columns as any sample has
             rows, at least. None: causal.
+        cache_mask: visibility of the committed entries. None: all of them.
         implementation: "triton", "xla", "reference", or None: Triton on NVIDIA GPUs
             of compute capability 8.0 and newer, XLA elsewhere.
         interpret: run the Triton kernel in interpret mode, on any device; the
@@ -89,4 +94,5 @@ def ragged_attention(
         max_rows_per_sample=max_rows_per_sample,
         scale=scale,
         ancestors=ancestors,
+        cache_mask=cache_mask,
     )

@@ -62,6 +62,7 @@ def ragged_attention(
     max_rows_per_sample: int | None = None,
     scale: float | None = None,
     ancestors: Array | None = None,  # bool [r, f]
+    cache_mask: Array | None = None,  # bool [b, l]
     interpret: bool = False,
 ) -> Array:  # [r, h, d]
     """See `pallas_kernels.ragged_attention`."""
@@ -88,7 +89,8 @@ def ragged_attention(
     whole = splits == 1
     shares = (num_items, tiling.rows, heads)
     f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-    masks = () if ancestors is None else (ancestors.astype(jnp.int8),)
+    masks = {"ancestors": ancestors, "cache": cache_mask}
+    masks = {name: mask.astype(jnp.int8) for name, mask in masks.items() if mask is not None}
 
     kernel = functools.partial(
         _kernel,
@@ -97,7 +99,7 @@ def ragged_attention(
         head_dim=head_dim,
         decoding=decoding,
         one_tile=max_tiles == 1,
-        has_ancestors=ancestors is not None,
+        masks=tuple(masks),
     )
     outputs = pl.pallas_call(
         kernel,
@@ -117,7 +119,7 @@ def ragged_attention(
         ),
         interpret=interpret,
         name="ragged_attention",
-    )(items.fields, items.num_real, query, key, value, key_cache, value_cache, *masks)
+    )(items.fields, items.num_real, query, key, value, key_cache, value_cache, *masks.values())
     if whole:
         return outputs
     group = math.gcd(heads, COMBINED_HEADS)
@@ -147,25 +149,28 @@ def _kernel(
     value_ref,  # [r, h, d]
     key_cache_ref,  # [b, l, h, d]
     value_cache_ref,  # [b, l, h, d]
-    *refs,  # ancestors [r, f] if there are any, then the outputs
+    *refs,  # of the masks, ancestors [r, f] and cache [b, l], then the outputs
     tiling: Tiling,
     scale: float,
     head_dim: int,
     decoding: bool,
     one_tile: bool,
-    has_ancestors: bool,
+    masks: tuple[str, ...],
 ):
-    ancestors_ref, outputs = (refs[0], refs[1:]) if has_ancestors else (None, refs)
+    mask_refs, outputs = dict(zip(masks, refs, strict=False)), refs[len(masks) :]
+    ancestors_ref, cache_mask_ref = mask_refs.get("ancestors"), mask_refs.get("cache")
     head, index = pl.program_id(0), pl.program_id(1)
     dims = _dims(head_dim)[None, :]
     in_tile = jnp.arange(tiling.rows)
 
-    def load(ref, *places):
-        """[m, d] of one head; places never leave what is defined, so only dims are masked."""
+    def load(ref, *places, defined=None):
+        """[m, d] of one head; zero where not `defined` [m]: None, and all places are."""
         places = tuple(p[:, None] if getattr(p, "ndim", 0) else p for p in places)
-        if dims.shape[1] == head_dim:
+        if dims.shape[1] == head_dim and defined is None:
             return plgpu.load(ref.at[*places, head, dims])
         mask = jnp.broadcast_to(dims < head_dim, (places[-1].shape[0], dims.shape[1]))
+        if defined is not None:
+            mask &= defined[:, None]
         return plgpu.load(ref.at[*places, head, dims], mask=mask, other=0)
 
     def attend_item():
@@ -190,10 +195,14 @@ def _kernel(
 
         def committed_block(block, carry, *, masked):
             at = block * tiling.keys + jnp.arange(tiling.keys)
-            visible = (at < item["key_end"])[None, :] if masked else None
+            visible = at < item["key_end"] if masked else None
             place = jnp.minimum(at, item["key_end"] - 1) if masked else at
-            keys, values = load(key_cache_ref, sample, place), load(value_cache_ref, sample, place)
-            return attend(carry, keys, values, visible)
+            defined = None
+            if cache_mask_ref is not None:
+                defined = visible = visible & (plgpu.load(cache_mask_ref.at[sample, place]) != 0)
+            keys = load(key_cache_ref, sample, place, defined=defined)
+            values = load(value_cache_ref, sample, place, defined=defined)
+            return attend(carry, keys, values, None if visible is None else visible[None, :])
 
         def fresh_block(block, carry, *, masked):
             at = block * tiling.keys + jnp.arange(tiling.keys)
@@ -212,10 +221,13 @@ def _kernel(
             if not one_tile:
                 carry = _loop(1, pl.cdiv(fresh_end, tiling.rows), fresh_tile, carry)
         else:
-            full = item["key_end"] // tiling.keys
-            carry = _loop(begin, full, committed_block, _start(tiling, head_dim), masked=False)
-            carry = _loop(full, end, committed_block, carry, masked=True)
-            full = 0 if has_ancestors else before // tiling.keys
+            carry = _start(tiling, head_dim)
+            if cache_mask_ref is None:
+                full = item["key_end"] // tiling.keys
+                carry = _loop(begin, full, committed_block, carry, masked=False)
+                begin = full
+            carry = _loop(begin, end, committed_block, carry, masked=True)
+            full = 0 if ancestors_ref is not None else before // tiling.keys
             carry = _loop(0, full, fresh_block, carry, masked=False)
             end = pl.cdiv(fresh_end, tiling.keys)
             carry = _loop(full, end, fresh_block, carry, masked=True)

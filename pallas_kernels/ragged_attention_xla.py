@@ -32,6 +32,7 @@ def ragged_attention(
     max_rows_per_sample: int | None = None,
     scale: float | None = None,
     ancestors: Array | None = None,  # bool [r, f]
+    cache_mask: Array | None = None,  # bool [b, l]
 ) -> Array:  # [r, h, d]
     """See `pallas_kernels.ragged_attention`."""
     rows, batch = query.shape[0], key_cache.shape[0]
@@ -41,12 +42,15 @@ def ragged_attention(
     fresh = [jnp.where(real, x, 0).astype(key_cache.dtype) for x in (query, key, value)]
     path = _all_samples_at_once if tile <= MAX_DECODE_ROWS else _tile_by_tile
     tensors = (*fresh, key_cache, value_cache)
-    places = (segment_ids, positions, cache_lengths)
+    committed = jnp.arange(key_cache.shape[1]) < cache_lengths[:, None]  # [b, l]
+    if cache_mask is not None:
+        committed &= cache_mask
+    places = (segment_ids, positions, committed)
     out = path(tensors, *places, ancestors, min(tile, TILE), scale)
     return out.astype(query.dtype)
 
 
-def _all_samples_at_once(tensors, segment_ids, positions, cache_lengths, ancestors, tile, scale):
+def _all_samples_at_once(tensors, segment_ids, positions, committed, ancestors, tile, scale):
     query, key, value, key_cache, value_cache = tensors
     del positions  # they follow from the order of the rows
     batch = key_cache.shape[0]
@@ -59,13 +63,13 @@ def _all_samples_at_once(tensors, segment_ids, positions, cache_lengths, ancesto
         visible = ancestors[row][..., jnp.minimum(index, ancestors.shape[1] - 1)]  # [b, q, f]
     visible = visible & (index < counts[:, None, None])
     tiles = (query[row], key[row], value[row])
-    out = _attend(*tiles, key_cache, value_cache, visible, cache_lengths, scale)
+    out = _attend(*tiles, key_cache, value_cache, visible, committed, scale)
     sample = jnp.minimum(segment_ids, batch - 1)
     within = jnp.clip(jnp.arange(query.shape[0]) - first[sample], 0, tile - 1)
     return jnp.where((segment_ids < batch)[:, None, None], out[sample, within], 0)
 
 
-def _tile_by_tile(tensors, segment_ids, positions, cache_lengths, ancestors, tile, scale):
+def _tile_by_tile(tensors, segment_ids, positions, committed, ancestors, tile, scale):
     query, key, value, key_cache, value_cache = tensors
     rows, batch = query.shape[0], key_cache.shape[0]
     first, counts = extents(segment_ids, batch)
@@ -92,7 +96,7 @@ def _tile_by_tile(tensors, segment_ids, positions, cache_lengths, ancestors, til
             lax.dynamic_index_in_dim(key_cache, sample),
             lax.dynamic_index_in_dim(value_cache, sample),
             visible[None],
-            lax.dynamic_index_in_dim(cache_lengths, sample),
+            lax.dynamic_index_in_dim(committed, sample),
             scale,
         )[0]
         result = jnp.where(mine[:, None, None], result, out[row])
@@ -101,8 +105,8 @@ def _tile_by_tile(tensors, segment_ids, positions, cache_lengths, ancestors, til
     return lax.fori_loop(0, tiles_through[-1], attend_tile, jnp.zeros_like(query))
 
 
-def _attend(query, key, value, key_cache, value_cache, visible, cache_lengths, scale):
-    """query [b, q, h, d]; key, value [b, f, h, d]; visible [b, q, f] -> [b, q, h, d]."""
+def _attend(query, key, value, key_cache, value_cache, visible, committed, scale):
+    """query [b, q, h, d]; key, value [b, f, h, d]; visible [b, q, f]; committed [b, l]."""
     # XLA would like the caches transposed, and would transpose those of all layers
     # at once, before the step: a second copy of everything. Pinned to their layout,
     # and available no earlier than the queries, they are transposed layer by layer.
@@ -119,7 +123,6 @@ def _attend(query, key, value, key_cache, value_cache, visible, cache_lengths, s
     def scores(keys, mask):  # mask: broadcastable to [b, h, q, keys]
         return jnp.where(mask, scale * dot("bqhd,blhd->bhql", query, keys), -jnp.inf)
 
-    committed = jnp.arange(key_cache.shape[1]) < cache_lengths[:, None]  # [b, l]
     old = scores(key_cache, committed[:, None, None])
     new = scores(key, visible[:, None])
     highest = jnp.maximum(jnp.max(old, axis=-1, initial=-jnp.inf), jnp.max(new, axis=-1))

@@ -21,6 +21,7 @@ def ragged_attention(
     max_rows_per_sample: int | None = None,
     scale: float | None = None,
     ancestors: Array | None = None,  # bool [r, f]
+    cache_mask: Array | None = None,  # bool [b, l]
 ) -> Array:  # [r, h, d]
     """Attention of packed rows, in float32: see `pallas_kernels.ragged_attention`.
 
@@ -36,6 +37,8 @@ def ragged_attention(
 
     committed = jnp.arange(max_len) < cache_lengths[sample][:, None]  # [r, l]
     committed &= real[:, None]
+    if cache_mask is not None:
+        committed &= cache_mask[sample]
     # Masked entries are zeroed, not only weighted by zero: 0 * NaN is NaN.
     keys, values = (
         jnp.where(committed[..., None, None], cache[sample].astype(jnp.float32), 0)

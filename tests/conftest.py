@@ -19,6 +19,7 @@ CHECKED = [
     "cache",
     "decoding",
     "drafting",
+    "layout",
     "opt",
     "output",
     "packing",

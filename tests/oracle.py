@@ -16,6 +16,7 @@ def ragged_attention(
     lengths,
     ancestors=None,
     scale=None,
+    cache_mask=None,
 ):
     """Every row by itself: gather what it may see, exponentiate, divide."""
     out = np.zeros(query.shape, np.float64)
@@ -27,10 +28,12 @@ def ragged_attention(
             mine = [other for other in siblings if positions[other] <= positions[row]]
         else:
             mine = [other for place, other in enumerate(siblings) if ancestors[row][place]]
-        length = int(lengths[sample])
+        old = np.arange(lengths[sample])
+        if cache_mask is not None:
+            old = old[cache_mask[sample][: len(old)]]
         for head in range(query.shape[1]):
-            keys = [*key_cache[sample, :length, head], *key[mine, head]]
-            values = [*value_cache[sample, :length, head], *value[mine, head]]
+            keys = [*key_cache[sample, old, head], *key[mine, head]]
+            values = [*value_cache[sample, old, head], *value[mine, head]]
             scores = [
                 math.fsum(
                     np.float64(a) * np.float64(b) for a, b in zip(query[row, head], k, strict=True)

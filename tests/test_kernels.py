@@ -91,12 +91,11 @@ def case(
     return query, key, value, key_cache, value_cache, segment_ids, positions, lengths
 
 
-def check(implementation, inputs, bound, rtol=2e-6, programs=64, ancestors=None):
+def check(implementation, inputs, bound, rtol=2e-6, programs=64, **masks):
     """`bound`: of rows per sample. `programs`: that Triton wants; few, and keys are not split."""
-    call = compiled(implementation, bound, programs)
-    out = call(*map(jnp.asarray, inputs), **({} if ancestors is None else {"ancestors": ancestors}))
+    out = compiled(implementation, bound, programs)(*map(jnp.asarray, inputs), **masks)
     assert out.dtype == inputs[0].dtype
-    expected = oracle.ragged_attention(*inputs, ancestors)
+    expected = oracle.ragged_attention(*inputs, **masks)
     np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=rtol, atol=rtol * 4)
 
 
@@ -140,6 +139,28 @@ def test_fresh_rows_see_their_ancestors_alone(implementation, programs, bound, c
     inputs = case(counts, [BLOCK + 1, 0, 3, 2 * BLOCK], seed=seed)
     inputs[6][:] = 0  # positions have no say
     check(implementation, inputs, bound, programs=programs, ancestors=ancestors)
+
+
+@every_implementation
+@every_number_of_splits
+@pytest.mark.parametrize("bound", [10, None], ids=["decode", "unbounded"])
+@settings(max_examples=8)
+@given(
+    counts=st.lists(st.sampled_from([0, 1, 2, 9, 10]), min_size=BATCH, max_size=BATCH),
+    lengths=st.lists(
+        st.sampled_from([0, 1, BLOCK, BLOCK + 1, MAX_LEN]), min_size=BATCH, max_size=BATCH
+    ),
+    visible=st.sampled_from([0.0, 0.1, 0.9]),
+    seed=st.integers(0, 100),
+)
+def test_masked_entries_of_the_cache_are_not_read(
+    implementation, programs, bound, counts, lengths, visible, seed
+):
+    mask = np.random.default_rng(seed).random((BATCH, MAX_LEN)) < visible
+    inputs = case(counts, lengths, seed=seed)
+    for cache in inputs[3:5]:
+        cache[~mask] = np.nan
+    check(implementation, inputs, bound, programs=programs, cache_mask=mask)
 
 
 @settings(max_examples=30)
@@ -373,19 +394,28 @@ def lower_for_cuda(function, *shapes):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
 @pytest.mark.parametrize(
-    ("batch", "bound", "tree"),
-    [(24, 8, False), (1, 1, False), (3, 17, False), (3, None, False), (3, 8, True)],
+    ("batch", "bound", "masks"),
+    [
+        (24, 8, ()),
+        (1, 1, ()),
+        (3, 17, ()),
+        (3, None, ()),
+        (3, 8, ("ancestors",)),
+        (24, 8, ("cache_mask",)),
+        (1, 8, ("cache_mask",)),
+        (3, None, ("ancestors", "cache_mask")),
+    ],
 )
-def test_the_triton_attention_lowers_for_cuda(dtype, head_dim, batch, bound, tree, monkeypatch):
+def test_the_triton_attention_lowers_for_cuda(dtype, head_dim, batch, bound, masks, monkeypatch):
     for name, tiling in TILINGS.items():
         monkeypatch.setattr(ragged_attention_triton, name, tiling)
     attention = lambda *args: ragged_attention_triton.ragged_attention(
-        *args[:8], max_rows_per_sample=bound, ancestors=args[8] if tree else None
+        *args[:8], max_rows_per_sample=bound, **dict(zip(masks, args[8:], strict=True))
     )
     fresh, cache = (48, 8, head_dim, dtype), (batch, 1024, 8, head_dim, dtype)
     ints = [(48, "int32"), (48, "int32"), (batch, "int32")]
-    masks = [(48, 8, "bool")] if tree else []
-    lower_for_cuda(attention, *[fresh] * 3, *[cache] * 2, *ints, *masks)
+    shapes = {"ancestors": (48, 8, "bool"), "cache_mask": (batch, 1024, "bool")}
+    lower_for_cuda(attention, *[fresh] * 3, *[cache] * 2, *ints, *[shapes[mask] for mask in masks])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
