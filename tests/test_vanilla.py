@@ -77,7 +77,11 @@ def test_padding_may_reach_beyond_the_last_position(method):
     model, prompts = tiny_model(), ragged_prompts([POSITIONS - NEW + 1, 4])
     plain = emsjax.generate(model, prompts, max_new_tokens=NEW)
     script = script_of(prompts, plain)
-    drafter = replay(script, [[0], [5]], 0)
+    counts, right = np.zeros((2, *script.shape), int)
+    # The long sample is near its end when the other one still drafts five tokens.
+    counts[0, [53, 57]] = right[0, [53, 57]] = 3
+    counts[1] = 5
+    drafter = replay(script, counts, right)
     out = vanilla.generate(model, prompts, drafter, max_new_tokens=NEW, **method)
     np.testing.assert_array_equal(out.tokens, plain.tokens)
 
