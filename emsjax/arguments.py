@@ -6,6 +6,13 @@ import re
 from pathlib import Path
 from typing import NoReturn
 
+from emsjax.argument_types import positive_int
+from emsjax.bench_arguments import (
+    add_draft_length_arguments,
+    add_ems_sd_arguments,
+    add_profile_arguments,
+)
+
 DTYPES = ("float32", "bfloat16", "float16")
 POLICIES = ("auto", "bass", "goodput")  # draft lengths beside fixed ones
 OWN_POLICY = {"draft_length": "auto", "profile": None}  # of whatever drafts
@@ -24,9 +31,6 @@ DRAFTER_OPTIONS = {  # each drafter's own, and their defaults
         **OWN_POLICY,
     },
 }
-# What `emsjax profile` measures if nothing else is asked for.
-PROFILED_BATCH_SIZES, PROFILED_DRAFT_TOKENS, ACCEPTANCE_RATE = (1, 8, 64), 16, 0.8
-PROFILED_CONTEXT = 900  # or as much as the models have room for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,28 +64,6 @@ class OneLineErrorParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"emsjax: error: {message}\n")
-
-
-def positive_int(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
-    return number
-
-
-positive_int.__name__ = "integer"  # argparse: "invalid integer value"
-
-
-def positive_ints(text: str) -> tuple[int, ...]:
-    """Ascending, each once, of for instance "1,8,64"."""
-    if not re.fullmatch(r"0*[1-9]\d*(,0*[1-9]\d*)*", text, re.ASCII):
-        raise argparse.ArgumentTypeError(f"must be like 1,8,64, all at least 1, not {text!r}")
-    return tuple(sorted(set(map(int, text.split(",")))))
-
-
-def names(text: str) -> tuple[str, ...]:
-    """Each once, of for instance "llma,poor"."""
-    return tuple(dict.fromkeys(text.split(",")))
 
 
 def draft_length(text: str) -> str:
@@ -122,22 +104,32 @@ def make_parser(version: str) -> argparse.ArgumentParser:
             "finish; a run that was stopped goes on where it was when started again.",
         )
     )
-    add_profile_arguments(
-        commands.add_parser(
-            "profile",
-            help="measure what decoding steps take here, for better draft lengths",
-            description="Measure what decoding and drafting steps of these models take on this "
-            "device, and keep it for `emsjax generate`. Of the models just the configurations "
-            "are read.",
-        )
+    profile = commands.add_parser(
+        "profile",
+        help="measure what decoding steps take here, for better draft lengths",
+        description="Measure what decoding and drafting steps of these models take on this "
+        "device, and keep it for `emsjax generate`. Of the models just the configurations "
+        "are read.",
     )
-    benchmarks = commands.add_parser("bench", help="compare methods of decoding on this device")
+    add_model_arguments(profile)
+    add_profile_arguments(profile)
+    bench = commands.add_parser("bench", help="compare methods of decoding on this device")
+    benchmarks = bench.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     add_draft_length_arguments(
-        benchmarks.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK").add_parser(
+        benchmarks.add_parser(
             "draft-length",
             help="draft-length policies beside every fixed length and plain decoding",
             description="Speed of draft-length policies beside every fixed length and plain "
             "decoding. Exit code 1 unless all tokens are identical.",
+        )
+    )
+    add_ems_sd_arguments(
+        benchmarks.add_parser(
+            "ems-sd",
+            help="plain decoding, padding, its ablations and EMS-SD, as in the paper",
+            description="Speed of plain decoding, of speculative decoding with padding, with "
+            "either half of it, and without, by batch size. Exit code 1 unless all tokens are "
+            "identical.",
         )
     )
     return parser
@@ -222,80 +214,3 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--top-k", type=int, default=0, metavar="N", help="default: 0, all tokens")
     add("--top-p", type=float, default=1.0, metavar="P", help="default: 1, all tokens")
     add("--seed", type=int, default=0, help="of the random keys, one per sequence (default: 0)")
-
-
-def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
-    add = parser.add_argument
-    add(
-        "--batch-sizes",
-        type=positive_ints,
-        default=PROFILED_BATCH_SIZES,
-        metavar="N,N,...",
-        help="default: 1,8,64",
-    )
-    add(
-        "--context",
-        type=positive_int,
-        metavar="N",
-        help=f"mean cached tokens of a sample (default: {PROFILED_CONTEXT}, or what the models "
-        "have room for)",
-    )
-    add(
-        "--max-draft-tokens",
-        type=positive_int,
-        default=PROFILED_DRAFT_TOKENS,
-        metavar="N",
-        help="longest draft to measure (default: %(default)s)",
-    )
-    add(
-        "--acceptance-rate",
-        type=float,
-        default=ACCEPTANCE_RATE,
-        metavar="RATE",
-        help="probability that a draft token stands, for the table of lengths by batch size "
-        "(default: %(default)s)",
-    )
-    add("--output", type=Path, metavar="FILE", help="also write the profile to this JSON file")
-
-
-def add_draft_length_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--shape",
-        default="embedded",
-        help="what is decoded: embedded, the models that come with the library, or a model shape "
-        "such as opt-6.7b, with random weights and scripted drafts (default: %(default)s)",
-    )
-    add("--draft-shape", help="of the draft model beside a model shape (default: opt-125m)")
-    add("--batch-sizes", type=positive_ints, metavar="N,N,...", help="default: the shape's own")
-    add("--workloads", type=names, metavar="NAME,NAME,...", help="default: all of the shape's")
-    add(
-        "--max-draft-tokens",
-        type=positive_int,
-        default=PROFILED_DRAFT_TOKENS,
-        metavar="N",
-        help="longest fixed length (default: %(default)s)",
-    )
-    add("--max-new-tokens", type=positive_int, metavar="N", help="default: the workload's own")
-    add(
-        "--draws",
-        type=positive_int,
-        metavar="N",
-        help="batches with acceptance of their own behind each figure (default: enough for 16 "
-        "sequences, at least 2)",
-    )
-    add(
-        "--profile",
-        type=Path,
-        metavar="FILE",
-        help="from `emsjax profile` (default: the stored one; without one it is measured first)",
-    )
-    add(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="JSON file that grows with each result; a stopped run goes on where it was",
-    )
-    add("--plot", type=Path, metavar="FILE", help="figure, as PNG, PDF or SVG; needs matplotlib")
-    add("--commit", help="of the measured code (default: the checkout's)")

@@ -106,6 +106,10 @@ def run(parsed: argparse.Namespace, command: str) -> int:
 
         commands.profile(parsed, command)
         return 0
+    if parsed.benchmark == "ems-sd":
+        from emsjax import experiment
+
+        return experiment.bench_ems_sd(parsed, command)
     from emsjax import commands
 
     return commands.bench_draft_length(parsed, command)

@@ -14,14 +14,14 @@ from rich.table import Table
 
 import emsjax
 from emsjax import plotting, profile_store
-from emsjax.arguments import (
+from emsjax.batch_drafting import read_config
+from emsjax.bench_arguments import (
     ACCEPTANCE_RATE,
     PROFILED_BATCH_SIZES,
     PROFILED_CONTEXT,
     PROFILED_DRAFT_TOKENS,
 )
-from emsjax.batch_drafting import read_config
-from emsjax.benchmarks import draft_length, save, step_costs, surroundings
+from emsjax.benchmarks import draft_length, resume, save, step_costs, surroundings
 from emsjax.benchmarks.runs import LONG, MODELS, SHORT
 from emsjax.benchmarks.workloads import EmbeddedModels, ScriptedModels
 from emsjax.config import OPTConfig
@@ -180,7 +180,7 @@ def bench_draft_length(options: argparse.Namespace, command: str) -> int:
         "costs": costs,
     }
     results = {"command": command, **surroundings(options.commit)}
-    draft_length.resume(settings, results, options.output)
+    resume(settings, results, options.output)
     draft_length.run(
         models,
         {"format": FORMAT, "costs": costs},

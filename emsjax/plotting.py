@@ -40,6 +40,46 @@ def draft_length_figure(results: Mapping[str, Any]):
     return figure
 
 
+def ems_sd_figure(results: Mapping[str, Any]):
+    """Speed-up over plain decoding by batch size, of every method: figure 1 of EMS-SD.
+
+    Args:
+        results: what `emsjax bench ems-sd` writes, plain decoding among the methods.
+
+    Returns:
+        A matplotlib `Figure`: whole runs, and beside them runs while all samples are live.
+
+    Raises:
+        ImportError: matplotlib is missing.
+        ValueError: no entries.
+    """
+    if not results["entries"]:
+        raise ValueError("results hold no entries: nothing to draw")
+    width, height = PANEL_INCHES
+    figure = _matplotlib("figure").Figure(figsize=(2 * width, height + 0.6), layout="constrained")
+    entries = sorted(results["entries"], key=lambda entry: entry["batch"])
+    titles = {"tokens_per_s": "whole run", "live_tokens_per_s": "all samples live"}
+    for place, (which, title) in enumerate(titles.items(), start=1):
+        axes = figure.add_subplot(1, len(titles), place)
+        for method in dict.fromkeys(name for entry in entries for name in entry["methods"]):
+            of = [entry for entry in entries if method in entry["methods"]]
+            speed_ups = [entry["methods"][method][which]["speed_up"] for entry in of]
+            axes.plot([entry["batch"] for entry in of], speed_ups, marker=".", label=method)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks([entry["batch"] for entry in entries], labels=None, minor=False)
+        axes.xaxis.set_major_formatter("{x:.0f}")
+        axes.minorticks_off()
+        axes.set_xlabel("batch size")
+        axes.set_ylabel("speed over plain decoding")
+        axes.set_title(title)
+        axes.set_ylim(bottom=0)
+    lines = figure.axes[0].get_lines()
+    figure.legend(
+        lines, [line.get_label() for line in lines], loc="outside lower center", ncols=len(lines)
+    )
+    return figure
+
+
 def check_format(path: Path) -> None:
     """Whether a figure can be saved under this name.
 

@@ -177,7 +177,7 @@ def test_without_a_profile_one_is_measured_and_stored(profiles, monkeypatch, fak
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
-        (["--shape", "opt-7b"], ["--shape", "embedded, opt-6.7b", "'opt-7b'"]),
+        (["--shape", "opt-7b"], ["--shape", "embedded, opt-125m", "'opt-7b'"]),
         (["--shape", "tiny", "--draft-shape", "small"], ["--draft-shape", "'small'"]),
         (["--draft-shape", "tiny"], ["--draft-shape", "--shape embedded"]),
         (["--workloads", "model,llma"], ["--workloads", "'llma'", "prompt-lookup, model"]),

@@ -15,7 +15,7 @@ from toy import tiny_model
 
 import emsjax
 from emsjax.benchmarks import draft_length as bench
-from emsjax.benchmarks import policy_runs, runs, workloads
+from emsjax.benchmarks import policy_runs, resume, runs, workloads
 from emsjax.benchmarks.workloads import ScriptedModels, Workload, source_of
 from emsjax.decoding import decode_loop
 from emsjax.draft_length import StepView
@@ -319,12 +319,12 @@ def run(results, output, measured, said):
 def test_a_run_takes_over_what_an_earlier_one_measured(tmp_path):
     output, settings, said, measured = tmp_path / "bench.json", {"batch_sizes": (1, 8)}, [], []
     results = {}
-    bench.resume(settings, results, output)
+    resume(settings, results, output)
     assert results == {"settings": settings, "entries": []}
     earlier = [entry_of(name, 1, bass=1.0) for name in ("draft-model", "llma", "mixed")]
     earlier.append(entry_of("mixed", 8, bass=1.0))
     output.write_text(json.dumps(results | {"entries": earlier}))
-    bench.resume(settings, results, output)
+    resume(settings, results, output)
     run(results, output, measured, said)
     assert measured == [("draft-model", 8), ("llma", 8)]
     assert results["entries"][:4] == earlier
@@ -343,9 +343,9 @@ def test_results_of_other_settings_are_left_alone(tmp_path):
     output = tmp_path / "bench.json"
     output.write_text(json.dumps({"settings": {"k": 3}, "entries": []}))
     with pytest.raises(ValueError, match=r"bench.json holds results with other settings"):
-        bench.resume({"k": 4}, {}, output)
+        resume({"k": 4}, {}, output)
     results = {"entries": [1]}
-    bench.resume({"k": 4}, results, None)
+    resume({"k": 4}, results, None)
     assert results == {"settings": {"k": 4}, "entries": []}
 
 

@@ -102,3 +102,18 @@ def save(results: Mapping[str, Any], output: Path | None) -> None:
     """Write the results as JSON where a file was asked for."""
     if output is not None:
         write_atomically(output, json.dumps(results, indent=1))
+
+
+def resume(settings: Mapping[str, Any], results: dict[str, Any], output: Path | None) -> None:
+    """Take over the entries that an earlier run with these settings has left in the file.
+
+    Raises:
+        ValueError: the file is of another run.
+    """
+    results["settings"], results["entries"] = dict(settings), []
+    if output is None or not output.exists():
+        return
+    before = json.loads(output.read_bytes())
+    if before.get("settings") != json.loads(json.dumps(settings)):
+        raise ValueError(f"{output} holds results with other settings")
+    results["entries"] = before["entries"]

@@ -8,7 +8,6 @@ compared with what they must be.
 """
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -217,18 +216,3 @@ def run(
             save(results, output)
         del bench
     return results
-
-
-def resume(settings: Mapping[str, Any], results: dict[str, Any], output: Path | None) -> None:
-    """Take over the entries that an earlier run with these settings has left in the file.
-
-    Raises:
-        ValueError: the file is of another run.
-    """
-    results["settings"], results["entries"] = dict(settings), []
-    if output is None or not output.exists():
-        return
-    before = json.loads(output.read_bytes())
-    if before.get("settings") != json.loads(json.dumps(settings)):
-        raise ValueError(f"{output} holds results with other settings")
-    results["entries"] = before["entries"]

@@ -44,15 +44,20 @@ from emsjax.kernels import resolve_kernels
 ITEM_BYTES = 2  # bfloat16
 
 
-def floor_ms(config: OPTConfig, batch: int, rows: int, context: float, rates: Rates) -> float:
-    """The least time of a step: `rows` rows of each of `batch` samples with `context` tokens."""
-    size, ffn, layers = config.hidden_size, config.ffn_dim, config.num_hidden_layers
+def products(config: OPTConfig) -> list[tuple[int, int]]:
+    """Inputs and outputs of every product with weights that a row goes through."""
+    size, ffn = config.hidden_size, config.ffn_dim
     layer = [(size, 3 * size), (size, size), (size, ffn), (ffn, size)]
-    products = layer * layers + [(config.word_embed_proj_dim, config.vocab_size)]
+    return layer * config.num_hidden_layers + [(config.word_embed_proj_dim, config.vocab_size)]
+
+
+def floor_ms(config: OPTConfig, batch: int, rows: float, context: float, rates: Rates) -> float:
+    """The least time of a step: `rows` rows of each of `batch` samples with `context` tokens."""
     seconds = sum(
         max(n * m * ITEM_BYTES / rates.read, 2 * batch * rows * n * m / rates.matmul)
-        for n, m in products
+        for n, m in products(config)
     )
+    size, layers = config.hidden_size, config.num_hidden_layers
     keys_and_values = 2 * layers * batch * context * size * ITEM_BYTES
     return 1e3 * (seconds + keys_and_values / rates.read)
 

@@ -88,7 +88,12 @@ class ScriptedModels:
         return random_model(self.draft_config, self.dtype)
 
     def prompts(self, batch: int, max_new_tokens: int) -> list[np.ndarray]:
-        room = self.config.max_position_embeddings - max_new_tokens
+        positions = self.config.max_position_embeddings
+        room = positions - max_new_tokens
+        if room < 1:
+            raise ValueError(
+                f"--max-new-tokens {max_new_tokens} leaves no room in {positions} positions"
+            )
         low, high = (min(length, room) for length in PROMPT_TOKENS)
         rng = np.random.default_rng(2)
         lengths = (

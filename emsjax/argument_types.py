@@ -1,0 +1,26 @@
+"""Values of command-line options."""
+
+import argparse
+import re
+
+
+def positive_int(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
+    return number
+
+
+positive_int.__name__ = "integer"  # argparse: "invalid integer value"
+
+
+def positive_ints(text: str) -> tuple[int, ...]:
+    """Ascending, each once, of for instance "1,8,64"."""
+    if not re.fullmatch(r"0*[1-9]\d*(,0*[1-9]\d*)*", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"must be like 1,8,64, all at least 1, not {text!r}")
+    return tuple(sorted(set(map(int, text.split(",")))))
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Each once, of for instance "llma,poor"."""
+    return tuple(dict.fromkeys(text.split(",")))

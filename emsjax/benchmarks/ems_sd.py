@@ -1,0 +1,251 @@
+"""`emsjax bench ems-sd`: the paper's experiment. Plain decoding, padding, its ablations, EMS-SD.
+
+At each batch size all methods decode the same prompts with the same drafts in one process. Times
+are of decoding alone, prefill left out: until every sample has its tokens, and until the first
+one has (all slots are busy, as where finished samples are replaced). Tokens are compared with
+what they must be.
+
+Reference: EMS-SD, arXiv 2405.07542, table 2 and figure 1.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import emsjax
+from emsjax.benchmarks import Rates, save
+from emsjax.benchmarks.policy_runs import ALL_STEPS
+from emsjax.benchmarks.step import floor_ms, products
+from emsjax.benchmarks.workloads import ScriptedModels, Workload
+from emsjax.decoding import decode_loop
+from emsjax.layout import UNPADDED, Layout
+
+GREEDY = "greedy"
+METHODS: dict[str, Layout] = {
+    GREEDY: UNPADDED,  # without drafts
+    "vanilla": Layout(pad_inputs=True, pad_kv_cache=True),
+    "unpad-kv": Layout(pad_inputs=True),
+    "unpad-inputs": Layout(pad_kv_cache=True),
+    "ems": UNPADDED,
+}
+BATCH_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 32, 64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One batch to decode: what is drafted, and what must come out of it."""
+
+    prompts: Sequence[np.ndarray]
+    drafter: Any
+    expected: np.ndarray | None  # [b, n]; None: what plain decoding says
+
+
+class Scripted:
+    """Prompts of a scripted model; each task has draws of acceptance of its own."""
+
+    end_token_ids = ()
+
+    def __init__(self, models: ScriptedModels, workload: Workload):
+        self.models, self.workload = models, workload
+        self.k = workload.profile.max_draft_tokens
+
+    @property
+    def model(self) -> emsjax.OPT:
+        return self.models.model
+
+    def tasks(self, batch: int, count: int) -> Iterator[Task]:
+        new = self.workload.max_new_tokens
+        prompts = self.models.prompts(batch, new)
+        expected = self.models.expected(np.array([len(prompt) for prompt in prompts]), new)
+        for drafter in self.models.drafters(self.workload, batch, self.k, count):
+            yield Task(prompts, drafter, expected)
+
+
+class Bench:
+    """All methods at one batch size.
+
+    Args:
+        source: what is decoded.
+        rates: of the floor.
+        repeats: tasks behind each figure.
+    """
+
+    def __init__(self, source: Scripted, batch: int, rates: Rates, repeats: int):
+        self.source, self.batch, self.rates = source, batch, rates
+        self.repeats = repeats
+        self.new_tokens = source.workload.max_new_tokens
+        self.compiled: dict[Any, tuple[Callable, dict[str, Any]]] = {}
+
+    def measure(self, methods: Sequence[str], say: Callable[[str], None]) -> dict[str, Any]:
+        """The entry of this batch size, as it stands in the JSON file; methods take turns."""
+        runs: dict[str, list[dict[str, Any]]] = {method: [] for method in methods}
+        identical = dict.fromkeys(methods, True)
+        tasks = list(self.source.tasks(self.batch, self.repeats))
+        for task in tasks:
+            for method in methods:
+                figures, tokens = self.decode(method, task)
+                runs[method].append(figures)
+                identical[method] &= bool(np.array_equal(tokens, task.expected))
+                speed = figures["tokens"] / figures["seconds"]
+                say(f"batch {self.batch}, {method}: {speed:.0f} tokens/s")
+        figures = {
+            method: {"identical": identical[method], **self.summary(method, of), "runs": of}
+            for method, of in runs.items()
+        }
+        if GREEDY in figures:
+            for which in ("tokens_per_s", "live_tokens_per_s"):
+                greedy = figures[GREEDY][which]["median"]
+                for of in figures.values():
+                    of[which]["speed_up"] = of[which]["median"] / greedy
+        return {
+            "batch": self.batch,
+            "new_tokens": self.new_tokens,
+            "mean_prompt_tokens": float(np.mean([len(p) for t in tasks for p in t.prompts])),
+            "methods": figures,
+        }
+
+    def decode(self, method: str, task: Task) -> tuple[dict[str, Any], np.ndarray]:
+        """Figures of a run to the end, and of one while all are live; the new tokens [b, n]."""
+        state = self.start(method, task)
+        if method not in self.compiled:
+            self.compile(method, task, state)
+            # What runs for the first time is slower.
+            self.advance(method, task, state, 1)
+            state = self.start(method, task)
+        lengths = np.asarray(state.lengths)
+        state, seconds = self.advance(method, task, state, ALL_STEPS)
+        counters = jax.device_get(state.counters)
+        at = lengths[:, None] + np.arange(self.new_tokens)
+        tokens = np.take_along_axis(np.asarray(state.tokens), at, axis=1)
+        figures = {
+            "seconds": seconds,
+            "tokens": int((np.asarray(state.lengths) - lengths).sum()),
+            "steps": int(counters.model_calls),
+            "sample_steps": int(counters.num_steps.sum()),
+            "drafted": int(counters.num_drafted.sum()),
+            "rows": int(counters.real_rows),
+            "padding_rows": int(counters.padding_rows),
+            "masked_kv": int(state.cache.num_masked),
+        }
+        del state  # two caches need not exist at once
+        steps = int(counters.num_steps.min())
+        state, seconds = self.advance(method, task, self.start(method, task), steps)
+        ends = np.asarray(state.lengths)
+        figures |= {
+            "live_seconds": seconds,
+            "live_tokens": int((ends - lengths).sum()),
+            "live_steps": steps,
+            "live_rows": int(state.counters.real_rows),
+            "live_context": float((lengths + ends).mean() / 2 - 1),
+        }
+        return figures, tokens
+
+    def advance(self, method: str, task: Task, state, steps: int):
+        """The state after so many steps at most, and the seconds they took."""
+        loop = self.compiled[method][0]
+        begin = time.perf_counter()
+        state = loop(self.source.model, drafter_of(method, task), state, None, np.int32(steps))
+        return jax.block_until_ready(state), time.perf_counter() - begin
+
+    def start(self, method: str, task: Task):
+        """The prompts prefilled."""
+        state = emsjax.init_state(
+            self.source.model,
+            drafter_of(method, task),
+            task.prompts,
+            max_new_tokens=self.new_tokens,
+            eos_token_ids=self.source.end_token_ids,
+            layout=METHODS[method],
+        )
+        return jax.block_until_ready(state)
+
+    def compile(self, method: str, task: Task, state) -> None:
+        begin = time.perf_counter()
+        arguments = (self.source.model, drafter_of(method, task), state, None, np.int32(1))
+        options = {"attention_implementation": None, "layout": METHODS[method]}
+        compiled = decode_loop.lower(*arguments, **options).compile()
+        about = {"compile_s": time.perf_counter() - begin, "memory_bytes": None}
+        if (memory := compiled.memory_analysis()) is not None:
+            sizes = (memory.argument_size_in_bytes, memory.output_size_in_bytes)
+            about["memory_bytes"] = (
+                sum(sizes) + memory.temp_size_in_bytes - memory.alias_size_in_bytes
+            )
+        self.compiled[method] = (compiled, about)
+
+    def summary(self, method: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """What follows from a method's runs.
+
+        A step's time, its floor and its arithmetic are those of steps with all samples live.
+        `memory_bytes` are the loop's: weights, caches, and what a step needs beside them.
+        """
+        total = {name: sum(run[name] for run in runs) for name in runs[0]}
+        config, steps = self.source.model.config, total["live_steps"]
+        rows = total["live_rows"] / steps / self.batch
+        context = total["live_context"] / len(runs)
+        floor = floor_ms(config, self.batch, rows, context, self.rates)
+        step = 1e3 * total["live_seconds"] / steps
+        flops = step_flops(config, self.batch * rows, context)
+        return {
+            "tokens_per_s": spread([run["tokens"] / run["seconds"] for run in runs]),
+            "live_tokens_per_s": spread([run["live_tokens"] / run["live_seconds"] for run in runs]),
+            "mean_acceptance_length": total["tokens"] / total["sample_steps"],
+            "padding_ratio": {
+                "inputs": total["padding_rows"] / total["rows"],
+                "kv": total["masked_kv"] / total["tokens"],
+            },
+            "step_ms": step,
+            "floor_ms": floor,
+            "of_floor": step / floor,
+            "utilisation": flops / (step / 1e3) / self.rates.matmul,
+            **self.compiled[method][1],
+        }
+
+
+def drafter_of(method: str, task: Task) -> Any:
+    return None if method == GREEDY else task.drafter
+
+
+def step_flops(config, rows: float, context: float) -> float:
+    """Of the products with weights and of attention, for real rows alone."""
+    weights = sum(n * m for n, m in products(config))
+    attention = 2 * config.num_hidden_layers * config.hidden_size * context
+    return 2 * rows * (weights + attention)
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    return {
+        "min": float(np.min(values)),
+        "median": float(np.median(values)),
+        "max": float(np.max(values)),
+    }
+
+
+def run(
+    source: Scripted,
+    results: dict[str, Any],
+    *,
+    batch_sizes: Sequence[int],
+    methods: Sequence[str],
+    rates: Rates,
+    repeats: int,
+    output: Path | None,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Measure the batch sizes that `results["entries"]` does not hold; the file grows with each."""
+    done = {entry["batch"] for entry in results["entries"]}
+    for batch in batch_sizes:
+        if batch not in done:
+            bench = Bench(source, batch, rates, repeats)
+            results["entries"].append(bench.measure(methods, say))
+            del bench
+            save(results, output)
+    return results
+
+
+def all_identical(results: Mapping[str, Any]) -> bool:
+    return all(of["identical"] for entry in results["entries"] for of in entry["methods"].values())

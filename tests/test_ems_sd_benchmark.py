@@ -1,0 +1,202 @@
+"""`emsjax bench ems-sd`: what it counts, how figures follow, and the command around it."""
+
+import dataclasses
+import json
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+
+import emsjax
+from emsjax import experiment, plotting
+from emsjax.benchmarks import Rates, ems_sd, workloads
+from emsjax.benchmarks.scripted import CopyAcceptance, TokenAcceptance
+from emsjax.benchmarks.step import floor_ms
+from emsjax.cli import main
+from emsjax.config import OPTConfig
+
+NEW, BATCH, RATES = 10, 3, Rates(1e12, 1e14)
+METHODS = tuple(ems_sd.METHODS)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short():
+    """Little is decoded; annotations are not checked, as lowering puts no arrays into pytrees."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+        patch.setattr(workloads, "PROMPT_TOKENS", (8, 12))
+        patch.setattr(workloads.ScriptedModels, "dtype", jnp.float32)
+        yield
+
+
+@pytest.fixture(scope="module")
+def source(short):
+    workload = workloads.Workload("prompt-lookup", NEW, CopyAcceptance(draft_tokens=3))
+    return ems_sd.Scripted(workloads.ScriptedModels("tiny", "tiny"), workload)
+
+
+@pytest.fixture(scope="module")
+def entry(source):
+    said = []
+    measured = ems_sd.Bench(source, BATCH, RATES, repeats=2).measure(METHODS, said.append)
+    assert len(said) == 2 * len(METHODS)
+    return json.loads(json.dumps(measured))
+
+
+def test_all_methods_say_the_text(entry):
+    assert list(entry["methods"]) == list(METHODS)
+    assert all(of["identical"] for of in entry["methods"].values())
+    assert (entry["batch"], entry["new_tokens"]) == (BATCH, NEW)
+    assert 8 <= entry["mean_prompt_tokens"] <= 12
+
+
+def test_other_tokens_are_noticed(source):
+    tasks = list(source.tasks(BATCH, 1))
+    wrong = [dataclasses.replace(task, expected=task.expected + 1) for task in tasks]
+    stub = SimpleNamespace(
+        model=source.model,
+        workload=source.workload,
+        end_token_ids=(),
+        tasks=lambda batch, count: wrong,
+    )
+    measured = ems_sd.Bench(stub, BATCH, RATES, 1).measure(("greedy",), lambda line: None)
+    assert not measured["methods"]["greedy"]["identical"]
+    assert not ems_sd.all_identical({"entries": [measured]})
+
+
+def test_counts_are_those_of_generate(source, entry):
+    """Every method drafts and accepts the same; they differ in padding alone."""
+    for task, number in zip(source.tasks(BATCH, 2), range(2), strict=True):
+        for method, layout in ems_sd.METHODS.items():
+            out = emsjax.vanilla.generate(
+                source.model,
+                task.prompts,
+                None if method == "greedy" else task.drafter,
+                max_new_tokens=NEW,
+                eos_token_ids=(),
+                unpad_inputs=not layout.pad_inputs,
+                unpad_kv_cache=not layout.pad_kv_cache,
+            )
+            run, stats = entry["methods"][method]["runs"][number], out.stats
+            assert run["tokens"] == stats.num_emitted.sum() == BATCH * NEW
+            assert run["steps"] == stats.model_calls
+            assert run["sample_steps"] == stats.num_steps.sum()
+            assert run["drafted"] == stats.num_drafted.sum()
+            assert run["rows"] == stats.num_drafted.sum() + stats.num_steps.sum()
+            assert run["padding_rows"] / run["rows"] == stats.padding_ratio.inputs
+            assert run["masked_kv"] / run["tokens"] == stats.padding_ratio.kv
+            # All are live in so many steps, and then the first one has its tokens.
+            assert run["live_steps"] == stats.num_steps.min()
+            assert NEW <= run["live_tokens"] <= BATCH * NEW
+            assert run["live_seconds"] > 0
+
+
+def test_figures_follow_from_the_runs(source, entry):
+    greedy = entry["methods"]["greedy"]
+    for of in entry["methods"].values():
+        speeds = [run["tokens"] / run["seconds"] for run in of["runs"]]
+        assert of["tokens_per_s"]["min"] == pytest.approx(min(speeds))
+        assert of["tokens_per_s"]["median"] == pytest.approx(np.mean(speeds))  # of two
+        assert of["tokens_per_s"]["max"] == pytest.approx(max(speeds))
+        for which in ("tokens_per_s", "live_tokens_per_s"):
+            ratio = of[which]["median"] / greedy[which]["median"]
+            assert of[which]["speed_up"] == pytest.approx(ratio)
+        seconds, steps = (
+            sum(run[name] for run in of["runs"]) for name in ("live_seconds", "live_steps")
+        )
+        assert of["step_ms"] == pytest.approx(1e3 * seconds / steps)
+        assert of["of_floor"] == pytest.approx(of["step_ms"] / of["floor_ms"])
+        assert of["memory_bytes"] > 0
+        assert of["compile_s"] > 0
+    # All samples have one row in each step, and on average half of the new tokens.
+    context = np.mean([run["live_context"] for run in greedy["runs"]])
+    assert context == pytest.approx(entry["mean_prompt_tokens"] + NEW / 2 - 1, abs=0.01)
+    assert greedy["floor_ms"] == pytest.approx(
+        floor_ms(source.model.config, BATCH, 1, context, RATES)
+    )
+    assert greedy["mean_acceptance_length"] == 1
+    assert entry["methods"]["vanilla"]["mean_acceptance_length"] > 1
+
+
+def test_arithmetic_of_a_step_by_hand():
+    config = OPTConfig(
+        vocab_size=10, hidden_size=4, ffn_dim=8, num_hidden_layers=2, num_attention_heads=2
+    )
+    weights = 2 * (4 * 12 + 4 * 4 + 2 * 4 * 8) + 4 * 10
+    scores_and_values = 2 * (2 * 4 * 100)
+    assert ems_sd.step_flops(config, 3, 100) == 3 * 2 * (weights + scores_and_values)
+
+
+def bench(*options):
+    sizes = ["--shape", "tiny", "--draft-shape", "tiny", "--max-new-tokens", "4", "--repeats", "1"]
+    return main(["bench", "ems-sd", *sizes, *map(str, options)])
+
+
+def test_the_command_writes_shows_and_goes_on(tmp_path, capsys, monkeypatch):
+    output, plot = tmp_path / "bench.json", tmp_path / "plot.png"
+    asked = ["--methods", "greedy,ems", "--draft-tokens", 2, "--output", output, "--commit", "abc"]
+    assert bench(*asked, "--batch-sizes", "1,2") == 0
+    results = json.loads(output.read_bytes())
+    assert results["settings"]["acceptance"]["draft_tokens"] == 2
+    assert [entry["batch"] for entry in results["entries"]] == [1, 2]
+    shown = capsys.readouterr().out
+    assert "whole run" in shown
+    assert "ems" in shown
+
+    measured = []
+
+    def measure(self, methods, say):
+        measured.append(self.batch)
+        return results["entries"][0] | {"batch": self.batch}
+
+    monkeypatch.setattr(ems_sd.Bench, "measure", measure)
+    assert bench(*asked, "--batch-sizes", "1,2,4", "--plot", plot) == 0
+    assert measured == [4]
+    assert plot.stat().st_size > 0
+    assert bench(*asked, "--rate", 0.5) == 2
+    assert "--rate is no parameter of --draft llma" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (["--methods", "greedy,both"], "--methods: 'both'"),
+        (["--shape", "opt-7b"], "--shape must be one of"),
+        (["--draft-shape", "small"], "--draft-shape must be one of"),
+        (["--miss", "2"], "miss must lie in"),
+        (["--draft", "draft-model", "--whole", "0.5"], "--whole is no parameter"),
+        (["--methods", "ems", "--plot", "x.png"], "must name greedy"),
+        (["--plot", "x.xyz"], "must end in"),
+        (["--max-new-tokens", "5000"], "positions"),
+    ],
+)
+def test_what_cannot_be_measured_is_named(options, error, capsys):
+    assert bench(*options) == 2
+    assert error in capsys.readouterr().err
+
+
+def test_drafts_stand_as_often_as_asked_for():
+    nothing = dict.fromkeys(("draft_tokens", "miss", "whole", "decay", "rate"))
+    of = lambda draft, **given: experiment.acceptance(
+        SimpleNamespace(draft=draft, **nothing | given)
+    )
+    assert of("llma") == ("prompt-lookup", CopyAcceptance())
+    assert of("llma", miss=0.1) == ("prompt-lookup", CopyAcceptance(miss=0.1))
+    assert of("draft-model") == ("model", TokenAcceptance(0.8, 4))
+    assert of("draft-model", rate=0.5, draft_tokens=2) == ("model", TokenAcceptance(0.5, 2))
+
+
+def test_the_figure_has_a_line_for_each_method():
+    speeds = lambda x: {"tokens_per_s": {"speed_up": x}, "live_tokens_per_s": {"speed_up": x + 1}}
+    entries = [
+        {"batch": batch, "methods": {"greedy": speeds(1), "ems": speeds(4 / batch)}}
+        for batch in (8, 1)
+    ]
+    whole, live = plotting.ems_sd_figure({"entries": entries}).axes
+    drawn = {line.get_label(): line.get_xydata().tolist() for line in whole.get_lines()}
+    assert drawn == {"greedy": [[1, 1], [8, 1]], "ems": [[1, 4], [8, 0.5]]}
+    assert live.get_lines()[1].get_ydata().tolist() == [5, 1.5]
+    with pytest.raises(ValueError, match="nothing to draw"):
+        plotting.ems_sd_figure({"entries": []})
