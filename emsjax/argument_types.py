@@ -3,6 +3,8 @@
 import argparse
 import re
 
+DTYPES = ("float32", "bfloat16", "float16")
+
 
 def positive_int(text: str) -> int:
     number = int(text)

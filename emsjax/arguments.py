@@ -6,14 +6,13 @@ import re
 from pathlib import Path
 from typing import NoReturn
 
-from emsjax.argument_types import positive_int
+from emsjax.argument_types import DTYPES, positive_int
 from emsjax.bench_arguments import (
     add_draft_length_arguments,
     add_ems_sd_arguments,
     add_profile_arguments,
 )
 
-DTYPES = ("float32", "bfloat16", "float16")
 POLICIES = ("auto", "bass", "goodput")  # draft lengths beside fixed ones
 OWN_POLICY = {"draft_length": "auto", "profile": None}  # of whatever drafts
 DRAFTER_OPTIONS = {  # each drafter's own, and their defaults

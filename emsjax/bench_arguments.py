@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from emsjax.argument_types import names, positive_int, positive_ints
+from emsjax.argument_types import DTYPES, names, positive_int, positive_ints
 
 # What `emsjax profile` measures if nothing else is asked for.
 PROFILED_BATCH_SIZES, PROFILED_DRAFT_TOKENS, ACCEPTANCE_RATE = (1, 8, 64), 16, 0.8
@@ -93,11 +93,36 @@ def add_result_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_ems_sd_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
         "--shape",
-        required=True,
         help="such as opt-6.7b: a model of random weights that says a known text",
     )
+    what.add_argument(
+        "--model", metavar="DIR_OR_ID", help="local folder or Hugging Face id; needs --data"
+    )
+    add(
+        "--data",
+        type=Path,
+        metavar="FILE",
+        help='JSON Lines: objects with "id" and the template\'s',
+    )
+    add(
+        "--prompt-template",
+        default="{article} TL;DR: ",
+        metavar="TEXT",
+        help="a prompt, of a record's fields (default: %(default)r)",
+    )
+    add(
+        "--max-prompt-tokens",
+        type=positive_int,
+        default=1919,
+        metavar="N",
+        help="longer prompts keep their last N tokens (default: %(default)s)",
+    )
+    add("--max-prompts", type=positive_int, default=480, metavar="N", help="default: %(default)s")
+    add("--draft-model", metavar="DIR_OR_ID", help="beside --model")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="of --model (default: %(default)s)")
     add(
         "--draft",
         choices=("llma", "draft-model"),
@@ -105,7 +130,7 @@ def add_ems_sd_arguments(parser: argparse.ArgumentParser) -> None:
         help="what drafts and how often it stands: copies from the prompt, or a draft model "
         "(default: %(default)s)",
     )
-    add("--draft-shape", default="opt-125m", help="of the draft model (default: %(default)s)")
+    add("--draft-shape", help="of the draft model beside --shape (default: opt-125m)")
     add("--draft-tokens", type=positive_int, metavar="N", help="default: 7 for llma, otherwise 4")
     add("--miss", type=float, metavar="P", help="llma: no copy is found (default: 0.3)")
     add("--whole", type=float, metavar="P", help="llma: a whole copy is right (default: 0.5)")

@@ -2,17 +2,24 @@
 
 import argparse
 import dataclasses
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+import emsjax
 from emsjax import plotting, profile_store
+from emsjax.arguments import flag
+from emsjax.batch_input import read_records
+from emsjax.batch_run import check_positions, tokenize
 from emsjax.benchmarks import Rates, ems_sd, resume, surroundings
 from emsjax.benchmarks.runs import MODELS
-from emsjax.benchmarks.scripted import CopyAcceptance, Profile, TokenAcceptance
+from emsjax.benchmarks.scripted import CopyAcceptance, TokenAcceptance
+from emsjax.benchmarks.sources import Scripted, Texts
 from emsjax.benchmarks.workloads import ScriptedModels, Workload
 from emsjax.commands import check_writable, progress
 
@@ -35,25 +42,18 @@ def bench_ems_sd(options: argparse.Namespace, command: str) -> int:
         if method not in ems_sd.METHODS:
             known = ", ".join(ems_sd.METHODS)
             raise ValueError(f"--methods: {method!r} is none of {known}")
-    for option, name in (("--shape", options.shape), ("--draft-shape", options.draft_shape)):
-        if name not in MODELS:
-            raise ValueError(f"{option} must be one of {', '.join(MODELS)}, not {name!r}")
-    source, profile = acceptance(options)
     if options.plot is not None:
         if ems_sd.GREEDY not in methods:
             raise ValueError(f"--plot shows speed-ups: --methods must name {ems_sd.GREEDY}")
         plotting.check_format(options.plot)
     check_writable("--plot", options.plot)
     check_writable("--output", options.output)
-    models = ScriptedModels(options.shape, options.draft_shape)
-    workload = Workload(source, options.max_new_tokens, profile)
     rates = Rates(options.read_rate * 1e12, options.matmul_rate * 1e12)
+    source, subject = (scripted if options.model is None else texts)(options)
     settings = {
-        **models.describe,
-        "device": profile_store.subject(models.config, None, models.dtype)["device"],
-        "dtype": models.dtype.__name__,
+        **subject,
+        "device": profile_store.device(),
         "draft": options.draft,
-        "acceptance": dataclasses.asdict(profile),
         "max_new_tokens": options.max_new_tokens,
         "methods": list(methods),
         "repeats": options.repeats,
@@ -62,7 +62,7 @@ def bench_ems_sd(options: argparse.Namespace, command: str) -> int:
     results = {"command": command, **surroundings(options.commit)}
     resume(settings, results, options.output)
     ems_sd.run(
-        ems_sd.Scripted(models, workload),
+        source,
         results,
         batch_sizes=options.batch_sizes or ems_sd.BATCH_SIZES,
         methods=methods,
@@ -80,21 +80,76 @@ def bench_ems_sd(options: argparse.Namespace, command: str) -> int:
     return 0 if ems_sd.all_identical(results) else 1
 
 
-def acceptance(options: argparse.Namespace) -> tuple[str, Profile]:
-    """Who drafts, and how often it stands.
+def scripted(options: argparse.Namespace) -> tuple[Scripted, dict[str, Any]]:
+    """A model of random weights that says a known text, and what settings tell of it.
 
     Raises:
-        ValueError: a parameter of another drafter, or one out of range.
+        ValueError: an unknown shape, options of other models, or a parameter out of range.
     """
-    source, profile, own = OF_DRAFT[options.draft]
-    given = {}
-    for name in dict.fromkeys(name for *_, names in OF_DRAFT.values() for name in names):
-        if (value := getattr(options, name)) is None:
-            continue
+    for name in ("data", "draft_model"):
+        if getattr(options, name) is not None:
+            raise ValueError(f"{flag(name)} needs --model")
+    draft_shape = options.draft_shape or "opt-125m"
+    for option, name in (("--shape", options.shape), ("--draft-shape", draft_shape)):
+        if name not in MODELS:
+            raise ValueError(f"{option} must be one of {', '.join(MODELS)}, not {name!r}")
+    drafts, profile, own = OF_DRAFT[options.draft]
+    given = parameters(options)
+    for name in given:
         if name not in own:
-            raise ValueError(f"--{name} is no parameter of --draft {options.draft}")
-        given[name] = value
-    return source, dataclasses.replace(profile, **given)
+            raise ValueError(f"{flag(name)} is no parameter of --draft {options.draft}")
+    profile = dataclasses.replace(profile, **given)
+    models = ScriptedModels(options.shape, draft_shape)
+    subject = {**models.describe, "dtype": jnp.dtype(models.dtype).name}
+    workload = Workload(drafts, options.max_new_tokens, profile)
+    return Scripted(models, workload), subject | {"acceptance": dataclasses.asdict(profile)}
+
+
+def texts(options: argparse.Namespace) -> tuple[Texts, dict[str, Any]]:
+    """A trained model and the prompts of a file, and what settings tell of them.
+
+    Raises:
+        ValueError: bad records, options of scripted models, or what does not suit the model.
+    """
+    if options.data is None:
+        raise ValueError("--model needs --data")
+    given = parameters(options)
+    for name in ("draft_shape", *given):
+        if name != "draft_tokens" and getattr(options, name) is not None:
+            raise ValueError(f"{flag(name)} needs --shape")
+    if (options.draft_model is None) == (options.draft == "draft-model"):
+        raise ValueError("--draft draft-model and --draft-model need each other")
+    source = options.data.read_bytes()
+    records = read_records(source, str(options.data), options.prompt_template)
+    records = records[: options.max_prompts]
+    cut = argparse.Namespace(
+        model=options.model, revision=None, keep="last", max_prompt_tokens=options.max_prompt_tokens
+    )
+    _, prompts = tokenize(records, cut)
+    model = emsjax.OPT.from_pretrained(options.model, dtype=options.dtype)
+    check_positions(records, prompts, options.max_new_tokens, model.config.max_position_embeddings)
+    if options.draft == "llma":
+        drafter = emsjax.PromptLookup(max_draft_tokens=options.draft_tokens or 7)
+    else:
+        draft_model = emsjax.OPT.from_pretrained(options.draft_model, dtype=options.dtype)
+        drafter = emsjax.DraftModel(draft_model, options.draft_tokens or 4)
+    subject = {
+        "model": options.model,
+        "draft_model": options.draft_model,
+        "dtype": options.dtype,
+        "data_sha256": hashlib.sha256(source).hexdigest(),
+        "prompt_template": options.prompt_template,
+        "max_prompt_tokens": options.max_prompt_tokens,
+        "max_prompts": options.max_prompts,
+        "draft_tokens": options.draft_tokens,
+    }
+    return Texts(model, drafter, prompts, options.max_new_tokens), subject
+
+
+def parameters(options: argparse.Namespace) -> dict[str, Any]:
+    """Those of acceptance that were given."""
+    known = dict.fromkeys(name for *_, names in OF_DRAFT.values() for name in names)
+    return {name: getattr(options, name) for name in known if getattr(options, name) is not None}
 
 
 def speeds(results: Mapping[str, Any], which: str, title: str) -> Table:

@@ -21,14 +21,19 @@ POLICIES = {"fixed": FixedLength, "bass": BassHeuristic, "goodput": Goodput}
 TIMELESS = ("bos_token_id", "eos_token_id", "pad_token_id", "init_std", "max_position_embeddings")
 
 
+def device() -> str:
+    """What measurements of this process are of."""
+    first = jax.local_devices()[0]
+    return f"{first.platform} {first.device_kind}"
+
+
 def subject(config: OPTConfig, draft_config: OPTConfig | None, dtype: Any) -> dict[str, Any]:
     """What a profile is of: the device, the shapes of the models, the dtype."""
-    device = jax.local_devices()[0]
     shape = lambda config: {
         name: value for name, value in dataclasses.asdict(config).items() if name not in TIMELESS
     }
     return {
-        "device": f"{device.platform} {device.device_kind}",
+        "device": device(),
         "dtype": jnp.dtype(dtype).name,
         "model": shape(config),
         "draft_model": None if draft_config is None else shape(draft_config),

@@ -11,11 +11,14 @@ import pytest
 
 import emsjax
 from emsjax import experiment, plotting
+from emsjax.arguments import make_parser
 from emsjax.benchmarks import Rates, ems_sd, workloads
 from emsjax.benchmarks.scripted import CopyAcceptance, TokenAcceptance
+from emsjax.benchmarks.sources import Scripted
 from emsjax.benchmarks.step import floor_ms
 from emsjax.cli import main
 from emsjax.config import OPTConfig
+from emsjax.demo import DRAFT, TARGET
 
 NEW, BATCH, RATES = 10, 3, Rates(1e12, 1e14)
 METHODS = tuple(ems_sd.METHODS)
@@ -34,7 +37,7 @@ def short():
 @pytest.fixture(scope="module")
 def source(short):
     workload = workloads.Workload("prompt-lookup", NEW, CopyAcceptance(draft_tokens=3))
-    return ems_sd.Scripted(workloads.ScriptedModels("tiny", "tiny"), workload)
+    return Scripted(workloads.ScriptedModels("tiny", "tiny"), workload)
 
 
 @pytest.fixture(scope="module")
@@ -48,18 +51,18 @@ def entry(source):
 def test_all_methods_say_the_text(entry):
     assert list(entry["methods"]) == list(METHODS)
     assert all(of["identical"] for of in entry["methods"].values())
-    assert (entry["batch"], entry["new_tokens"]) == (BATCH, NEW)
+    assert (entry["batch"], entry["prompts"]) == (BATCH, BATCH)
     assert 8 <= entry["mean_prompt_tokens"] <= 12
 
 
 def test_other_tokens_are_noticed(source):
-    tasks = list(source.tasks(BATCH, 1))
-    wrong = [dataclasses.replace(task, expected=task.expected + 1) for task in tasks]
+    ((task,),) = source.rounds(BATCH, 1)
+    wrong = dataclasses.replace(task, expected=task.expected + 1)
     stub = SimpleNamespace(
         model=source.model,
-        workload=source.workload,
+        new_tokens=NEW,
         end_token_ids=(),
-        tasks=lambda batch, count: wrong,
+        rounds=lambda batch, count: [[wrong]],
     )
     measured = ems_sd.Bench(stub, BATCH, RATES, 1).measure(("greedy",), lambda line: None)
     assert not measured["methods"]["greedy"]["identical"]
@@ -68,7 +71,7 @@ def test_other_tokens_are_noticed(source):
 
 def test_counts_are_those_of_generate(source, entry):
     """Every method drafts and accepts the same; they differ in padding alone."""
-    for task, number in zip(source.tasks(BATCH, 2), range(2), strict=True):
+    for number, (task,) in enumerate(source.rounds(BATCH, 2)):
         for method, layout in ems_sd.METHODS.items():
             out = emsjax.vanilla.generate(
                 source.model,
@@ -111,7 +114,7 @@ def test_figures_follow_from_the_runs(source, entry):
         assert of["memory_bytes"] > 0
         assert of["compile_s"] > 0
     # All samples have one row in each step, and on average half of the new tokens.
-    context = np.mean([run["live_context"] for run in greedy["runs"]])
+    context = np.mean([run["live_cached_tokens"] / NEW / BATCH for run in greedy["runs"]])
     assert context == pytest.approx(entry["mean_prompt_tokens"] + NEW / 2 - 1, abs=0.01)
     assert greedy["floor_ms"] == pytest.approx(
         floor_ms(source.model.config, BATCH, 1, context, RATES)
@@ -170,6 +173,7 @@ def test_the_command_writes_shows_and_goes_on(tmp_path, capsys, monkeypatch):
         (["--methods", "ems", "--plot", "x.png"], "must name greedy"),
         (["--plot", "x.xyz"], "must end in"),
         (["--max-new-tokens", "5000"], "positions"),
+        (["--data", "x.jsonl"], "--data needs --model"),
     ],
 )
 def test_what_cannot_be_measured_is_named(options, error, capsys):
@@ -178,14 +182,70 @@ def test_what_cannot_be_measured_is_named(options, error, capsys):
 
 
 def test_drafts_stand_as_often_as_asked_for():
-    nothing = dict.fromkeys(("draft_tokens", "miss", "whole", "decay", "rate"))
-    of = lambda draft, **given: experiment.acceptance(
-        SimpleNamespace(draft=draft, **nothing | given)
-    )
-    assert of("llma") == ("prompt-lookup", CopyAcceptance())
-    assert of("llma", miss=0.1) == ("prompt-lookup", CopyAcceptance(miss=0.1))
-    assert of("draft-model") == ("model", TokenAcceptance(0.8, 4))
-    assert of("draft-model", rate=0.5, draft_tokens=2) == ("model", TokenAcceptance(0.5, 2))
+    parser = make_parser("")
+
+    def of(*options):
+        parsed = parser.parse_args(["bench", "ems-sd", "--shape", "tiny", *options])
+        workload = experiment.scripted(parsed)[0].workload
+        return workload.source, workload.profile
+
+    assert of() == ("prompt-lookup", CopyAcceptance())
+    assert of("--miss", "0.1") == ("prompt-lookup", CopyAcceptance(miss=0.1))
+    assert of("--draft", "draft-model") == ("model", TokenAcceptance(0.8, 4))
+    asked = ("--rate", "0.5", "--draft-tokens", "2")
+    assert of("--draft", "draft-model", *asked) == ("model", TokenAcceptance(0.5, 2))
+
+
+def bench_texts(*options):
+    return main(["bench", "ems-sd", "--model", str(TARGET), *map(str, options)])
+
+
+@pytest.fixture
+def articles(tmp_path):
+    path = tmp_path / "articles.jsonl"
+    texts = [
+        "import os\nimport sys\n",
+        "def f(x):\n    return f(x)\n",
+        "class A:\n",
+        "x = 1\n",
+        "y",
+    ]
+    lines = [json.dumps({"id": i, "article": text}) for i, text in enumerate(texts)]
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.mark.parametrize(
+    "drafts", [[], ["--draft", "draft-model", "--draft-model", DRAFT, "--draft-tokens", 2]]
+)
+def test_a_model_decodes_a_file_of_texts(articles, tmp_path, drafts):
+    output = tmp_path / "bench.json"
+    asked = ["--data", articles, "--dtype", "float32", "--batch-sizes", 2, "--max-new-tokens", 6]
+    asked += ["--methods", "greedy,ems,vanilla", "--repeats", 2, "--output", output]
+    assert bench_texts(*asked, *drafts) == 0
+    (entry,) = json.loads(output.read_bytes())["entries"]
+    assert entry["prompts"] == 4  # two batches of two; one is left over
+    for of in entry["methods"].values():
+        assert of["identical"]
+        assert len(of["runs"]) == 2
+        assert of["runs"][0]["tokens"] == of["runs"][1]["tokens"] <= 4 * 6
+    assert bench_texts(*asked[:4], "--batch-sizes", 8, *drafts) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ([], "--model needs --data"),
+        (["--data", "x", "--miss", "0.1"], "--miss needs --shape"),
+        (["--data", "x", "--draft-shape", "tiny"], "--draft-shape needs --shape"),
+        (["--data", "x", "--draft", "draft-model"], "need each other"),
+        (["--data", "x", "--draft-model", str(DRAFT)], "need each other"),
+        (["--data", "missing.jsonl"], "missing.jsonl"),
+    ],
+)
+def test_what_does_not_suit_a_file_of_texts_is_named(options, error, capsys):
+    assert bench_texts(*options) == 2
+    assert error in capsys.readouterr().err
 
 
 def test_the_figure_has_a_line_for_each_method():

@@ -8,9 +8,9 @@ what they must be.
 Reference: EMS-SD, arXiv 2405.07542, table 2 and figure 1.
 """
 
-import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ import numpy as np
 import emsjax
 from emsjax.benchmarks import Rates, save
 from emsjax.benchmarks.policy_runs import ALL_STEPS
+from emsjax.benchmarks.sources import Source, Task
 from emsjax.benchmarks.step import floor_ms, products
-from emsjax.benchmarks.workloads import ScriptedModels, Workload
 from emsjax.decoding import decode_loop
 from emsjax.layout import UNPADDED, Layout
 
@@ -36,62 +36,38 @@ METHODS: dict[str, Layout] = {
 BATCH_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 32, 64)
 
 
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """One batch to decode: what is drafted, and what must come out of it."""
-
-    prompts: Sequence[np.ndarray]
-    drafter: Any
-    expected: np.ndarray | None  # [b, n]; None: what plain decoding says
-
-
-class Scripted:
-    """Prompts of a scripted model; each task has draws of acceptance of its own."""
-
-    end_token_ids = ()
-
-    def __init__(self, models: ScriptedModels, workload: Workload):
-        self.models, self.workload = models, workload
-        self.k = workload.profile.max_draft_tokens
-
-    @property
-    def model(self) -> emsjax.OPT:
-        return self.models.model
-
-    def tasks(self, batch: int, count: int) -> Iterator[Task]:
-        new = self.workload.max_new_tokens
-        prompts = self.models.prompts(batch, new)
-        expected = self.models.expected(np.array([len(prompt) for prompt in prompts]), new)
-        for drafter in self.models.drafters(self.workload, batch, self.k, count):
-            yield Task(prompts, drafter, expected)
-
-
 class Bench:
     """All methods at one batch size.
 
     Args:
         source: what is decoded.
         rates: of the floor.
-        repeats: tasks behind each figure.
+        repeats: rounds, each of which gives a figure.
     """
 
-    def __init__(self, source: Scripted, batch: int, rates: Rates, repeats: int):
+    def __init__(self, source: Source, batch: int, rates: Rates, repeats: int):
         self.source, self.batch, self.rates = source, batch, rates
         self.repeats = repeats
-        self.new_tokens = source.workload.max_new_tokens
-        self.compiled: dict[Any, tuple[Callable, dict[str, Any]]] = {}
+        self.compiled: dict[Any, Callable] = {}
+        self.about: dict[str, dict[str, Any]] = {}
 
     def measure(self, methods: Sequence[str], say: Callable[[str], None]) -> dict[str, Any]:
         """The entry of this batch size, as it stands in the JSON file; methods take turns."""
         runs: dict[str, list[dict[str, Any]]] = {method: [] for method in methods}
         identical = dict.fromkeys(methods, True)
-        tasks = list(self.source.tasks(self.batch, self.repeats))
-        for task in tasks:
-            for method in methods:
-                figures, tokens = self.decode(method, task)
-                runs[method].append(figures)
-                identical[method] &= bool(np.array_equal(tokens, task.expected))
-                speed = figures["tokens"] / figures["seconds"]
+        rounds = self.source.rounds(self.batch, self.repeats)
+        for tasks in rounds:
+            totals = {method: Counter() for method in methods}
+            for task in tasks:
+                expected = task.expected
+                for method in methods:
+                    figures, tokens = self.decode(method, task)
+                    totals[method].update(figures)
+                    expected = tokens if expected is None else expected
+                    identical[method] &= bool(np.array_equal(tokens, expected))
+            for method, total in totals.items():
+                runs[method].append(dict(total))
+                speed = total["tokens"] / total["seconds"]
                 say(f"batch {self.batch}, {method}: {speed:.0f} tokens/s")
         figures = {
             method: {"identical": identical[method], **self.summary(method, of), "runs": of}
@@ -104,27 +80,31 @@ class Bench:
                     of[which]["speed_up"] = of[which]["median"] / greedy
         return {
             "batch": self.batch,
-            "new_tokens": self.new_tokens,
-            "mean_prompt_tokens": float(np.mean([len(p) for t in tasks for p in t.prompts])),
+            "prompts": self.batch * len(rounds[0]),
+            "mean_prompt_tokens": float(np.mean([len(p) for t in rounds[0] for p in t.prompts])),
             "methods": figures,
         }
 
     def decode(self, method: str, task: Task) -> tuple[dict[str, Any], np.ndarray]:
-        """Figures of a run to the end, and of one while all are live; the new tokens [b, n]."""
+        """Figures of a run to the end, and of one while all are live; the new tokens [b, n].
+
+        Where a sample has ended its tokens are -1.
+        """
         state = self.start(method, task)
-        if method not in self.compiled:
-            self.compile(method, task, state)
+        if self.compile(method, task, state):
             # What runs for the first time is slower.
             self.advance(method, task, state, 1)
             state = self.start(method, task)
         lengths = np.asarray(state.lengths)
         state, seconds = self.advance(method, task, state, ALL_STEPS)
         counters = jax.device_get(state.counters)
-        at = lengths[:, None] + np.arange(self.new_tokens)
-        tokens = np.take_along_axis(np.asarray(state.tokens), at, axis=1)
+        emitted = np.asarray(state.lengths) - lengths
+        place = np.arange(self.source.new_tokens)
+        tokens = np.take_along_axis(np.asarray(state.tokens), lengths[:, None] + place, axis=1)
+        tokens = np.where(place < emitted[:, None], tokens, -1)
         figures = {
             "seconds": seconds,
-            "tokens": int((np.asarray(state.lengths) - lengths).sum()),
+            "tokens": int(emitted.sum()),
             "steps": int(counters.model_calls),
             "sample_steps": int(counters.num_steps.sum()),
             "drafted": int(counters.num_drafted.sum()),
@@ -141,13 +121,13 @@ class Bench:
             "live_tokens": int((ends - lengths).sum()),
             "live_steps": steps,
             "live_rows": int(state.counters.real_rows),
-            "live_context": float((lengths + ends).mean() / 2 - 1),
+            "live_cached_tokens": steps * float(((lengths + ends) / 2 - 1).sum()),
         }
         return figures, tokens
 
     def advance(self, method: str, task: Task, state, steps: int):
         """The state after so many steps at most, and the seconds they took."""
-        loop = self.compiled[method][0]
+        loop = self.compiled[method, shapes(state)]
         begin = time.perf_counter()
         state = loop(self.source.model, drafter_of(method, task), state, None, np.int32(steps))
         return jax.block_until_ready(state), time.perf_counter() - begin
@@ -158,24 +138,32 @@ class Bench:
             self.source.model,
             drafter_of(method, task),
             task.prompts,
-            max_new_tokens=self.new_tokens,
+            max_new_tokens=self.source.new_tokens,
             eos_token_ids=self.source.end_token_ids,
             layout=METHODS[method],
         )
         return jax.block_until_ready(state)
 
-    def compile(self, method: str, task: Task, state) -> None:
+    def compile(self, method: str, task: Task, state) -> bool:
+        """Whether the loop had not been compiled for this state's shapes."""
+        if (method, shapes(state)) in self.compiled:
+            return False
         begin = time.perf_counter()
         arguments = (self.source.model, drafter_of(method, task), state, None, np.int32(1))
         options = {"attention_implementation": None, "layout": METHODS[method]}
         compiled = decode_loop.lower(*arguments, **options).compile()
+        self.compiled[method, shapes(state)] = compiled
         about = {"compile_s": time.perf_counter() - begin, "memory_bytes": None}
         if (memory := compiled.memory_analysis()) is not None:
             sizes = (memory.argument_size_in_bytes, memory.output_size_in_bytes)
-            about["memory_bytes"] = (
-                sum(sizes) + memory.temp_size_in_bytes - memory.alias_size_in_bytes
-            )
-        self.compiled[method] = (compiled, about)
+            beside = memory.temp_size_in_bytes - memory.alias_size_in_bytes
+            about["memory_bytes"] = sum(sizes) + beside
+        # Of several shapes, those of the largest.
+        least = self.about.get(method, about)
+        self.about[method] = {
+            name: value and max(value, least[name]) for name, value in about.items()
+        }
+        return True
 
     def summary(self, method: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """What follows from a method's runs.
@@ -186,7 +174,7 @@ class Bench:
         total = {name: sum(run[name] for run in runs) for name in runs[0]}
         config, steps = self.source.model.config, total["live_steps"]
         rows = total["live_rows"] / steps / self.batch
-        context = total["live_context"] / len(runs)
+        context = total["live_cached_tokens"] / steps / self.batch
         floor = floor_ms(config, self.batch, rows, context, self.rates)
         step = 1e3 * total["live_seconds"] / steps
         flops = step_flops(config, self.batch * rows, context)
@@ -202,8 +190,12 @@ class Bench:
             "floor_ms": floor,
             "of_floor": step / floor,
             "utilisation": flops / (step / 1e3) / self.rates.matmul,
-            **self.compiled[method][1],
+            **self.about[method],
         }
+
+
+def shapes(state) -> tuple[int, ...]:
+    return (*state.tokens.shape, state.cache.layers.keys[0].shape[1])
 
 
 def drafter_of(method: str, task: Task) -> Any:
@@ -226,7 +218,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def run(
-    source: Scripted,
+    source: Source,
     results: dict[str, Any],
     *,
     batch_sizes: Sequence[int],

@@ -1,0 +1,71 @@
+"""What `emsjax bench ems-sd` decodes: a scripted model, or a trained one and a file of texts."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+import emsjax
+from emsjax.benchmarks.workloads import ScriptedModels, Workload
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One batch to decode: what is drafted, and what must come out of it."""
+
+    prompts: Sequence[np.ndarray]
+    drafter: Any
+    expected: np.ndarray | None = None  # [b, n]; None: what plain decoding says
+
+
+class Scripted:
+    """Prompts of a scripted model; each round has draws of acceptance of its own."""
+
+    end_token_ids = ()
+
+    def __init__(self, models: ScriptedModels, workload: Workload):
+        self.models, self.workload = models, workload
+        self.new_tokens = workload.max_new_tokens
+
+    @property
+    def model(self) -> emsjax.OPT:
+        return self.models.model
+
+    def rounds(self, batch: int, count: int) -> list[list[Task]]:
+        """One batch in each round."""
+        prompts = self.models.prompts(batch, self.new_tokens)
+        lengths = np.array([len(prompt) for prompt in prompts])
+        expected = self.models.expected(lengths, self.new_tokens)
+        k = self.workload.profile.max_draft_tokens
+        drafters = self.models.drafters(self.workload, batch, k, count)
+        return [[Task(prompts, drafter, expected)] for drafter in drafters]
+
+
+@dataclasses.dataclass(frozen=True)
+class Texts:
+    """Prompts of a model's user, all of them in every round."""
+
+    model: emsjax.OPT
+    drafter: Any
+    prompts: Sequence[Sequence[int]]
+    new_tokens: int
+    end_token_ids = None  # the model's own
+
+    def rounds(self, batch: int, count: int) -> list[list[Task]]:
+        """Whole batches, in the order of the prompts; what does not fill one is left out.
+
+        Raises:
+            ValueError: not even one batch.
+        """
+        starts = range(0, len(self.prompts) - batch + 1, batch)
+        if not starts:
+            raise ValueError(f"--batch-sizes: {batch} is more than the {len(self.prompts)} prompts")
+        tasks = [
+            Task([np.asarray(ids, np.int32) for ids in self.prompts[i : i + batch]], self.drafter)
+            for i in starts
+        ]
+        return [tasks] * count
+
+
+Source = Scripted | Texts
