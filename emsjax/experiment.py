@@ -191,5 +191,5 @@ def details(results: Mapping[str, Any]) -> Table:
 def make_table(title: str, columns: list[str]) -> Table:
     table = Table(title=title, box=SIMPLE_HEAD, show_edge=False)
     for column in columns:
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     return table
