@@ -52,6 +52,13 @@ def strict_dtypes():
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forget_executables():
+    """A CPU executable holds memory maps, and a process may have 65530 of them on Linux."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(autouse=True)
 def profiles(tmp_path, monkeypatch):
     """The store of profiles: empty, and not the user's."""

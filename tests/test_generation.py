@@ -114,7 +114,7 @@ def test_nan_beyond_the_committed_lengths_changes_nothing():
 def test_ten_ragged_batches_compile_the_loop_at_most_twice(monkeypatch):
     model, rng = tiny_model(), np.random.default_rng(0)
     counted = chex.assert_max_traces(decode_loop.__wrapped__, n=2)
-    jitted = jax.jit(counted, static_argnames="attention_implementation")
+    jitted = jax.jit(counted, static_argnames=("attention_implementation", "layout"))
     monkeypatch.setattr(generation, "decode_loop", jitted)
     for batch in range(10):
         prompts = ragged_prompts(rng.integers(1, 50, rng.integers(1, 5)), seed=batch)
