@@ -102,17 +102,17 @@ def run(parsed: argparse.Namespace, command: str) -> int:
         if parsed.draft_revision is not None and parsed.draft_model is None:
             raise ValueError("--draft-revision needs --draft-model")
         resolve_models(vars(parsed))
-        from emsjax import commands
+        from emsjax.commands.profile import profile
 
-        commands.profile(parsed, command)
+        profile(parsed, command)
         return 0
     if parsed.benchmark == "ems-sd":
-        from emsjax import experiment
+        from emsjax.commands.ems_sd import bench_ems_sd
 
-        return experiment.bench_ems_sd(parsed, command)
-    from emsjax import commands
+        return bench_ems_sd(parsed, command)
+    from emsjax.commands.draft_length import bench_draft_length
 
-    return commands.bench_draft_length(parsed, command)
+    return bench_draft_length(parsed, command)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

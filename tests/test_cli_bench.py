@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import pytest
 from jsonl import assert_error
 
-from emsjax import commands, profile_store
+from emsjax import profile_store
 from emsjax.benchmarks import draft_length, policy_runs, step_costs, workloads
 from emsjax.cli import main
+from emsjax.commands.draft_length import find_models
 from emsjax.step_costs import FORMAT, StepCosts
 
 SIZES = ["--batch-sizes", "2", "--max-draft-tokens", "2", "--max-new-tokens", "4"]
@@ -37,7 +38,7 @@ def profile_of(models):
 @pytest.fixture
 def stored():
     """A profile of the tiny pair, where it is looked for."""
-    profile = profile_of(commands.find_models("tiny", "tiny"))
+    profile = profile_of(find_models("tiny", "tiny"))
     profile_store.store(profile)
     return profile
 

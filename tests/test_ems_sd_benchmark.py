@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 import emsjax
-from emsjax import experiment, plotting
+from emsjax import plotting
 from emsjax.arguments import make_parser
 from emsjax.benchmarks import Rates, ems_sd, workloads
 from emsjax.benchmarks.scripted import CopyAcceptance, TokenAcceptance
 from emsjax.benchmarks.sources import Scripted
 from emsjax.benchmarks.step import floor_ms
 from emsjax.cli import main
+from emsjax.commands.ems_sd import scripted
 from emsjax.config import OPTConfig
 from emsjax.demo import DRAFT, TARGET
 
@@ -186,7 +187,7 @@ def test_drafts_stand_as_often_as_asked_for():
 
     def of(*options):
         parsed = parser.parse_args(["bench", "ems-sd", "--shape", "tiny", *options])
-        workload = experiment.scripted(parsed)[0].workload
+        workload = scripted(parsed)[0].workload
         return workload.source, workload.profile
 
     assert of() == ("prompt-lookup", CopyAcceptance())

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from emsjax import commands, plotting
+from emsjax import plotting
 from emsjax.benchmarks import draft_length
 from emsjax.cli import main
 
@@ -119,7 +119,9 @@ def bench(tmp_path, monkeypatch):
     output = tmp_path / "before.json"
     costs = {"row_ms": {"1": 1.0}, "token_ms": 0.0, "draft_ms": {"1": 0.0}}
     output.write_text(json.dumps({"settings": {"costs": costs}}))
-    monkeypatch.setattr(commands, "resume", lambda s, results, o: results.update(entries=[]))
+    monkeypatch.setattr(
+        "emsjax.commands.draft_length.resume", lambda s, results, o: results.update(entries=[])
+    )
     arguments = ["bench", "draft-length", "--shape", "tiny", "--draft-shape", "tiny"]
     arguments += ["--output", str(output)]
     return measured, lambda name: main([*arguments, "--plot", str(tmp_path / name)])

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -21,7 +20,7 @@ from emsjax.benchmarks.runs import MODELS
 from emsjax.benchmarks.scripted import CopyAcceptance, TokenAcceptance
 from emsjax.benchmarks.sources import Scripted, Texts
 from emsjax.benchmarks.workloads import ScriptedModels, Workload
-from emsjax.commands import check_writable, progress
+from emsjax.commands.reporting import check_writable, make_table, progress
 
 OF_DRAFT = {
     "llma": ("prompt-lookup", CopyAcceptance(), ("draft_tokens", "miss", "whole", "decay")),
@@ -185,11 +184,4 @@ def details(results: Mapping[str, Any]) -> Table:
                 "" if memory is None else f"{memory / 2**30:.1f}",
                 f"{of['compile_s']:.0f}",
             )
-    return table
-
-
-def make_table(title: str, columns: list[str]) -> Table:
-    table = Table(title=title, box=SIMPLE_HEAD, show_edge=False)
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
     return table

@@ -1,0 +1,1 @@
+"""The commands that measure: what `emsjax profile` and `emsjax bench` do with their options."""
