@@ -10,6 +10,7 @@ from emsjax.argument_types import DTYPES, positive_int
 from emsjax.bench_arguments import (
     add_draft_length_arguments,
     add_ems_sd_arguments,
+    add_peers_arguments,
     add_profile_arguments,
 )
 
@@ -129,6 +130,15 @@ def make_parser(version: str) -> argparse.ArgumentParser:
             description="Speed of plain decoding, of speculative decoding with padding, with "
             "either half of it, and without, by batch size. Exit code 1 unless all tokens are "
             "identical.",
+        )
+    )
+    add_peers_arguments(
+        benchmarks.add_parser(
+            "peers",
+            help="this library beside transformers",
+            description="Speed of plain and speculative greedy decoding here and in transformers, "
+            "with the same weights and prompts. Without torch the figures here stand alone. Exit "
+            "code 1 unless all tokens are identical.",
         )
     )
     return parser

@@ -88,10 +88,15 @@ def add_draft_length_arguments(parser: argparse.ArgumentParser) -> None:
 def add_result_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--plot", type=Path, metavar="FILE", help="figure, as PNG, PDF or SVG; needs matplotlib")
-    add("--commit", help="of the measured code (default: the checkout's)")
+    add_commit_argument(parser)
 
 
-def add_ems_sd_arguments(parser: argparse.ArgumentParser) -> None:
+def add_commit_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--commit", help="of the measured code (default: the checkout's)")
+
+
+def add_subject_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is decoded, how often, and where the results go."""
     add = parser.add_argument
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
@@ -120,9 +125,37 @@ def add_ems_sd_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="longer prompts keep their last N tokens (default: %(default)s)",
     )
-    add("--max-prompts", type=positive_int, default=480, metavar="N", help="default: %(default)s")
     add("--draft-model", metavar="DIR_OR_ID", help="beside --model")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of --model (default: %(default)s)")
+    add("--draft-shape", help="of the draft model beside --shape (default: opt-125m)")
+    add("--max-new-tokens", type=positive_int, default=128, metavar="N", help="default: 128")
+    add(
+        "--repeats",
+        type=positive_int,
+        default=3,
+        metavar="N",
+        help="runs of each method (default: %(default)s)",
+    )
+    add(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="JSON file that grows with each batch size; a stopped run goes on where it was",
+    )
+
+
+def add_peers_arguments(parser: argparse.ArgumentParser) -> None:
+    add_subject_arguments(parser)
+    parser.add_argument(
+        "--batch-sizes", type=positive_ints, metavar="N,N,...", help="default: 1,8,24"
+    )
+    add_commit_argument(parser)
+
+
+def add_ems_sd_arguments(parser: argparse.ArgumentParser) -> None:
+    add_subject_arguments(parser)
+    add = parser.add_argument
+    add("--max-prompts", type=positive_int, default=480, metavar="N", help="default: %(default)s")
     add(
         "--draft",
         choices=("llma", "draft-model"),
@@ -130,7 +163,6 @@ def add_ems_sd_arguments(parser: argparse.ArgumentParser) -> None:
         help="what drafts and how often it stands: copies from the prompt, or a draft model "
         "(default: %(default)s)",
     )
-    add("--draft-shape", help="of the draft model beside --shape (default: opt-125m)")
     add("--draft-tokens", type=positive_int, metavar="N", help="default: 7 for llma, otherwise 4")
     add("--miss", type=float, metavar="P", help="llma: no copy is found (default: 0.3)")
     add("--whole", type=float, metavar="P", help="llma: a whole copy is right (default: 0.5)")
@@ -143,20 +175,6 @@ def add_ems_sd_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rate", type=float, metavar="P", help="draft-model: a token is right (default: 0.8)")
     add("--batch-sizes", type=positive_ints, metavar="N,N,...", help="default: 1 to 64")
     add("--methods", type=names, metavar="NAME,NAME,...", help="default: all")
-    add("--max-new-tokens", type=positive_int, default=128, metavar="N", help="default: 128")
-    add(
-        "--repeats",
-        type=positive_int,
-        default=3,
-        metavar="N",
-        help="runs of each method, with draws of acceptance of their own (default: %(default)s)",
-    )
     add("--read-rate", type=float, default=4.35, help="TB/s of the floor (default: %(default)s)")
     add("--matmul-rate", type=float, default=790, help="TFLOP/s of the floor (default: 790)")
-    add(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="JSON file that grows with each batch size; a stopped run goes on where it was",
-    )
     add_result_arguments(parser)

@@ -5,7 +5,7 @@ import functools
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import TypeVar
@@ -239,18 +239,9 @@ def save(
         )
     folder.mkdir(parents=True, exist_ok=True)
     stem, suffix = form.file_name.split(".")
-    variables = dict(nnx.to_flat_state(nnx.state(model)))
     index, total = {}, 0
     for number, shard in enumerate(shards, start=1):
-        tensors = {}
-        for weight in shard:
-            parts = split(
-                variables[weight.path][...],
-                count=len(weight.names),
-                transposed=weight.transposed,
-            )
-            for name, part in zip(weight.names, parts, strict=True):
-                tensors[f"model.{name}"] = np.asarray(part)
+        tensors = {name: np.asarray(part) for name, part in stored_tensors(model, shard)}
         name = f"{stem}-{number:05d}-of-{len(shards):05d}.{suffix}"
         name = name if len(shards) > 1 else form.file_name
         safetensors.numpy.save_file(tensors, folder / name, metadata={"format": "pt"})
@@ -270,6 +261,15 @@ def save(
     )
     for name in set(index.values()):  # safetensors hides its files from other users
         shutil.copymode(folder / "config.json", folder / name)
+
+
+def stored_tensors(model: nnx.Module, weights: Iterable[Weight]) -> Iterator[tuple[str, Array]]:
+    """Names and values of these weights as a checkpoint of torch's holds them."""
+    variables = dict(nnx.to_flat_state(nnx.state(model)))
+    for weight in weights:
+        value, count = variables[weight.path][...], len(weight.names)
+        parts = split(value, count=count, transposed=weight.transposed)
+        yield from zip((f"model.{name}" for name in weight.names), parts, strict=True)
 
 
 def plan_shards(model: nnx.Module, max_shard_bytes: int) -> list[list[Weight]]:

@@ -110,6 +110,10 @@ def run(parsed: argparse.Namespace, command: str) -> int:
         from emsjax.commands.ems_sd import bench_ems_sd
 
         return bench_ems_sd(parsed, command)
+    if parsed.benchmark == "peers":
+        from emsjax.commands.peers import bench_peers
+
+        return bench_peers(parsed, command)
     from emsjax.commands.draft_length import bench_draft_length
 
     return bench_draft_length(parsed, command)

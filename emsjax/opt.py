@@ -231,6 +231,12 @@ class OPT(nnx.Module):
             dtype=self.dtype,
         )
 
+    def astype(self, dtype) -> "OPT":
+        """The same weights, rounded or widened, in a model of this type."""
+        make = lambda: OPT(self.config, rngs=nnx.Rngs(0), dtype=dtype)
+        graph, _ = nnx.split(nnx.eval_shape(make))
+        return nnx.merge(graph, jax.tree.map(lambda x: x.astype(dtype), nnx.state(self)))
+
     @classmethod
     def from_pretrained(
         cls, path_or_repo_id: str | PathLike, *, dtype=jnp.bfloat16, revision: str | None = None

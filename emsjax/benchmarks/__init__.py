@@ -90,9 +90,9 @@ def kernel_class(name: str) -> str:
     return "rest"
 
 
-def surroundings(commit: str | None) -> dict[str, Any]:
+def surroundings(commit: str | None, *packages: str) -> dict[str, Any]:
     """What a figure depends on beside the settings; `commit` None: the checkout's own."""
-    found = report.surroundings("jax", "jaxlib", "flax", "numpy")
+    found = report.surroundings("jax", "jaxlib", "flax", "numpy", *packages)
     hardware = found["hardware"]
     hardware["device"] = hardware.pop("device_kind")
     return {**found, "commit": commit or report.checkout_commit()}

@@ -24,6 +24,7 @@ from emsjax.cache import KVCache
 from emsjax.config import OPTConfig
 from emsjax.decoding import DecodeState, decode_loop
 from emsjax.drafting.replay import Overriding
+from emsjax.layout import UNPADDED
 from emsjax.packing import round_up_length
 
 SHORT, LONG = 3, 13  # steps of the two runs whose difference is timed
@@ -55,15 +56,19 @@ MODELS = {
 class RejectedDrafter(Overriding):
     """Always proposes as many tokens as it may, all of them `token_id`.
 
-    With a `source` its time is paid, and the target sees the same rows as without it.
+    With a `source` its time is paid, and the target sees the same rows as without it. With
+    `counts` [b] it proposes no more than these.
     """
 
     token_id: int = dataclasses.field(metadata={"static": True})
     max_draft_tokens: int = dataclasses.field(metadata={"static": True})
     source: Any = None
+    counts: Any = None
 
     def override(self, lengths, draft_lengths):
         shape = (lengths.shape[0], self.max_draft_tokens)
+        if self.counts is not None:
+            draft_lengths = jnp.minimum(draft_lengths, self.counts)
         return emsjax.Draft(jnp.full(shape, self.token_id, jnp.int32), draft_lengths)
 
 
@@ -111,8 +116,11 @@ class LoopRun(Run):
 
     Args:
         state: from `emsjax.init_state`, with this drafter and policy or one like it.
-        draft_length: the policy; it may be replaced between two runs.
+        draft_length: the policy; it may be replaced between two runs, as the drafter and the
+            layout may.
     """
+
+    layout = UNPADDED
 
     def __init__(self, model, drafter, state: DecodeState, attention, draft_length=None):
         self.drafter, self.draft_length = drafter, draft_length
@@ -126,6 +134,7 @@ class LoopRun(Run):
             self.draft_length,
             steps,
             attention_implementation=self.attention,
+            layout=self.layout,
         )
 
     def rewind(self) -> DecodeState:

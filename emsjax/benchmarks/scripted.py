@@ -81,6 +81,14 @@ def _multiple(config: OPTConfig) -> float:
     return 2.0 ** math.ceil(math.log2(SIGNAL * (1 + added)))
 
 
+def miscopied(tokens: np.ndarray, wrong: float, vocab_size: int, *, seed: int) -> np.ndarray:
+    """The tokens, each with probability `wrong` replaced by any other of the vocabulary."""
+    _check_probability("wrong", wrong)
+    rng = np.random.default_rng(seed)
+    others = (tokens + rng.integers(1, vocab_size, tokens.shape)) % vocab_size
+    return np.where(rng.random(tokens.shape) < wrong, others, tokens)
+
+
 def _check_probability(name: str, value: float) -> None:
     if not 0 <= value <= 1:
         raise ValueError(f"{name} must lie in [0, 1], not {value}")

@@ -11,10 +11,10 @@ from rich.table import Table
 
 from emsjax import plotting, profile_store
 from emsjax.benchmarks import draft_length, resume, surroundings
-from emsjax.benchmarks.runs import MODELS
 from emsjax.benchmarks.workloads import EmbeddedModels, ScriptedModels
 from emsjax.commands.profile import measure_and_store
 from emsjax.commands.reporting import check_writable, progress
+from emsjax.commands.subjects import check_shapes
 from emsjax.step_costs import FORMAT
 
 
@@ -75,14 +75,7 @@ def find_models(shape: str, draft_shape: str | None) -> draft_length.Models:
         if draft_shape is not None:
             raise ValueError("--draft-shape is an option of other shapes than --shape embedded")
         return EmbeddedModels()
-    draft_shape = draft_shape or "opt-125m"
-    for option, name, known in (
-        ("--shape", shape, ["embedded", *MODELS]),
-        ("--draft-shape", draft_shape, MODELS),
-    ):
-        if name not in known:
-            raise ValueError(f"{option} must be one of {', '.join(known)}, not {name!r}")
-    return ScriptedModels(shape, draft_shape)
+    return ScriptedModels(shape, check_shapes(shape, draft_shape, "embedded"))
 
 
 def find_costs(

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,14 +12,12 @@ from rich.table import Table
 import emsjax
 from emsjax import plotting, profile_store
 from emsjax.arguments import flag
-from emsjax.batch_input import read_records
-from emsjax.batch_run import check_positions, tokenize
 from emsjax.benchmarks import Rates, ems_sd, resume, surroundings
-from emsjax.benchmarks.runs import MODELS
 from emsjax.benchmarks.scripted import CopyAcceptance, TokenAcceptance
 from emsjax.benchmarks.sources import Scripted, Texts
 from emsjax.benchmarks.workloads import ScriptedModels, Workload
 from emsjax.commands.reporting import check_writable, make_table, progress
+from emsjax.commands.subjects import check_absent, check_shapes, load_trained
 
 OF_DRAFT = {
     "llma": ("prompt-lookup", CopyAcceptance(), ("draft_tokens", "miss", "whole", "decay")),
@@ -85,13 +82,8 @@ def scripted(options: argparse.Namespace) -> tuple[Scripted, dict[str, Any]]:
     Raises:
         ValueError: an unknown shape, options of other models, or a parameter out of range.
     """
-    for name in ("data", "draft_model"):
-        if getattr(options, name) is not None:
-            raise ValueError(f"{flag(name)} needs --model")
-    draft_shape = options.draft_shape or "opt-125m"
-    for option, name in (("--shape", options.shape), ("--draft-shape", draft_shape)):
-        if name not in MODELS:
-            raise ValueError(f"{option} must be one of {', '.join(MODELS)}, not {name!r}")
+    check_absent(options, ("data", "draft_model"), "--model")
+    draft_shape = check_shapes(options.shape, options.draft_shape)
     drafts, profile, own = OF_DRAFT[options.draft]
     given = parameters(options)
     for name in given:
@@ -110,39 +102,17 @@ def texts(options: argparse.Namespace) -> tuple[Texts, dict[str, Any]]:
     Raises:
         ValueError: bad records, options of scripted models, or what does not suit the model.
     """
-    if options.data is None:
-        raise ValueError("--model needs --data")
-    given = parameters(options)
-    for name in ("draft_shape", *given):
-        if name != "draft_tokens" and getattr(options, name) is not None:
-            raise ValueError(f"{flag(name)} needs --shape")
+    others = [name for name in parameters(options) if name != "draft_tokens"]
+    check_absent(options, ("draft_shape", *others), "--shape")
     if (options.draft_model is None) == (options.draft == "draft-model"):
         raise ValueError("--draft draft-model and --draft-model need each other")
-    source = options.data.read_bytes()
-    records = read_records(source, str(options.data), options.prompt_template)
-    records = records[: options.max_prompts]
-    cut = argparse.Namespace(
-        model=options.model, revision=None, keep="last", max_prompt_tokens=options.max_prompt_tokens
-    )
-    _, prompts = tokenize(records, cut)
-    model = emsjax.OPT.from_pretrained(options.model, dtype=options.dtype)
-    check_positions(records, prompts, options.max_new_tokens, model.config.max_position_embeddings)
-    if options.draft == "llma":
+    found = load_trained(options, options.max_prompts)
+    if found.draft_model is None:
         drafter = emsjax.PromptLookup(max_draft_tokens=options.draft_tokens or 7)
     else:
-        draft_model = emsjax.OPT.from_pretrained(options.draft_model, dtype=options.dtype)
-        drafter = emsjax.DraftModel(draft_model, options.draft_tokens or 4)
-    subject = {
-        "model": options.model,
-        "draft_model": options.draft_model,
-        "dtype": options.dtype,
-        "data_sha256": hashlib.sha256(source).hexdigest(),
-        "prompt_template": options.prompt_template,
-        "max_prompt_tokens": options.max_prompt_tokens,
-        "max_prompts": options.max_prompts,
-        "draft_tokens": options.draft_tokens,
-    }
-    return Texts(model, drafter, prompts, options.max_new_tokens), subject
+        drafter = emsjax.DraftModel(found.draft_model, options.draft_tokens or 4)
+    subject = {**found.describe, "draft_tokens": options.draft_tokens}
+    return Texts(found.model, drafter, found.prompts, options.max_new_tokens), subject
 
 
 def parameters(options: argparse.Namespace) -> dict[str, Any]:

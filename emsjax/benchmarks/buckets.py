@@ -1,0 +1,164 @@
+"""`python -m emsjax.benchmarks.buckets`: what rounding row counts up to compiled ones costs.
+
+A step feeds as many rows as its drafts ask for, rounded up to a bucket. Here steps of a batch
+whose drafts follow the profile `llma` are timed beside the same steps compiled for exactly
+their rows, at row counts that stand for equal shares of such steps; the sides take turns within
+one run. Weights are random, bfloat16, and drafts always rejected.
+
+The JSON file holds `command`, `hardware`, `versions`, `commit`, `settings`, and an entry of
+`batches` for each batch size: its `buckets`, the `points` with `rows`, `share` of all steps,
+`bucket`, and times of both sides in ms (see `emsjax.benchmarks.runs`), and the `ratio` of the
+mean best times.
+"""
+
+import argparse
+import dataclasses
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+import emsjax
+from emsjax.argument_types import positive_int, positive_ints
+from emsjax.benchmarks import save, surroundings
+from emsjax.benchmarks.runs import (
+    LONG,
+    MAX_NEW_TOKENS,
+    MODELS,
+    REPETITIONS,
+    SHORT,
+    LoopRun,
+    RejectedDrafter,
+    random_model,
+    time_steps,
+)
+from emsjax.benchmarks.scripted import CopyAcceptance
+from emsjax.layout import UNPADDED, Layout
+
+PROFILE = CopyAcceptance()
+POINTS, DRAWS = 5, 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class ExactRows(Layout):
+    """Steps compiled for just these rows."""
+
+    num_rows: int = 0
+
+    def row_counts(self, batch: int, k1: int) -> tuple[int, ...]:
+        return (self.num_rows,)
+
+
+@dataclasses.dataclass
+class Side:
+    """A run with another layout; it shares the run's state with other sides."""
+
+    run: LoopRun
+    layout: Layout
+
+    def advance(self, steps: int) -> float:
+        self.run.layout = self.layout
+        return self.run.advance(steps)
+
+
+def typical_drafts(batch: int, points: int = POINTS) -> list[tuple[np.ndarray, float]]:
+    """Draft tokens of each sample, [b], of typical steps, and each one's share of all steps.
+
+    The steps are the middles of equally large parts when all are sorted by their rows; those
+    with as many rows are one.
+    """
+    counts, _ = PROFILE.draw(np.random.default_rng(0), batch, DRAWS)
+    totals = counts.sum(axis=0)
+    order = np.argsort(totals, kind="stable")
+    middles = order[(2 * np.arange(points) + 1) * DRAWS // (2 * points)]
+    _, first, times = np.unique(totals[middles], return_index=True, return_counts=True)
+    return [(counts[:, middles[i]], n / points) for i, n in zip(first, times, strict=True)]
+
+
+def measure(model: emsjax.OPT, batch: int, context: int) -> dict[str, Any]:
+    """The entry of this batch size."""
+    vocab, k = model.config.vocab_size, PROFILE.max_draft_tokens
+    drafts = typical_drafts(batch)
+    # As in `StepRun`: the middle of the timed steps has this context.
+    length = context - (SHORT + LONG) // 2 + 2
+    prompts = np.random.default_rng(1).integers(5, vocab - 1, (batch, length))
+    drafter = RejectedDrafter(vocab - 1, k, counts=jnp.asarray(drafts[0][0]))
+    state = emsjax.init_state(
+        model, drafter, list(prompts), max_new_tokens=MAX_NEW_TOKENS, eos_token_ids=()
+    )
+    run = LoopRun(model, drafter, state, None)
+    points = []
+    for counts, share in drafts:
+        rows = batch + int(counts.sum())
+        run.drafter = dataclasses.replace(drafter, counts=jnp.asarray(counts))
+        sides = {"bucketed": Side(run, UNPADDED), "exact": Side(run, ExactRows(num_rows=rows))}
+        fed = {}  # padding included
+        for name, side in sides.items():
+            side.advance(LONG)  # compiles
+            real, padding = (
+                int(getattr(run.state.counters, f"{kind}_rows")) for kind in ("real", "padding")
+            )
+            if real != LONG * rows:
+                raise RuntimeError(f"{LONG} steps fed {real} rows, not {rows} each")
+            fed[name] = (real + padding) // LONG
+        point = {"rows": rows, "share": share, "bucket": fed["bucketed"]}
+        points.append(point | {"times": time_steps(sides)})
+    total = lambda side: sum(of["share"] * of["times"][side]["best_ms"] for of in points)
+    return {
+        "batch": batch,
+        "buckets": UNPADDED.row_counts(batch, k + 1),
+        "ratio": total("bucketed") / total("exact"),
+        "points": points,
+    }
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m emsjax.benchmarks.buckets",
+        description="What rounding row counts up to compiled ones costs, with random weights.",
+    )
+    add = parser.add_argument
+    add("--model", choices=MODELS, default="opt-6.7b", help="default: %(default)s")
+    add("--batch-sizes", type=positive_ints, default=(1, 8, 24, 64), metavar="N,N,...")
+    add("--context", type=positive_int, default=900, metavar="N", help="default: %(default)s")
+    add("--output", type=Path, metavar="FILE", help="JSON file that grows with each batch size")
+    add("--commit", help="of the measured code (default: the checkout's)")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    options = make_parser().parse_args(arguments)
+    results = {
+        "command": shlex.join(["python", "-m", "emsjax.benchmarks.buckets", *arguments]),
+        **surroundings(options.commit),
+        "settings": {
+            "model": options.model,
+            "dtype": "bfloat16",
+            "context": options.context,
+            "acceptance": dataclasses.asdict(PROFILE),
+            "repetitions": REPETITIONS,
+        },
+        "batches": [],
+    }
+    save(results, options.output)  # a place that cannot be written shows before the work
+    model = random_model(MODELS[options.model])
+    for batch in options.batch_sizes:
+        entry = measure(model, batch, options.context)
+        results["batches"].append(entry)
+        save(results, options.output)
+        shown = ", ".join(
+            "{rows} in {bucket}: {0:.3f} / {1:.3f} ms".format(
+                *(of["best_ms"] for of in point["times"].values()), **point
+            )
+            for point in entry["points"]
+        )
+        print(f"batch {batch}, bucketed / exact rows: {entry['ratio']:.3f} ({shown})", flush=True)
+
+
+if __name__ == "__main__":
+    main()

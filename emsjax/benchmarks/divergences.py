@@ -1,0 +1,134 @@
+"""`python -m emsjax.benchmarks.divergences`: where 16-bit speculation leaves plain decoding.
+
+Models with real margins between tokens, not scripted ones, decode greedily in bfloat16: the
+embedded pair, and random weights of a model's shape, whose tokens are often nearly tied. Every
+first difference from plain decoding is listed with the margin that the two tokens have in
+float32. Exit code 1 if one is more than a near-tie (see `emsjax.divergence`).
+
+Drafts are looked up, those of a draft model, and plain decoding's own tokens with wrong ones
+among them, so that much is accepted where the two others find nothing.
+
+The JSON file holds `command`, `hardware`, `versions`, `commit`, `settings`, and an entry of
+`entries` for each model, batch size and drafter: sequences, mean acceptance length, and the
+`divergences`, each with its `share` of the largest margin of a near-tie.
+"""
+
+import argparse
+import dataclasses
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+import emsjax
+from emsjax.argument_types import positive_int, positive_ints
+from emsjax.benchmarks import save, surroundings
+from emsjax.benchmarks.runs import MODELS, random_model
+from emsjax.benchmarks.scripted import CopyAcceptance, replay
+from emsjax.benchmarks.workloads import EmbeddedModels, ScriptedModels
+from emsjax.divergence import NEAR_TIE, first_divergences
+
+DTYPE = jnp.bfloat16
+EMBEDDED = "embedded"
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """What decodes, and the prompts of a batch size."""
+
+    model: emsjax.OPT
+    draft_model: emsjax.OPT
+    prompts: Callable[[int], Sequence[Sequence[int]]]
+
+
+def find_subject(name: str, draft_shape: str, new_tokens: int) -> Subject:
+    """The embedded pair, or random weights of a shape."""
+    if name == EMBEDDED:
+        models = EmbeddedModels()
+        model, draft = (one.astype(DTYPE) for one in (models.model, models.draft_model))
+    else:
+        models = ScriptedModels(name, draft_shape)
+        model, draft = random_model(models.config, DTYPE), random_model(models.draft_config, DTYPE)
+    return Subject(model, draft, lambda batch: models.prompts(batch, new_tokens))
+
+
+def measure(subject: Subject, batch: int, new_tokens: int, say) -> list[dict[str, Any]]:
+    """An entry for each drafter."""
+    model, prompts = subject.model, subject.prompts(batch)
+    decode = lambda drafter: emsjax.generate(
+        model, prompts, drafter, max_new_tokens=new_tokens, eos_token_ids=()
+    )
+    plain = decode(None)
+    said = [np.concatenate([p, of]) for p, of in zip(prompts, plain.tokens, strict=True)]
+    width = max(map(len, said))
+    texts = [np.pad(text, (0, width - len(text))) for text in said]
+    vocab = model.config.vocab_size
+    drafters = {
+        "prompt-lookup": emsjax.PromptLookup(search_generated=True),
+        "draft-model": emsjax.DraftModel(subject.draft_model),
+        "own-tokens": replay(CopyAcceptance(), texts, batch, vocab_size=vocab, seed=0),
+    }
+    entries = []
+    for name, drafter in drafters.items():
+        out = decode(drafter)
+        found = first_divergences(model, prompts, plain, out)
+        divergences = [
+            dataclasses.asdict(one) | {"share": one.margin / (NEAR_TIE * one.largest)}
+            for one in found
+        ]
+        entry = {
+            "batch": batch,
+            "drafter": name,
+            "mean_acceptance_length": out.stats.mean_acceptance_length,
+            "near_ties_alone": all(one.is_near_tie for one in found),
+            "divergences": divergences,
+        }
+        entries.append(entry)
+        worst = max((of["share"] for of in divergences), default=0)
+        say(
+            f"batch {batch}, {name}: {len(found)} sequences diverge, at margins up to "
+            f"{worst:.2f} of a near-tie's; mean acceptance length "
+            f"{entry['mean_acceptance_length']:.2f}"
+        )
+    return entries
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m emsjax.benchmarks.divergences", description=__doc__.split("\n\n")[1]
+    )
+    add = parser.add_argument
+    known = [EMBEDDED, *MODELS]
+    add("--models", nargs="+", choices=known, default=[EMBEDDED, "opt-6.7b"], metavar="NAME")
+    add("--draft-shape", choices=MODELS, default="opt-125m", help="default: %(default)s")
+    add("--batch-sizes", type=positive_ints, default=(8, 24), metavar="N,N,...")
+    add("--max-new-tokens", type=positive_int, default=128, metavar="N")
+    add("--output", type=Path, metavar="FILE", help="JSON file that grows with each batch size")
+    add("--commit", help="of the measured code (default: the checkout's)")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    options = make_parser().parse_args(arguments)
+    command = shlex.join(["python", "-m", "emsjax.benchmarks.divergences", *arguments])
+    settings = {"dtype": jnp.dtype(DTYPE).name, "max_new_tokens": options.max_new_tokens}
+    results = {"command": command, **surroundings(options.commit), "settings": settings}
+    results["entries"] = []
+    save(results, options.output)  # a place that cannot be written shows before the work
+    for name in options.models:
+        subject = find_subject(name, options.draft_shape, options.max_new_tokens)
+        for batch in options.batch_sizes:
+            print(f"{name}:")
+            entries = measure(subject, batch, options.max_new_tokens, print)
+            results["entries"] += [{"model": name, **entry} for entry in entries]
+            save(results, options.output)
+    return 0 if all(entry["near_ties_alone"] for entry in results["entries"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,240 @@
+"""`emsjax bench peers`: the same prompts through `emsjax.generate` and through transformers.
+
+Both decode greedily with the same weights, and draft alike: by prompt lookup of up to 7 tokens
+behind a match of 2, and with the same draft model, 4 tokens at a time. transformers refuses to
+draft for more than one sample, so for more it decodes plainly. A figure is of whole calls, the
+host's part included; prefill is left out as the time of a call for one token.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import emsjax
+from emsjax.benchmarks import save
+from emsjax.benchmarks.scripted import miscopied, scripted_model
+from emsjax.benchmarks.workloads import ScriptedModels
+from emsjax.checkpoint import stored_tensors, weights_of
+
+LOOKUP_TOKENS, MATCH_LENGTH, DRAFT_TOKENS = 7, 2, 4
+MISCOPIED = 0.2  # of a scripted prompt's reference, and of what a scripted draft model says
+METHODS = ("plain", "prompt-lookup", "draft-model")
+Generate = Callable[[str, Sequence[np.ndarray], int], list[np.ndarray]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """Models and prompts of a comparison.
+
+    Attributes:
+        prompts: those of a batch size.
+        expected: what must come out for the prompts, [b, n]; None: what plain decoding says.
+        end_token_ids: None: the model's own.
+    """
+
+    model: emsjax.OPT
+    draft_model: emsjax.OPT | None
+    prompts: Callable[[int], Sequence[np.ndarray]]
+    new_tokens: int
+    expected: Callable[[Sequence[np.ndarray]], np.ndarray | None] = lambda prompts: None
+    end_token_ids: tuple[int, ...] | None = None
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        return METHODS if self.draft_model is not None else METHODS[:-1]
+
+
+def scripted_subject(shape: str, draft_shape: str, new_tokens: int) -> Subject:
+    """Models of random weights that say nearly the same text; prompts hold it nearly right too.
+
+    So both drafters really find what they draft, and one token in five of it is wrong.
+    """
+    models = ScriptedModels(shape, draft_shape)
+    vocab = models.config.vocab_size
+    expected = lambda prompts: models.expected(np.array([len(p) for p in prompts]), new_tokens)
+
+    def prompts(batch: int) -> list[np.ndarray]:
+        found = models.prompts(batch, new_tokens)
+        copies = miscopied(expected(found), MISCOPIED, vocab, seed=3)
+        for prompt, copy in zip(found, copies, strict=True):
+            place = max(0, (len(prompt) - len(copy)) // 2)
+            room = len(prompt[place : place + len(copy)])
+            prompt[place : place + room] = copy[:room]
+        return found
+
+    draft_text = miscopied(models.text, MISCOPIED, vocab, seed=4)
+    draft = scripted_model(models.draft_config, draft_text, dtype=models.dtype)
+    return Subject(models.model, draft, prompts, new_tokens, expected, end_token_ids=())
+
+
+def ours(subject: Subject) -> Generate:
+    """`emsjax.generate`."""
+    drafters = {
+        "plain": None,
+        "prompt-lookup": emsjax.PromptLookup(MATCH_LENGTH, LOOKUP_TOKENS, search_generated=True),
+    }
+    if subject.draft_model is not None:
+        drafters["draft-model"] = emsjax.DraftModel(subject.draft_model, DRAFT_TOKENS)
+
+    def generate(method: str, prompts: Sequence[np.ndarray], new_tokens: int):
+        out = emsjax.generate(
+            subject.model,
+            prompts,
+            drafters[method],
+            max_new_tokens=new_tokens,
+            eos_token_ids=subject.end_token_ids,
+        )
+        return [row[:length] for row, length in zip(out.tokens, out.lengths, strict=True)]
+
+    return generate
+
+
+def theirs(subject: Subject) -> Generate:
+    """`generate` of transformers, on the device that JAX uses.
+
+    Raises:
+        ImportError: there is no torch, or it cannot use that device; the message says so.
+    """
+    try:
+        import torch
+    except ImportError as error:
+        raise ImportError("torch is not installed") from error
+    device = "cuda" if jax.default_backend() == "gpu" else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ImportError("torch is installed without support for this GPU")
+    model = to_torch(subject.model, device)
+    arguments: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "prompt-lookup": {
+            "prompt_lookup_num_tokens": LOOKUP_TOKENS,
+            "max_matching_ngram_size": MATCH_LENGTH,
+        },
+    }
+    if subject.draft_model is not None:
+        assistant = to_torch(subject.draft_model, device)
+        # Otherwise it drafts more or fewer tokens as it goes.
+        assistant.generation_config.num_assistant_tokens = DRAFT_TOKENS
+        assistant.generation_config.num_assistant_tokens_schedule = "constant"
+        assistant.generation_config.assistant_confidence_threshold = 0
+        arguments["draft-model"] = {"assistant_model": assistant}
+    config = subject.model.config
+    ends = config.eos_token_ids if subject.end_token_ids is None else subject.end_token_ids
+    padding = config.pad_token_id or 0
+
+    def generate(method: str, prompts: Sequence[np.ndarray], new_tokens: int):
+        width = max(map(len, prompts))
+        ids = np.full((len(prompts), width), padding, np.int64)
+        mask = np.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, width - len(prompt) :] = prompt
+            mask[row, width - len(prompt) :] = 1
+        with torch.inference_mode():
+            out = model.generate(
+                torch.from_numpy(ids).to(device),
+                attention_mask=torch.from_numpy(mask).to(device),
+                do_sample=False,
+                max_new_tokens=new_tokens,
+                eos_token_id=list(ends) or None,
+                pad_token_id=padding,
+                **arguments[method],
+            )
+        return [up_to_end(row[width:], ends) for row in out.cpu().numpy()]
+
+    return generate
+
+
+def to_torch(model: emsjax.OPT, device: str):
+    """The model of transformers with the same weights, on the same device where it can."""
+    import torch
+    from transformers import OPTConfig, OPTForCausalLM
+
+    config = OPTConfig(**dataclasses.asdict(model.config))
+    with torch.device("meta"):
+        peer = OPTForCausalLM(config)
+    weights = weights_of(model, torch_layout=True)
+    tensors = {name: torch.from_dlpack(value) for name, value in stored_tensors(model, weights)}
+    missing, unexpected = peer.load_state_dict(tensors, strict=False, assign=True)
+    if unexpected or set(missing) - {"lm_head.weight"}:
+        raise RuntimeError(f"transformers has other parameters: {missing}, {unexpected}")
+    peer.tie_weights()
+    peer.generation_config.eos_token_id = None
+    return peer.to(device).eval()
+
+
+def up_to_end(tokens: np.ndarray, ends: Sequence[int]) -> np.ndarray:
+    """Tokens up to the first end token, which is one of them."""
+    found = np.flatnonzero(np.isin(tokens, ends))
+    return tokens[: found[0] + 1] if found.size else tokens
+
+
+def measure(
+    subject: Subject, libraries: Mapping[str, Generate], batch: int, repeats: int, say
+) -> dict[str, Any]:
+    """The entry of this batch size, as it stands in the JSON file; all take turns."""
+    prompts = subject.prompts(batch)
+    expected = subject.expected(prompts)
+    runs = {
+        (library, method): functools.partial(generate, method, prompts)
+        for library, generate in libraries.items()
+        for method in subject.methods
+        if batch == 1 or method == "plain" or library == "emsjax"
+    }
+    seconds = {name: {1: [], subject.new_tokens: []} for name in runs}
+    tokens, identical = {}, dict.fromkeys(runs, True)
+    for repeat in range(repeats + 1):
+        for name, generate in runs.items():
+            for count, times in seconds[name].items():
+                begin = time.perf_counter()
+                new = generate(count)
+                if repeat:  # the first time compiles, or warms up
+                    times.append(time.perf_counter() - begin)
+            if expected is None:
+                expected = new
+            identical[name] &= all(map(np.array_equal, new, expected))
+            tokens[name] = sum(map(len, new))
+    entry = {"batch": batch, "mean_prompt_tokens": float(np.mean([len(p) for p in prompts]))}
+    entry["runs"] = []
+    for (library, method), times in seconds.items():
+        spent = np.median(times[subject.new_tokens]) - np.median(times[1])
+        figures = {
+            "library": library,
+            "method": method,
+            # Less than the clocks' noise where hardly anything is decoded.
+            "tokens_per_s": (tokens[library, method] - batch) / spent if spent > 0 else None,
+            "prefill_s": float(np.median(times[1])),
+            "seconds": {str(count): of for count, of in times.items()},
+            "identical": identical[library, method],
+        }
+        entry["runs"].append(figures)
+        speed = figures["tokens_per_s"]
+        shown = "too short to be timed" if speed is None else f"{speed:.0f} tokens/s"
+        say(f"batch {batch}, {library}, {method}: {shown}")
+    return entry
+
+
+def run(
+    subject: Subject,
+    libraries: Mapping[str, Generate],
+    results: dict[str, Any],
+    *,
+    batch_sizes: Sequence[int],
+    repeats: int,
+    output: Path | None,
+    say: Callable[[str], None],
+) -> None:
+    """Measure the batch sizes that `results["entries"]` does not hold; the file grows with each."""
+    done = {entry["batch"] for entry in results["entries"]}
+    for batch in batch_sizes:
+        if batch not in done:
+            results["entries"].append(measure(subject, libraries, batch, repeats, say))
+            save(results, output)
+
+
+def all_identical(results: Mapping[str, Any]) -> bool:
+    return all(run["identical"] for entry in results["entries"] for run in entry["runs"])

@@ -1,0 +1,109 @@
+"""`emsjax bench peers`: this library beside transformers, as a command."""
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from emsjax import profile_store
+from emsjax.benchmarks import peers, resume, surroundings
+from emsjax.benchmarks.workloads import ScriptedModels
+from emsjax.commands.reporting import check_writable, line, make_table, progress
+from emsjax.commands.subjects import check_absent, check_shapes, load_trained
+
+BATCH_SIZES = (1, 8, 24)
+
+
+def bench_peers(options: argparse.Namespace, command: str) -> int:
+    """Compare; exit code 1 unless all tokens are identical.
+
+    Where transformers cannot run, a message says why and our own figures stand alone.
+
+    Raises:
+        ValueError: an unknown shape, options that do not go together, results of another run, a
+            place that cannot be written, or what does not fit.
+    """
+    check_writable("--output", options.output)
+    batch_sizes, say = options.batch_sizes or BATCH_SIZES, progress()
+    subject, describe = (scripted if options.model is None else trained)(options, max(batch_sizes))
+    libraries = {"emsjax": peers.ours(subject)}
+    try:
+        libraries["transformers"] = peers.theirs(subject)
+    except ImportError as error:
+        say(f"transformers is left out: {error}")
+    settings = {
+        **describe,
+        "device": profile_store.device(),
+        "max_new_tokens": options.max_new_tokens,
+        "repeats": options.repeats,
+        "libraries": list(libraries),
+    }
+    versions = ("transformers", "torch") if "transformers" in libraries else ()
+    results = {"command": command, **surroundings(options.commit, *versions)}
+    resume(settings, results, options.output)
+    peers.run(
+        subject,
+        libraries,
+        results,
+        batch_sizes=batch_sizes,
+        repeats=options.repeats,
+        output=options.output,
+        say=say,
+    )
+    console = Console()
+    console.print(speeds(results))
+    if not (same := peers.all_identical(results)):
+        line(console, "Not all tokens are identical.")
+    return 0 if same else 1
+
+
+def scripted(options: argparse.Namespace, prompts: int) -> tuple[peers.Subject, dict[str, Any]]:
+    """Models of random weights and prompts that hold nearly what they say."""
+    check_absent(options, ("data", "draft_model"), "--model")
+    draft_shape = check_shapes(options.shape, options.draft_shape)
+    describe = {
+        "shape": options.shape,
+        "draft_shape": draft_shape,
+        "dtype": jnp.dtype(ScriptedModels.dtype).name,
+        "miscopied": peers.MISCOPIED,
+    }
+    subject = peers.scripted_subject(options.shape, draft_shape, options.max_new_tokens)
+    return subject, describe
+
+
+def trained(options: argparse.Namespace, prompts: int) -> tuple[peers.Subject, dict[str, Any]]:
+    """A trained model, and as many prompts of a file as the largest batch has.
+
+    Raises:
+        ValueError: fewer prompts than that, or what `load_trained` refuses.
+    """
+    check_absent(options, ("draft_shape",), "--shape")
+    found = load_trained(options, prompts)
+    if len(found.prompts) < prompts:
+        raise ValueError(
+            f"--batch-sizes: {prompts} is more than the {len(found.prompts)} prompts of --data"
+        )
+    ids = [np.asarray(prompt, np.int32) for prompt in found.prompts]
+    subject = peers.Subject(
+        found.model, found.draft_model, lambda batch: ids[:batch], options.max_new_tokens
+    )
+    return subject, found.describe
+
+
+def speeds(results: Mapping[str, Any]) -> Table:
+    """A row for each batch size and method, a column for each library."""
+    libraries = results["settings"]["libraries"]
+    table = make_table("Tokens per second, prefill excluded", ["batch", "drafts", *libraries])
+    for entry in results["entries"]:
+        found = {(run["library"], run["method"]): run["tokens_per_s"] for run in entry["runs"]}
+        for method in dict.fromkeys(method for _, method in found):
+            cells = []
+            for library in libraries:
+                speed = found.get((library, method))
+                cells.append("-" if speed is None else f"{speed:.0f}")
+            table.add_row(str(entry["batch"]), method, *cells)
+    return table

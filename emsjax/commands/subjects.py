@@ -1,0 +1,73 @@
+"""What `emsjax bench` decodes: checked shapes, or a trained model and the prompts of a file."""
+
+import argparse
+import hashlib
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import emsjax
+from emsjax.arguments import flag
+from emsjax.batch_input import read_records
+from emsjax.batch_run import check_positions, tokenize
+from emsjax.benchmarks.runs import MODELS
+
+DRAFT_SHAPE = "opt-125m"
+
+
+class Trained(NamedTuple):
+    """Models and tokenized prompts, and what settings tell of them."""
+
+    model: emsjax.OPT
+    draft_model: emsjax.OPT | None
+    prompts: list[list[int]]
+    describe: dict[str, Any]
+
+
+def check_absent(options: argparse.Namespace, names: Iterable[str], needed: str) -> None:
+    """Raises a ValueError if one of these options, which are some other's, was given."""
+    for name in names:
+        if getattr(options, name) is not None:
+            raise ValueError(f"{flag(name)} needs {needed}")
+
+
+def check_shapes(shape: str, draft_shape: str | None, *others: str) -> str:
+    """The draft model's shape; raises a ValueError for a name that is none of these."""
+    draft_shape = draft_shape or DRAFT_SHAPE
+    for option, name, known in (
+        ("--shape", shape, [*others, *MODELS]),
+        ("--draft-shape", draft_shape, list(MODELS)),
+    ):
+        if name not in known:
+            raise ValueError(f"{option} must be one of {', '.join(known)}, not {name!r}")
+    return draft_shape
+
+
+def load_trained(options: argparse.Namespace, max_prompts: int) -> Trained:
+    """`--model`, `--draft-model` if given, and the first prompts of `--data`.
+
+    Raises:
+        ValueError: no data, bad records, or prompts that do not fit the model.
+    """
+    if options.data is None:
+        raise ValueError("--model needs --data")
+    source = options.data.read_bytes()
+    records = read_records(source, str(options.data), options.prompt_template)[:max_prompts]
+    cut = argparse.Namespace(
+        model=options.model, revision=None, keep="last", max_prompt_tokens=options.max_prompt_tokens
+    )
+    _, prompts = tokenize(records, cut)
+    model = emsjax.OPT.from_pretrained(options.model, dtype=options.dtype)
+    check_positions(records, prompts, options.max_new_tokens, model.config.max_position_embeddings)
+    draft_model = None
+    if options.draft_model is not None:
+        draft_model = emsjax.OPT.from_pretrained(options.draft_model, dtype=options.dtype)
+    describe = {
+        "model": options.model,
+        "draft_model": options.draft_model,
+        "dtype": options.dtype,
+        "data_sha256": hashlib.sha256(source).hexdigest(),
+        "prompt_template": options.prompt_template,
+        "max_prompt_tokens": options.max_prompt_tokens,
+        "max_prompts": max_prompts,
+    }
+    return Trained(model, draft_model, prompts, describe)

@@ -1,0 +1,69 @@
+"""What rounding row counts costs, and what a process's first call does."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from emsjax.benchmarks import buckets, first_call
+
+
+def test_typical_steps_stand_for_equal_shares():
+    drafts = buckets.typical_drafts(24)
+    assert len(drafts) == buckets.POINTS
+    assert all(share == 1 / buckets.POINTS for _, share in drafts)
+    totals = [int(counts.sum()) for counts, _ in drafts]
+    assert totals == sorted(totals)
+    # 24 samples draft 7 tokens with probability 0.7 each.
+    assert totals[2] == pytest.approx(24 * 7 * 0.7, abs=7)
+    assert all(set(counts) <= {0, 7} for counts, _ in drafts)
+    (miss, miss_share), (hit, hit_share) = buckets.typical_drafts(1, 10)
+    assert (int(miss[0]), int(hit[0])) == (0, 7)
+    assert (miss_share, hit_share) == (pytest.approx(0.3), pytest.approx(0.7))
+
+
+def test_both_sides_feed_the_same_rows(tmp_path, capsys):
+    path = tmp_path / "buckets.json"
+    options = ["--model", "tiny", "--batch-sizes", "6", "--context", "20"]
+    with jax.numpy_dtype_promotion("standard"):
+        buckets.main([*options, "--commit", "abc", "--output", str(path)])
+    results = json.loads(path.read_bytes())
+    (entry,) = results["batches"]
+    assert (results["commit"], entry["batch"]) == ("abc", 6)
+    best = lambda side: np.array([of["times"][side]["best_ms"] for of in entry["points"]])
+    shares = np.array([of["share"] for of in entry["points"]])
+    assert shares.sum() == pytest.approx(1)
+    ratio = shares @ best("bucketed") / (shares @ best("exact"))
+    assert entry["ratio"] == pytest.approx(ratio)
+    for of in entry["points"]:
+        assert of["bucket"] == min(n for n in entry["buckets"] if n >= of["rows"])
+    assert "bucketed / exact rows" in capsys.readouterr().out
+
+
+def test_exact_rows_are_one_program_of_these():
+    assert buckets.ExactRows(num_rows=37).row_counts(24, 8) == (37,)
+
+
+def test_a_warm_call_finds_what_the_cold_one_compiled(tmp_path, monkeypatch, capsys):
+    """The second process compiles nothing anew: the first has left it in the cache."""
+    counts, caches, in_new_process = [], [], first_call.in_new_process
+
+    def spy(arguments, cache):
+        found = in_new_process(arguments, cache)
+        caches.append(cache)
+        counts.append(len(list(tmp_path.glob("**/*-cache"))))
+        return found
+
+    monkeypatch.setattr(first_call, "in_new_process", spy)
+    monkeypatch.setattr(first_call.tempfile, "tempdir", str(tmp_path))
+    output = tmp_path / "first.json"
+    options = ["--model", "tiny", "--drafter", "none", "--batch-size", "2"]
+    first_call.main([*options, "--commit", "abc", "--output", str(output)])
+    results = json.loads(output.read_bytes())
+    assert results["commit"] == "abc"
+    assert caches[0] == caches[1]
+    assert counts[0] == counts[1] > 0
+    for state in ("cold", "warm"):
+        assert len(results[state]["calls_s"]) == 2
+    assert len(capsys.readouterr().out.splitlines()) == 2

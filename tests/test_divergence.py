@@ -1,0 +1,126 @@
+"""Where two runs part, with which margin, and the benchmark that lists it."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import emsjax
+from emsjax.benchmarks import divergences
+from emsjax.config import OPTConfig
+from emsjax.demo import DRAFT
+from emsjax.divergence import NEAR_TIE, Divergence, first_divergences, float32_logits
+
+NEW = 6
+CONFIG = OPTConfig(
+    vocab_size=60,
+    hidden_size=32,
+    ffn_dim=64,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    max_position_embeddings=80,
+    init_std=0.3,
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return emsjax.OPT(CONFIG, rngs=nnx.Rngs(0), dtype=jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    rng = np.random.default_rng(0)
+    return [rng.integers(5, 60, length) for length in (3, 9, 1, 30, 7, 12, 5, 2, 20)]
+
+
+@pytest.fixture(scope="module")
+def plain(model, prompts):
+    return emsjax.generate(model, prompts, max_new_tokens=NEW, eos_token_ids=())
+
+
+def test_another_type_is_that_of_loading(model):
+    narrow = emsjax.OPT.from_pretrained(DRAFT, dtype=jnp.float32).astype(jnp.bfloat16)
+    loaded = emsjax.OPT.from_pretrained(DRAFT, dtype=jnp.bfloat16)
+    assert jax.tree.structure(narrow) == jax.tree.structure(loaded)
+    for one, other in zip(jax.tree.leaves(narrow), jax.tree.leaves(loaded), strict=True):
+        assert one.dtype == other.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(one, other)
+
+
+def test_scores_are_those_that_decoding_saw(model, prompts, plain):
+    """More prefixes than are scored at once, of all lengths."""
+    for at in (0, NEW - 1):
+        prefixes = [np.append(p, t[:at]) for p, t in zip(prompts, plain.tokens, strict=True)]
+        logits = float32_logits(model, prefixes)
+        np.testing.assert_array_equal(logits.argmax(axis=1), plain.tokens[:, at])
+        logprobs = np.asarray(jax.nn.log_softmax(logits)).max(axis=1)
+        np.testing.assert_allclose(logprobs, plain.logprobs[:, at], rtol=1e-4, atol=1e-5)
+
+
+def test_scores_are_of_the_rounded_weights_in_float32(model, prompts):
+    narrow = model.astype(jnp.bfloat16)
+    expected = float32_logits(narrow.astype(jnp.float32), prompts)
+    np.testing.assert_array_equal(float32_logits(narrow, prompts), expected)
+    assert np.abs(float32_logits(model, prompts) - expected).max() > 1e-3
+
+
+def test_the_first_other_token_counts(model, prompts, plain):
+    tokens = np.array(plain.tokens)
+    tokens[1, 3:] = (tokens[1, 3:] + 1) % 60
+    tokens[8, 0] = (tokens[8, 0] + 7) % 60
+    actual = dataclasses.replace(plain, tokens=tokens)
+    found = first_divergences(model, prompts, plain, actual)
+    assert [(of.sequence, of.position) for of in found] == [(1, 3), (8, 0)]
+    for of in found:
+        assert of.expected == plain.tokens[of.sequence, of.position]
+        assert of.token == tokens[of.sequence, of.position]
+        prefix = np.append(prompts[of.sequence], plain.tokens[of.sequence, : of.position])
+        (scores,) = float32_logits(model, [prefix])
+        assert of.margin == pytest.approx(scores[of.expected] - scores[of.token], rel=1e-4)
+        assert of.largest == pytest.approx(np.abs(scores).max(), rel=1e-4)
+    assert first_divergences(model, prompts, plain, plain) == []
+
+
+def test_a_near_tie_is_relative_to_the_largest_logit():
+    of = functools.partial(Divergence, 0, 0, 1, 2)
+    assert of(margin=1.0, largest=64.0).is_near_tie
+    assert not of(margin=1.01, largest=64.0).is_near_tie
+    assert of(margin=0.0, largest=0.0).is_near_tie
+
+
+def bench(path, *options):
+    arguments = ["--models", "tiny", "--draft-shape", "tiny", "--batch-sizes", "2"]
+    return divergences.main([*arguments, "--max-new-tokens", "8", "--output", str(path), *options])
+
+
+def test_the_benchmark_lists_every_drafter(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("emsjax.benchmarks.workloads.PROMPT_TOKENS", (8, 12))
+    path = tmp_path / "divergences.json"
+    with jax.numpy_dtype_promotion("standard"):
+        assert bench(path, "--commit", "abc") == 0
+        results = json.loads(path.read_bytes())
+        assert (results["commit"], results["settings"]["dtype"]) == ("abc", "bfloat16")
+        drafters = ["prompt-lookup", "draft-model", "own-tokens"]
+        assert [entry["drafter"] for entry in results["entries"]] == drafters
+        own = results["entries"][-1]
+        assert own["mean_acceptance_length"] > 1.5
+        assert len(capsys.readouterr().out.splitlines()) == 1 + len(drafters)
+
+        far = Divergence(0, 3, 5, 6, margin=1.0, largest=32.0)
+        monkeypatch.setattr(divergences, "first_divergences", lambda *args: [far])
+        assert bench(path) == 1
+    (found,) = json.loads(path.read_bytes())["entries"][0]["divergences"]
+    assert found["share"] == 1 / 32 / NEAR_TIE
+    assert found["position"] == 3
+
+
+def test_the_embedded_pair_is_measured_in_bfloat16():
+    subject = divergences.find_subject("embedded", "tiny", 8)
+    assert subject.model.dtype == subject.draft_model.dtype == jnp.bfloat16
+    assert len(subject.prompts(3)) == 3
