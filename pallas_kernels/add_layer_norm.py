@@ -8,7 +8,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.implementations import choose
+from pallas_kernels.implementations import choose, with_gradient_of
 
 
 def add_layer_norm(
@@ -42,7 +42,13 @@ def add_layer_norm(
     Reference: layer normalisation, arXiv 1607.06450.
     """
     if choose(implementation, ("triton", "xla"), interpret) == "xla":
-        return _xla(x, y, y_bias, scale, bias, epsilon)
+        return _xla(x, y, y_bias, scale, bias, epsilon=epsilon)
+    launch = functools.partial(_launch, epsilon=epsilon, interpret=interpret)
+    reference = functools.partial(_xla, epsilon=epsilon)
+    return with_gradient_of(reference, launch)(x, y, y_bias, scale, bias)
+
+
+def _launch(x, y, y_bias, scale, bias, *, epsilon, interpret):
     vectors = {"y_bias": y_bias, "scale": scale, "bias": bias}
     vectors = {name: vector for name, vector in vectors.items() if vector is not None}
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -56,7 +62,7 @@ def add_layer_norm(
     )(x, y, *vectors.values())
 
 
-def _xla(x, y, y_bias, scale, bias, epsilon):
+def _xla(x, y, y_bias, scale, bias, *, epsilon):
     total = add(x, y, y_bias)
     return total, normalise(total, scale, bias, epsilon)
 

@@ -1,6 +1,6 @@
 """Which implementation of an operation runs."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,16 @@ def _compute_capability() -> float | None:
         return float(getattr(jax.devices()[0], "compute_capability", None))
     except (TypeError, ValueError):
         return None
+
+
+def with_gradient_of(reference: Callable, kernel: Callable) -> Callable:
+    """`kernel`, whose gradient is that of `reference`: the same function of the same arrays."""
+    function = jax.custom_vjp(kernel)
+    function.defvjp(
+        lambda *args: (kernel(*args), args),
+        lambda args, cotangents: jax.vjp(reference, *args)[1](cotangents),
+    )
+    return function
 
 
 def matmul_precision(dtype) -> lax.Precision | None:

@@ -9,7 +9,13 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.implementations import choose, matmul_precision, runs_triton, stages_that_fit
+from pallas_kernels.implementations import (
+    choose,
+    matmul_precision,
+    runs_triton,
+    stages_that_fit,
+    with_gradient_of,
+)
 
 
 class Tiling(NamedTuple):
@@ -66,7 +72,13 @@ def linear(
     """
     tiling = _tiling(x, weight, split=False)
     if _choose(x, weight, parts, tiling, implementation, interpret) == "triton":
-        return _launch(x, weight, bias, tiling, parts=parts, relu=relu, interpret=interpret)
+        options = {"parts": parts, "relu": relu}
+        launch = functools.partial(_launch, tiling=tiling, interpret=interpret, **options)
+        return with_gradient_of(functools.partial(_xla, **options), launch)(x, weight, bias)
+    return _xla(x, weight, bias, parts=parts, relu=relu)
+
+
+def _xla(x, weight, bias, *, parts, relu):
     y = _dot(x, weight)
     if parts > 1:
         # The bias inside the product would leave a launch of its own to every part.
@@ -93,12 +105,22 @@ def linear_sums(
     """
     tiling = _tiling(x, weight, split=True)
     if _choose(x, weight, 1, tiling, implementation, interpret) == "triton":
-        return _launch(x, weight, None, tiling, parts=1, relu=False, interpret=interpret)[0]
+        options = {"parts": 1, "relu": False, "interpret": interpret}
+        launch = lambda x, weight: _launch(x, weight, None, tiling=tiling, **options)[0]
+        splits = tiling.splits
+        reference = functools.partial(_dot_in_shares, shares=splits) if splits > 1 else _dot
+        return with_gradient_of(reference, launch)(x, weight)
     if implementation is None and _shares_pay(x, weight):
-        x = x.reshape(x.shape[0], XLA_SHARES, -1)
-        weight = weight.reshape(XLA_SHARES, -1, weight.shape[1])
-        return jnp.einsum("rsi,sio->sro", x, weight, preferred_element_type=jnp.float32)
+        return _dot_in_shares(x, weight, XLA_SHARES)
     return _dot(x, weight)
+
+
+def _dot_in_shares(x, weight, shares: int):
+    x = x.reshape(x.shape[0], shares, -1)
+    weight = weight.reshape(shares, -1, weight.shape[1])
+    precision = matmul_precision(x.dtype)
+    kinds = {"precision": precision, "preferred_element_type": jnp.float32}
+    return jnp.einsum("rsi,sio->sro", x, weight, **kinds)
 
 
 def _tiling(x, weight, *, split: bool) -> Tiling:
@@ -139,7 +161,7 @@ def _dot(x, weight):
     return jnp.dot(x, weight, precision=matmul_precision(x.dtype))
 
 
-def _launch(x, weight, bias, tiling: Tiling, *, parts, relu, interpret):
+def _launch(x, weight, bias, *, tiling: Tiling, parts, relu, interpret):
     (rows, inputs), outputs = x.shape, weight.shape[1]
     if tiling.splits > 1:
         out_shape = [jax.ShapeDtypeStruct((tiling.splits, rows, outputs), jnp.float32)]

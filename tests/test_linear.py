@@ -137,3 +137,34 @@ def test_triton_is_refused_where_its_tiles_do_not_fit(rows, inputs, outputs):
     x, weight = jnp.zeros((rows, inputs)), jnp.zeros((inputs, outputs))
     with pytest.raises(ValueError, match="at most 128 rows and weights whose sizes are multiples"):
         pallas_kernels.linear(x, weight, implementation="triton", interpret=True)
+
+
+@pytest.mark.parametrize("interpret", [False, True], ids=["xla", "triton"])
+def test_gradients_are_those_of_the_formulas(interpret):
+    """Against jax's own, of the plainest way to write them."""
+    options = OPTIONS[1] if interpret else OPTIONS[0]
+    x, y, weight = random(5, 512), random(5, 256, seed=1), random(512, 256, seed=2)
+    vectors = [random(256, seed=seed) for seed in (3, 4, 5)]
+    norm = functools.partial(pallas_kernels.add_layer_norm, epsilon=1e-5, **options)
+
+    def ours(x, y, weight, bias, scale, shift):
+        (product,) = pallas_kernels.linear(x, weight, bias, relu=True, **options)
+        sums = pallas_kernels.linear_sums(x, weight, **options)
+        total, normal = norm(y, sums, bias, scale, shift)
+        parts = pallas_kernels.linear(x, jnp.tile(weight, 3), None, parts=3, **options)
+        return jnp.sum(jnp.sin(product) + total**2 + jnp.cos(normal) + parts[1] * parts[2])
+
+    def plain(x, y, weight, bias, scale, shift):
+        z = jnp.dot(x, weight, precision="highest")
+        total = y + z + bias
+        centred = total - total.mean(axis=1, keepdims=True)
+        normal = centred / jnp.sqrt((centred**2).mean(axis=1, keepdims=True) + 1e-5)
+        normal = normal * scale + shift
+        return jnp.sum(jnp.sin(jnp.maximum(z + bias, 0)) + total**2 + jnp.cos(normal) + z * z)
+
+    arguments = (x, y, weight, *vectors)
+    every = tuple(range(len(arguments)))
+    actual, expected = (jax.grad(f, argnums=every)(*arguments) for f in (ours, plain))
+    for one, other in zip(actual, expected, strict=True):
+        scale = float(np.abs(other).max())
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5 * scale)
