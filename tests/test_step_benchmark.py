@@ -130,7 +130,10 @@ def test_the_bare_loop_emits_the_tokens_of_plain_decoding():
     assert np.asarray(plain.state.logprobs)[:, 20:27].all()
 
 
-def test_overheads_are_ratios_of_times_in_the_file(tmp_path, capsys):
+def test_overheads_are_ratios_of_times_in_the_file(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(overheads, "SAMPLING_SHAPE", (8, 4))
+    monkeypatch.setattr(overheads, "DRAFTED_BATCH", 2)
+    monkeypatch.setattr(overheads, "PLAIN_BATCHES", (1, 2, 3))
     path = tmp_path / "overheads.json"
     models = ["--model", "tiny", "--draft-model", "tiny"]
     with standard_dtypes():
@@ -147,7 +150,7 @@ def test_overheads_are_ratios_of_times_in_the_file(tmp_path, capsys):
             assert entry["draft_step_ms"] == pytest.approx((other - base) / 4)
             assert entry["share"] == pytest.approx(1 - base / other)
     sampled = found["comparisons"][4]["fed"]["sampled"]
-    assert sampled["rows_per_step"] == 192
+    assert sampled["rows_per_step"] == 8 * 4
 
 
 @pytest.mark.parametrize(
