@@ -23,6 +23,18 @@ def positive_ints(text: str) -> tuple[int, ...]:
     return tuple(sorted(set(map(int, text.split(",")))))
 
 
+def loss_weights(text: str) -> dict[str, float]:
+    """Of for instance "forward-kl=0.9,cross-entropy=0.1"; a name by itself weighs 1."""
+    weights = {}
+    for part in text.split(","):
+        name, _, weight = part.partition("=")
+        try:
+            weights[name] = float(weight or 1)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"must be like name=0.5, not {part!r}") from error
+    return weights
+
+
 def names(text: str) -> tuple[str, ...]:
     """Each once, of for instance "llma,poor"."""
     return tuple(dict.fromkeys(text.split(",")))

@@ -13,6 +13,7 @@ from emsjax.bench_arguments import (
     add_peers_arguments,
     add_profile_arguments,
 )
+from emsjax.distil_arguments import add_distil_arguments
 
 POLICIES = ("auto", "bass", "goodput")  # draft lengths beside fixed ones
 OWN_POLICY = {"draft_length": "auto", "profile": None}  # of whatever drafts
@@ -113,6 +114,15 @@ def make_parser(version: str) -> argparse.ArgumentParser:
     )
     add_model_arguments(profile)
     add_profile_arguments(profile)
+    add_distil_arguments(
+        commands.add_parser(
+            "distil",
+            help="train a draft model for a target",
+            description="Train a small model to say what a target says, on your texts and on the "
+            "target's own continuations of them, and show what it gains. A run that was stopped "
+            "goes on where it was when started again, to the same result.",
+        )
+    )
     bench = commands.add_parser("bench", help="compare methods of decoding on this device")
     benchmarks = bench.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     add_draft_length_arguments(

@@ -77,8 +77,8 @@ def resolve_models(given: dict[str, Any]) -> None:
     Raises:
         ValueError: a path that is no folder.
     """
-    for name in ("model", "draft_model"):
-        if given[name] is None:
+    for name in ("model", "draft_model", "target"):
+        if given.get(name) is None:
             continue
         folder = Path(given[name])
         if folder.is_dir():
@@ -106,6 +106,11 @@ def run(parsed: argparse.Namespace, command: str) -> int:
 
         profile(parsed, command)
         return 0
+    if parsed.command == "distil":
+        resolve_models(vars(parsed))
+        from emsjax.commands.distil import distil
+
+        return distil(parsed, command)
     if parsed.benchmark == "ems-sd":
         from emsjax.commands.ems_sd import bench_ems_sd
 
@@ -135,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("emsjax: error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        goes_on = parsed.command == "generate" or getattr(parsed, "benchmark", None)
+        goes_on = parsed.command in ("generate", "distil") or getattr(parsed, "benchmark", None)
         hint = "; start it again to go on" if goes_on and parsed.output else ""
         print(f"emsjax: interrupted{hint}", file=sys.stderr)
         return 130

@@ -80,6 +80,36 @@ def ems_sd_figure(results: Mapping[str, Any]):
     return figure
 
 
+def distillation_figure(results: Mapping[str, Any]):
+    """What a draft model learned.
+
+    Args:
+        results: of `emsjax distil`'s record.
+
+    Returns:
+        A matplotlib `Figure`: the loss by step, and the acceptance rate by draft position before
+        and after training.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
+    width, height = PANEL_INCHES
+    figure = _matplotlib("figure").Figure(figsize=(2 * width, height), layout="constrained")
+    loss, acceptance = (figure.add_subplot(1, 2, place) for place in (1, 2))
+    loss.plot(range(1, len(results["losses"]) + 1), results["losses"], color="black")
+    loss.set_xlabel("step")
+    loss.set_ylabel("training loss")
+    for name in ("before", "after"):
+        shares = results[name]["by_position"]
+        acceptance.plot(range(1, len(shares) + 1), shares, marker=".", label=f"{name} training")
+    acceptance.xaxis.get_major_locator().set_params(integer=True)
+    acceptance.set_xlabel("draft position")
+    acceptance.set_ylabel("acceptance rate")
+    acceptance.set_ylim(0, 1)
+    acceptance.legend()
+    return figure
+
+
 def check_format(path: Path) -> None:
     """Whether a figure can be saved under this name.
 

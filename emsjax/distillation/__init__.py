@@ -1,0 +1,22 @@
+"""A draft model for any target: cut out of it, and trained to say what it says."""
+
+from emsjax.distillation.checkpoints import Checkpoints, train
+from emsjax.distillation.evaluation import evaluate
+from emsjax.distillation.generations import continuations
+from emsjax.distillation.losses import LOSSES
+from emsjax.distillation.pruning import prune
+from emsjax.distillation.sequences import Batch, PackedSequences
+from emsjax.distillation.training import Trainer, make_optimizer
+
+__all__ = [
+    "LOSSES",
+    "Batch",
+    "Checkpoints",
+    "PackedSequences",
+    "Trainer",
+    "continuations",
+    "evaluate",
+    "make_optimizer",
+    "prune",
+    "train",
+]

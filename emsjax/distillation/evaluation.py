@@ -1,0 +1,73 @@
+"""What a draft model is worth: how often its tokens stand, and how fast decoding is with it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+import emsjax
+from emsjax.decoding import decode_loop
+from emsjax.opt import OPT
+
+
+def evaluate(
+    target: OPT,
+    draft_model: OPT | None,
+    prompts: Sequence[np.ndarray],
+    *,
+    draft_tokens: int = 4,
+    new_tokens: int = 128,
+    batch_size: int = 8,
+) -> dict[str, Any]:
+    """Greedy decoding of the prompts, in groups of `batch_size`.
+
+    Args:
+        draft_model: None: plain decoding.
+        draft_tokens: of every step.
+
+    Returns:
+        `acceptance_rate`; `by_position`, the share of draft tokens at each position that stood
+        where all before did, of steps that drafted them all; `mean_acceptance_length`;
+        `tokens_per_s`, prefill excluded.
+    """
+    drafter = None if draft_model is None else emsjax.DraftModel(draft_model, draft_tokens)
+    batch_size = min(batch_size, len(prompts))
+    for _ in range(2):  # the first one compiles
+        out = emsjax.generate(
+            target, prompts, drafter, max_new_tokens=new_tokens, batch_size=batch_size
+        )
+    stats = out.stats
+    whole = range(0, len(prompts) - batch_size + 1, batch_size)
+    groups = [prompts[first : first + batch_size] for first in whole]
+    ends = np.arange(0, len(prompts), batch_size)
+    seconds = float(np.maximum.reduceat(stats.finish_seconds, ends).sum())
+    return {
+        "acceptance_rate": stats.acceptance_rate,
+        "by_position": [] if drafter is None else by_position(target, drafter, groups, new_tokens),
+        "mean_acceptance_length": stats.mean_acceptance_length,
+        "tokens_per_s": int(stats.num_emitted.sum()) / seconds,
+    }
+
+
+def by_position(target: OPT, drafter: emsjax.DraftModel, groups, new_tokens: int) -> list[float]:
+    """Of steps so early that none is cut short by a sequence's limit."""
+    k = drafter.max_draft_tokens
+    new_tokens = max(new_tokens, k + 1)
+    histogram = np.zeros(k + 1, np.int64)
+    for prompts in groups:
+        state = emsjax.init_state(target, drafter, prompts, max_new_tokens=new_tokens)
+        state = decode_loop(
+            target, drafter, state, None, new_tokens // (k + 1), attention_implementation=None
+        )
+        histogram += np.asarray(state.counters.accepted_histogram).sum(axis=0)
+    return acceptance_by_position(histogram)
+
+
+def acceptance_by_position(histogram: np.ndarray) -> list[float]:
+    """Of the steps that accepted at least i tokens, the share that accepted more; i = 0..k-1.
+
+    Args:
+        histogram: steps by number of accepted tokens, 0..k, of k drafted.
+    """
+    at_least = np.cumsum(histogram[::-1])[::-1]
+    return (at_least[1:] / np.maximum(at_least[:-1], 1)).tolist()

@@ -1,0 +1,56 @@
+"""The target's own continuations, as documents to train on."""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+import emsjax
+from emsjax.opt import OPT
+
+
+def continuations(
+    target: OPT,
+    documents: Sequence[np.ndarray],
+    count: int,
+    *,
+    prompt_tokens: int = 64,
+    new_tokens: int = 128,
+    batch_size: int = 32,
+    temperature: float = 1.0,
+    seed: int = 0,
+) -> list[np.ndarray]:
+    """Beginnings of documents, each with what the target says next.
+
+    A draft model is asked to go on where the target has been writing for a while: there its
+    drafts are verified, and there it must be like the target.
+
+    Args:
+        target: the model.
+        documents: token ids; all begin one continuation before any begins a second one.
+        count: how many.
+        prompt_tokens: of a beginning, and at most half of the document.
+        new_tokens: at most.
+        batch_size: decoded at once.
+        temperature: 0: greedy.
+        seed: of the choice and of the samples.
+    """
+    rng = np.random.default_rng(seed)
+    rounds = -(-count // len(documents))
+    order = np.concatenate([rng.permutation(len(documents)) for _ in range(rounds)])[:count]
+    room = target.config.max_position_embeddings - new_tokens
+    beginnings = []
+    for i in order:
+        length = min(prompt_tokens, max(1, len(documents[i]) // 2), room)
+        beginnings.append(np.asarray(documents[i][:length], np.int32))
+    out = emsjax.generate(
+        target,
+        beginnings,
+        emsjax.PromptLookup(),
+        max_new_tokens=new_tokens,
+        sampling=emsjax.Sampling(temperature=temperature),
+        batch_size=min(batch_size, count),
+        key=jax.random.key(seed),
+    )
+    new = [tokens[:length] for tokens, length in zip(out.tokens, out.lengths, strict=True)]
+    return [np.concatenate(parts) for parts in zip(beginnings, new, strict=True)]

@@ -1,0 +1,86 @@
+"""The README.md of a distilled model's folder."""
+
+from collections.abc import Mapping
+from typing import Any
+
+TEMPLATE = """---
+library_name: emsjax
+pipeline_tag: text-generation
+tags: [speculative-decoding, draft-model, distillation]
+---
+
+# A draft model for {target}
+
+OPT with {layers} layers of width {width}: {draft} parameters, where its target has {of_target}.
+Its purpose is to draft for that target; by itself it is no good language model.
+```python
+import emsjax
+
+target = emsjax.OPT.from_pretrained({target!r})
+draft = emsjax.OPT.from_pretrained("path/of/this/folder")
+out = emsjax.generate(target, prompts, drafter=emsjax.DraftModel(draft))
+```
+
+## Training
+It began as {start}. {steps} steps of {batch} sequences of {length} tokens: the user's texts
+(SHA-256 of the file {digest}), {held_out} of which were held out, and {generations} of the target's
+own continuations. Losses: {losses}. AdamW, peak learning rate {rate:g}, weight decay {decay:g},
+{warm_up} steps of warm-up and a cosine. Command:
+```
+{command}
+```
+
+## What it gains
+Greedy decoding of the {held_out} held-out texts' second halves, {new_tokens} tokens each,
+{draft_tokens} drafted per step, on {device} (jax {jax}). "Before" is the model that training began
+with.
+
+| | plain | before | after |
+| --- | --- | --- | --- |
+{rows}
+"""
+
+
+def model_card(record: Mapping[str, Any]) -> str:
+    """The card of a finished run's record, as `emsjax distil` writes it."""
+    settings, results = record["settings"], record["results"]
+    config, parameters = results["config"], results["parameters"]
+    started = settings["draft_model"]
+    return TEMPLATE.format(
+        target=settings["target"],
+        layers=config["num_hidden_layers"],
+        width=config["hidden_size"],
+        draft=f"{parameters['draft']:,}",
+        of_target=f"{parameters['target']:,}",
+        start=started or f"a part of its target (embeddings {settings['embeddings']})",
+        steps=settings["steps"],
+        batch=settings["batch_size"],
+        length=settings["sequence_length"],
+        digest=settings["data_sha256"],
+        held_out=settings["held_out"],
+        generations=settings["generations"],
+        losses=", ".join(f"{name} {weight:g}" for name, weight in settings["losses"].items()),
+        rate=settings["learning_rate"],
+        decay=settings["weight_decay"],
+        warm_up=settings["warm_up_steps"],
+        command=record["command"],
+        new_tokens=settings["max_new_tokens"],
+        draft_tokens=settings["draft_tokens"],
+        device=record["hardware"]["device"],
+        jax=record["versions"]["jax"],
+        rows="\n".join(gains(results)),
+    )
+
+
+def gains(results: Mapping[str, Any]) -> list[str]:
+    """Rows of a Markdown table: plain decoding, and with the draft before and after training."""
+    sides = [results[name] for name in ("plain", "before", "after")]
+    speed = [f"{side['tokens_per_s']:.0f}" for side in sides]
+    over = [f"{side['tokens_per_s'] / sides[0]['tokens_per_s']:.2f}" for side in sides]
+    rows = [["acceptance rate", "", *(f"{side['acceptance_rate']:.3f}" for side in sides[1:])]]
+    for i in range(len(sides[1]["by_position"])):
+        shares = (f"{side['by_position'][i]:.3f}" for side in sides[1:])
+        rows.append([f"of draft position {i + 1}", "", *shares])
+    lengths = (f"{side['mean_acceptance_length']:.2f}" for side in sides)
+    rows += [["mean acceptance length", *lengths], ["tokens/s", *speed], ["speed-up", *over]]
+    return [f"| {' | '.join(row)} |" for row in rows]

@@ -1,0 +1,83 @@
+"""Texts as packed training sequences: documents end to end, none of which sees another."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int32
+
+MIN_TOKENS = 2  # of a document: one to read, one to predict
+
+
+class Batch(NamedTuple):
+    """Whole sequences of equal length.
+
+    Attributes:
+        tokens: what is read; the token behind one is predicted if it has the same segment.
+        segment_ids: the document that each token is of; numbers count within a sequence alone.
+        positions: of each token within its document's piece.
+    """
+
+    tokens: Int32[np.ndarray, "b t"]
+    segment_ids: Int32[np.ndarray, "b t"]
+    positions: Int32[np.ndarray, "b t"]
+
+
+class PackedSequences:
+    """Batches of sequences packed from documents, without padding.
+
+    Each epoch shuffles the documents, joins them and cuts what results into sequences, whatever
+    is split by that: of the last one's rest is left out. Batches depend on their number alone, so
+    that training can go on at any step.
+
+    Args:
+        documents: token ids of each text, an end token at its end if it is to be learned.
+        length: tokens of a sequence.
+        batch: sequences of a batch.
+        seed: of the shuffles.
+
+    Raises:
+        ValueError: no documents, one of fewer than two tokens, or less than one sequence.
+    """
+
+    def __init__(self, documents: Sequence[np.ndarray], length: int, batch: int, seed: int = 0):
+        if not documents:
+            raise ValueError("there are no texts")
+        self.lengths = np.array([len(document) for document in documents])
+        for index in np.flatnonzero(self.lengths < MIN_TOKENS):
+            raise ValueError(
+                f"text {index} is too short: {self.lengths[index]} tokens, not {MIN_TOKENS}"
+            )
+        self.documents, self.length, self.batch, self.seed = documents, length, batch, seed
+        self.per_epoch = int(self.lengths.sum()) // length
+        if not self.per_epoch:
+            raise ValueError(
+                f"the texts have {self.lengths.sum()} tokens together, fewer than one sequence "
+                f"of {length}"
+            )
+        self._epoch: tuple[int, Batch] | None = None
+
+    def __getitem__(self, step: int) -> Batch:
+        """The batch of a training step, counted from 0, without end."""
+        first = step * self.batch
+        rows = [self._row(index) for index in range(first, first + self.batch)]
+        return Batch(*map(np.stack, zip(*rows, strict=True)))
+
+    def _row(self, index: int) -> tuple[np.ndarray, ...]:
+        epoch, row = divmod(index, self.per_epoch)
+        if self._epoch is None or self._epoch[0] != epoch:
+            self._epoch = (epoch, self._pack(np.random.default_rng([self.seed, epoch])))
+        return tuple(values[row] for values in self._epoch[1])
+
+    def _pack(self, rng: np.random.Generator) -> Batch:
+        order = rng.permutation(len(self.documents))
+        shape, size = (self.per_epoch, self.length), self.per_epoch * self.length
+        tokens = np.concatenate([self.documents[i] for i in order])[:size].reshape(shape)
+        documents = np.repeat(np.arange(len(order)), self.lengths[order])[:size].reshape(shape)
+        place = np.arange(self.length)
+        begins = np.diff(documents, axis=1, prepend=-1) != 0
+        positions = place - np.maximum.accumulate(np.where(begins, place, 0), axis=1)
+        segments = documents - documents[:, :1]
+        # Pieces of one long document do not follow each other in a batch.
+        rows = rng.permutation(self.per_epoch)
+        return Batch(*(x[rows].astype(np.int32) for x in (tokens, segments, positions)))

@@ -1,0 +1,76 @@
+"""Texts of a JSON Lines file as documents: token ids, with an end token behind."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from emsjax.batch_input import make_record, template_fields
+from emsjax.distillation.sequences import MIN_TOKENS
+
+
+def read_texts(path: Path, template: str) -> list[str]:
+    """The text of every line, made of its fields; blank lines are skipped.
+
+    Raises:
+        ValueError: the first bad line with its number, a bad template, or no texts.
+    """
+    fields, texts = template_fields(template), []
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line.decode())
+            if isinstance(value, dict):
+                value = {"id": number} | value
+            texts.append(make_record(value, template, fields, number).prompt)
+        except ValueError as error:  # bad JSON and bad UTF-8 included
+            raise ValueError(f"{path}, line {number}: {error}") from error
+    if not texts:
+        raise ValueError(f"{path} holds no texts")
+    return texts
+
+
+def tokenize(
+    tokenizer, texts: Sequence[str], *, vocab_size: int, end_token_ids: Sequence[int]
+) -> list[np.ndarray]:
+    """The documents of the texts, int32 [t] each.
+
+    Args:
+        tokenizer: of transformers.
+        vocab_size: of the model.
+        end_token_ids: the first of them ends every document; empty: nothing does.
+
+    Raises:
+        ValueError: a text of fewer than two tokens, or with tokens that the model does not know.
+    """
+    documents = []
+    for number, ids in enumerate(tokenizer(list(texts)).input_ids, start=1):
+        if len(ids) < MIN_TOKENS:
+            raise ValueError(
+                f"text {number} is too short: it has {len(ids)} tokens, not at least {MIN_TOKENS}"
+            )
+        if max(ids) >= vocab_size:
+            raise ValueError(
+                f"text {number} has token {max(ids)}, and the model a vocabulary of "
+                f"{vocab_size} tokens: tokenizer and model do not belong together"
+            )
+        documents.append(np.array([*ids, *end_token_ids[:1]], np.int32))
+    return documents
+
+
+def hold_out(
+    documents: Sequence[np.ndarray], count: int, seed: int
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """`count` documents chosen at random, and all others.
+
+    Raises:
+        ValueError: there would be no others.
+    """
+    if len(documents) <= count:
+        raise ValueError(
+            f"of {len(documents)} texts, {count} cannot be held out: none is left to train on"
+        )
+    chosen = [documents[i] for i in np.random.default_rng(seed).permutation(len(documents))]
+    return chosen[:count], chosen[count:]

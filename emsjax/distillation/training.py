@@ -1,0 +1,208 @@
+"""Training of a model on packed sequences, by text or by a target's distribution.
+
+Weights and the optimizer's state are float32; everything is computed in the type asked for.
+Sequences are dealt out to the devices, each of which holds all weights.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
+
+from emsjax.distillation.losses import check_losses, combined, needs_target
+from emsjax.distillation.sequences import Batch
+from emsjax.opt import OPT
+from emsjax.packing import PackedRows
+
+LOGIT_BYTES = 1 << 30  # of one model that exist at once
+
+
+def packed_attention(query, key, value, *cached, max_rows_per_sample: int):
+    """`pallas_kernels.ragged_attention` where the cache is empty and rows are whole sequences.
+
+    Of those, each holds `max_rows_per_sample` rows, and maybe several segments.
+    """
+    _, _, segment_ids, _, _ = cached
+    blocks = [x.reshape(-1, max_rows_per_sample, *x.shape[1:]) for x in (query, key, value)]
+    segments = segment_ids.reshape(-1, max_rows_per_sample)
+    mask = (segments[:, :, None] == segments[:, None, :])[:, None]
+    on_gpu = jax.default_backend() == "gpu" and query.dtype.itemsize == 2
+    # It promotes 16-bit scores to float32 on its own.
+    with jax.numpy_dtype_promotion("standard"):
+        out = jax.nn.dot_product_attention(
+            *blocks, mask=mask, is_causal=True, implementation="cudnn" if on_gpu else "xla"
+        )
+    return out.reshape(query.shape)
+
+
+def forward(model: OPT, batch: Batch) -> Float[Array, "b t e"]:
+    """Final hidden states of packed sequences; no segment sees another."""
+    tokens, segment_ids, positions = batch
+    count, length = tokens.shape
+    starts = length * jnp.arange(count, dtype=jnp.int32)
+    rows = PackedRows(
+        segment_ids.reshape(-1), positions.reshape(-1), starts, jnp.full_like(starts, length)
+    )
+    hidden, _ = model(
+        tokens.reshape(-1),
+        rows,
+        model.init_cache(count, 0),
+        attention=packed_attention,
+        max_rows_per_sample=length,
+    )
+    return hidden.reshape(count, length, -1)
+
+
+def mean_loss(
+    weights: Mapping[str, float], model: OPT, target: OPT | None, batch: Batch
+) -> Float[Array, ""]:
+    """The weighted losses, averaged over the predictions within segments.
+
+    Logits are made for a part of the sequences' tokens at a time, and again for the gradient.
+    """
+    tokens, segment_ids, _ = batch
+    same = segment_ids[:, 1:] == segment_ids[:, :-1]
+    predicts = jnp.pad(same, ((0, 0), (0, 1)))
+    labels = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
+    hidden = forward(model, batch)
+    of_target = None if target is None else lax.stop_gradient(forward(target, batch))
+
+    @jax.checkpoint
+    def add_part(total, part):
+        hidden, of_target, labels, predicts = part
+        flat = lambda x: None if x is None else x.reshape(-1, x.shape[-1])
+        losses = combined(
+            weights,
+            model.logits(flat(hidden)),
+            labels.reshape(-1),
+            None if target is None else target.logits(flat(of_target)),
+        )
+        return total + jnp.sum(jnp.where(predicts.reshape(-1), losses, 0)), None
+
+    count, length = tokens.shape
+    parts = _parts(length, 4 * count * model.config.vocab_size)
+    split = lambda x: x.reshape(count, parts, -1, *x.shape[2:]).swapaxes(0, 1)
+    whole = (hidden, of_target, labels, predicts)
+    total, _ = lax.scan(add_part, jnp.zeros(()), jax.tree.map(split, whole))
+    return total / jnp.sum(predicts).astype(jnp.float32)
+
+
+def _parts(length: int, bytes_per_token: int) -> int:
+    """In how many equal parts the tokens of a sequence are taken."""
+    fitting = (n for n in range(1, length) if length * bytes_per_token <= n * LOGIT_BYTES)
+    return next((n for n in fitting if length % n == 0), length)
+
+
+def make_optimizer(
+    steps: int, peak: float, *, warm_up: int, weight_decay: float
+) -> optax.GradientTransformation:
+    """AdamW that decays matrices and tables alone; warm-up, cosine, clipped gradients."""
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, peak, warmup_steps=warm_up, decay_steps=max(steps, warm_up + 1), end_value=peak / 50
+    )
+    decayed = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=decayed),
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """What a step changes: float32 weights and the optimizer's state."""
+
+    params: Any
+    optimizer: Any
+
+
+class Trainer:
+    """Steps of training, compiled once.
+
+    Args:
+        model: where training starts, in any type.
+        optimizer: see `make_optimizer`.
+        losses: weights by name: see `emsjax.distillation.losses`.
+        target: what is learned from; None if the losses need none.
+        dtype: to compute in.
+        devices: to deal the sequences out to; None: all local ones.
+
+    Raises:
+        ValueError: unknown losses, a loss that needs a target without one, or a target with
+            another vocabulary.
+    """
+
+    def __init__(
+        self,
+        model: OPT,
+        optimizer: optax.GradientTransformation,
+        losses: Mapping[str, float],
+        *,
+        target: OPT | None = None,
+        dtype=jnp.bfloat16,
+        devices: Sequence[jax.Device] | None = None,
+    ):
+        check_losses(losses)
+        if not needs_target(losses):
+            target = None
+        elif target is None:
+            raise ValueError(f"losses {', '.join(losses)} need a target")
+        elif target.config.vocab_size != model.config.vocab_size:
+            raise ValueError(
+                f"the target's vocabulary has {target.config.vocab_size} tokens, the draft's "
+                f"{model.config.vocab_size}: they must be the same"
+            )
+        mesh = Mesh(jax.local_devices() if devices is None else devices, ("data",))
+        self.everywhere = NamedSharding(mesh, PartitionSpec())
+        self.dealt_out = NamedSharding(mesh, PartitionSpec("data"))
+        self.devices = mesh.size
+        self.master, params = nnx.split(model.astype(jnp.float32))
+        self.target = None
+        if target is not None:
+            self.target = jax.device_put(target.astype(dtype), self.everywhere)
+        # Of its own: a step reuses the memory of the state it is given.
+        params = jax.device_put(jax.tree.map(jnp.copy, params), self.everywhere)
+        self.initial = lambda: TrainState(
+            jax.tree.map(jnp.copy, params),
+            jax.device_put(optimizer.init(params), self.everywhere),
+        )
+        graph = nnx.graphdef(model.astype(dtype))
+        loss_of = functools.partial(mean_loss, dict(losses))
+
+        def loss_fn(params, target, batch):
+            params = jax.tree.map(lambda x: x.astype(dtype), params)
+            return loss_of(nnx.merge(graph, params), target, batch)
+
+        @functools.partial(jax.jit, donate_argnames=("state",))
+        def step(state: TrainState, target, batch: Batch):
+            loss, gradients = jax.value_and_grad(loss_fn)(state.params, target, batch)
+            updates, inner = optimizer.update(gradients, state.optimizer, state.params)
+            return TrainState(optax.apply_updates(state.params, updates), inner), loss
+
+        self._step = step
+
+    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Float[Array, ""]]:
+        """The next state and the loss before it; the given state's memory is reused.
+
+        Raises:
+            ValueError: a batch that cannot be dealt out equally.
+        """
+        if len(batch.tokens) % self.devices:
+            raise ValueError(
+                f"a batch of {len(batch.tokens)} sequences cannot be dealt out to "
+                f"{self.devices} devices"
+            )
+        with jax.numpy_dtype_promotion("standard"):  # optax counts on it, and so does jax.nn
+            return self._step(state, self.target, jax.device_put(batch, self.dealt_out))
+
+    def model(self, state: TrainState) -> OPT:
+        """The trained model, in float32."""
+        return nnx.merge(self.master, jax.tree.map(jnp.copy, state.params))

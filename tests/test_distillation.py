@@ -1,0 +1,419 @@
+"""Distillation: what is packed, lost, cut out, trained and resumed."""
+
+import functools
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import emsjax
+from emsjax import distillation
+from emsjax.config import OPTConfig
+from emsjax.distillation import losses, pruning, training
+from emsjax.distillation.evaluation import acceptance_by_position
+from emsjax.distillation.sequences import Batch, PackedSequences
+from emsjax.packing import pack
+
+CONFIG = OPTConfig(
+    vocab_size=60,
+    hidden_size=32,
+    ffn_dim=64,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    max_position_embeddings=64,
+    init_std=0.2,
+    eos_token_id=2,
+)
+
+OPTIMIZER = distillation.make_optimizer(2, 1e-2, warm_up=1, weight_decay=0.0)
+
+
+def make(config=CONFIG, seed=0) -> emsjax.OPT:
+    return emsjax.OPT(config, rngs=nnx.Rngs(seed), dtype=jnp.float32)
+
+
+def documents(*lengths, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, 60, length).astype(np.int32) for length in lengths]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make()
+
+
+@pytest.fixture(scope="module")
+def packed():
+    return PackedSequences(documents(5, 40, 3, 17, 23, 9, 2, 31), length=16, batch=2)
+
+
+# Sequences
+
+
+def test_an_epoch_holds_every_piece_of_every_document_once():
+    texts = documents(5, 40, 3, 17, 2, 9, seed=1)
+    packed = PackedSequences(texts, length=4, batch=1, seed=3)
+    assert packed.per_epoch == 76 // 4
+    pieces = []
+    for step in range(packed.per_epoch):
+        (tokens,), (segments,), (positions,) = packed[step]
+        for _, group in itertools.groupby(range(4), key=lambda i, s=segments: s[i]):
+            places = list(group)
+            pieces.append(tokens[places].tolist())
+            assert positions[places].tolist() == list(range(len(places)))
+    joined = sorted(itertools.chain(*pieces))
+    assert joined == sorted(np.concatenate(texts).tolist())
+    text_of = [text.tolist() for text in texts]
+    inside = lambda piece, text: any(
+        text[i : i + len(piece)] == piece for i in range(len(text) - len(piece) + 1)
+    )
+    assert all(any(inside(piece, text) for text in text_of) for piece in pieces)
+
+
+def test_batches_depend_on_their_number_and_the_seed_alone(packed):
+    again = PackedSequences(packed.documents, 16, 2)
+    for step in (20, 3, 0, 20):  # of other epochs, and backwards
+        for one, other in zip(packed[step], again[step], strict=True):
+            np.testing.assert_array_equal(one, other)
+    other = PackedSequences(packed.documents, 16, 2, seed=1)
+    assert any((packed[step].tokens != other[step].tokens).any() for step in range(3))
+    epochs = [np.concatenate([packed[s].tokens for s in range(e * 4, e * 4 + 4)]) for e in (0, 1)]
+    assert (epochs[0] != epochs[1]).any()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "error"),
+    [((), "no texts"), ((5, 1, 9), "text 1 is too short: 1"), ((5, 6), "11 tokens together")],
+)
+def test_texts_that_make_no_sequence_are_refused(lengths, error):
+    with pytest.raises(ValueError, match=error):
+        PackedSequences(documents(*lengths), 16, 2)
+
+
+# Losses
+
+
+def test_losses_equal_their_formulas_in_numpy():
+    rng = np.random.default_rng(0)
+    logits, of_target = rng.normal(size=(2, 7, 11)).astype(np.float32)
+    labels = rng.integers(0, 11, 7).astype(np.int32)
+    softmax = lambda x: np.exp(np.float64(x)) / np.exp(np.float64(x)).sum(-1, keepdims=True)
+    q, p = softmax(logits), softmax(of_target)
+    expected = {
+        "cross-entropy": -np.log(q[np.arange(7), labels]),
+        "forward-kl": (p * np.log(p / q)).sum(-1),
+        "reverse-kl": (q * np.log(q / p)).sum(-1),
+        "total-variation": np.maximum(p - q, 0).sum(-1),
+    }
+    assert expected.keys() == losses.LOSSES.keys()
+    arguments = tuple(map(jnp.asarray, (logits, labels, of_target)))
+    for name, values in expected.items():
+        found = losses.combined({name: 1.0}, *arguments)
+        np.testing.assert_allclose(found, values, rtol=1e-4, atol=1e-6)
+    mixed = losses.combined({"cross-entropy": 0.1, "forward-kl": 2.0}, *arguments)
+    both = 0.1 * expected["cross-entropy"] + 2 * expected["forward-kl"]
+    np.testing.assert_allclose(mixed, both, rtol=1e-4)
+
+
+def test_total_variation_is_the_chance_of_a_rejection():
+    rng = np.random.default_rng(1)
+    logits = jnp.asarray(rng.normal(size=(2, 5, 9)), jnp.float32)
+    probs = jax.nn.softmax(logits)
+    # The probability that a token drawn from q is accepted against p.
+    accepted = emsjax.verification.acceptance_probability(probs[1], probs[0])
+    expected = 1 - jnp.sum(probs[0] * accepted, axis=-1)
+    found = losses.total_variation(logits[0], None, logits[1])
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("weights", "error"),
+    [({}, "empty"), ({"kl": 1.0}, "'kl'"), ({"forward-kl": 0.0}, "above 0")],
+)
+def test_wrong_losses_are_refused(target, weights, error):
+    with pytest.raises(ValueError, match=error):
+        distillation.Trainer(target, OPTIMIZER, weights)
+
+
+# Pruning
+
+
+@pytest.mark.parametrize("embeddings", pruning.EMBEDDINGS)
+def test_what_is_cut_out_is_of_the_target(target, embeddings):
+    draft = distillation.prune(target, 2, 16, embeddings)
+    assert draft.config.num_hidden_layers == 2
+    assert draft.config.num_attention_heads == 2
+    assert draft.config.head_dim == target.config.head_dim
+    assert draft.config.ffn_dim == 32
+    assert draft.config.word_embed_proj_dim == (16 if embeddings == "projected" else 32)
+    for small, large in ((0, 0), (1, 2)):
+        whole = set(np.asarray(target.layers[large].fc1.kernel[...]).ravel().tolist())
+        part = np.asarray(draft.layers[small].fc1.kernel[...]).ravel().tolist()
+        assert set(part) <= whole
+    out = emsjax.generate(draft, [[3, 4, 5]], max_new_tokens=3)
+    assert out.lengths.tolist() == [3]
+
+
+def test_dimensions_that_nothing_reads_or_writes_are_left_out():
+    """With half of everything dead, the half that lives says just what the whole does."""
+    model, rng = make(), np.random.default_rng(0)
+    dims = np.sort(rng.permutation(32)[:16])
+    dead = np.setdiff1d(np.arange(32), dims)
+    heads = [1, 3]
+    columns = np.concatenate([np.arange(8) + 8 * head for head in heads])
+    neurons = np.sort(rng.permutation(64)[:32])
+    zero = lambda size, kept: jnp.asarray(np.isin(np.arange(size), kept), jnp.float32)
+    alive, of_heads, of_neurons = zero(32, dims), zero(32, columns), zero(64, neurons)
+    for layer in model.layers:
+        layer.qkv_proj.kernel[...] *= alive[:, None] * jnp.tile(of_heads, 3)
+        layer.out_proj.kernel[...] *= of_heads[:, None] * alive
+        layer.fc1.kernel[...] *= alive[:, None] * of_neurons
+        layer.fc2.kernel[...] *= of_neurons[:, None] * alive
+    small = distillation.prune(model, 3, 16, "shared")
+    np.testing.assert_array_equal(small.project_in.kernel[...][dims], np.eye(16))
+    assert not np.asarray(small.project_in.kernel[...])[dead].any()
+    for one, other in zip(small.layers, model.layers, strict=True):
+        np.testing.assert_array_equal(
+            one.out_proj.kernel[...], other.out_proj.kernel[...][columns][:, dims]
+        )
+        np.testing.assert_array_equal(one.fc2.kernel[...], other.fc2.kernel[...][neurons][:, dims])
+        parts = np.split(np.asarray(other.qkv_proj.kernel[...]), 3, axis=1)
+        expected = np.concatenate([part[dims][:, columns] for part in parts], axis=1)
+        np.testing.assert_array_equal(one.qkv_proj.kernel[...], expected)
+
+
+def test_fewer_layers_alone_leave_the_rest_as_it_is(target):
+    draft = distillation.prune(target, 2, 32)
+    for name in ("embed_tokens", "embed_positions"):
+        np.testing.assert_array_equal(
+            getattr(draft, name).embedding[...], getattr(target, name).embedding[...]
+        )
+    for small, large in ((0, 0), (1, 2)):
+        one, other = (
+            jax.tree.leaves(nnx.state(m.layers[i])) for m, i in ((draft, small), (target, large))
+        )
+        assert all(map(np.array_equal, one, other))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ((0, 16), "layers must be in 1..3"),
+        ((4, 16), "layers must be in 1..3"),
+        ((2, 12), "width must be a multiple of 8"),
+        ((2, 40), "at most 32"),
+        ((3, 32), "must be smaller"),
+        ((2, 16, "tied"), "embeddings must be one of"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(target, arguments, error):
+    with pytest.raises(ValueError, match=error):
+        distillation.prune(target, *arguments)
+
+
+# Training
+
+
+def test_packed_documents_are_read_as_if_alone(target, packed):
+    """The hidden states of each piece equal those of a forward with that piece alone."""
+    batch = packed[5]
+    hidden = np.asarray(training.forward(target, jax.tree.map(jnp.asarray, batch)))
+    assert batch.segment_ids.any()
+    for row, (tokens, segments) in enumerate(zip(batch.tokens, batch.segment_ids, strict=True)):
+        for segment in set(segments):
+            piece = tokens[segments == segment]
+            rows = pack(jnp.zeros(1, jnp.int32), jnp.full(1, len(piece), jnp.int32), len(piece))
+            alone, _ = target(jnp.asarray(piece), rows, target.init_cache(1, 0))
+            np.testing.assert_allclose(hidden[row][segments == segment], alone, atol=2e-5)
+
+
+@pytest.mark.parametrize("parts", [1, 4, 16])
+def test_the_loss_is_a_mean_over_predictions_within_documents(target, packed, monkeypatch, parts):
+    draft = make(seed=1)
+    batch = jax.tree.map(jnp.asarray, packed[0])
+    monkeypatch.setattr(training, "LOGIT_BYTES", 4 * 2 * 60 * 16 // parts)
+    assert training._parts(16, 4 * 2 * 60) == parts
+    weights = {"cross-entropy": 0.3, "reverse-kl": 1.0}
+    found = training.mean_loss(weights, draft, target, batch)
+    logits = [m.logits(training.forward(m, batch).reshape(32, -1)) for m in (draft, target)]
+    labels = jnp.roll(batch.tokens, -1, axis=1).reshape(-1)
+    each = np.asarray(losses.combined(weights, logits[0], labels, logits[1])).reshape(2, 16)
+    counted = batch.segment_ids[:, 1:] == batch.segment_ids[:, :-1]
+    assert not counted.all()
+    assert float(found) == pytest.approx(each[:, :-1][np.asarray(counted)].mean(), rel=1e-5)
+
+
+def trainer(target, steps=8, **options):
+    draft = distillation.prune(target, 2, 16)
+    optimizer = distillation.make_optimizer(steps, 1e-2, warm_up=2, weight_decay=0.1)
+    weights = {"forward-kl": 0.9, "cross-entropy": 0.1}
+    options = {"target": target, "dtype": jnp.float32} | options
+    return distillation.Trainer(draft, optimizer, weights, **options)
+
+
+def test_training_brings_the_draft_to_the_target(target):
+    """More of its tokens stand than before."""
+    prompts = documents(*[8] * 24)
+    generated = distillation.continuations(target, prompts, 24, new_tokens=24, temperature=0.0)
+    sequences = PackedSequences(generated, 32, 4)
+    training_run = trainer(target, 150)
+    before = training_run.model(training_run.initial())
+    after, found = distillation.train(training_run, sequences, 150)
+    assert found.shape == (150,)
+    assert found[-20:].mean() < 0.6 * found[0]
+    rates = [
+        distillation.evaluate(target, draft, prompts[:6], new_tokens=16)
+        for draft in (before, after)
+    ]
+    assert rates[1]["acceptance_rate"] > rates[0]["acceptance_rate"] + 0.1
+
+
+def test_a_draft_that_is_the_target_has_nothing_to_learn(target, packed):
+    weights = {"forward-kl": 1.0}
+    same = distillation.Trainer(target, OPTIMIZER, weights, target=target, dtype=jnp.float32)
+    _, loss = same.step(same.initial(), packed[0])
+    assert abs(float(loss)) < 1e-5
+
+
+def test_masters_are_float32_and_arithmetic_is_not(target, packed):
+    narrow = trainer(target, dtype=jnp.bfloat16)
+    state = narrow.initial()
+    assert {x.dtype.name for x in jax.tree.leaves(state.params)} == {"float32"}
+    with jax.numpy_dtype_promotion("standard"):
+        text = str(jax.make_jaxpr(narrow._step)(state, narrow.target, packed[0]))
+    products = [line for line in text.splitlines() if "dot_general" in line and ":bf16" in line]
+    assert len(products) > 10
+    state, loss = narrow.step(state, packed[0])
+    assert {x.dtype.name for x in jax.tree.leaves(state.params)} == {"float32"}
+    _, exact = (wide := trainer(target)).step(wide.initial(), packed[0])
+    assert 0 < abs(float(loss) - float(exact)) < 0.1
+
+
+@pytest.mark.parametrize("killed_after", [1, 3, 4])
+def test_a_run_that_was_stopped_ends_with_the_same_bits(target, packed, tmp_path, killed_after):
+    class KilledError(Exception):
+        pass
+
+    class Until:
+        def __getitem__(self, step):
+            if step == killed_after:
+                raise KilledError
+            return packed[step]
+
+    whole, expected = distillation.train(trainer(target), packed, 6)
+    checkpoints = distillation.Checkpoints(tmp_path / "checkpoints")
+    with pytest.raises(KilledError):
+        distillation.train(trainer(target), Until(), 6, checkpoints=checkpoints, every=2)
+    checkpoints.close()
+    checkpoints, steps = distillation.Checkpoints(tmp_path / "checkpoints"), []
+    spied = SpiedSequences(packed, steps)
+    model, found = distillation.train(trainer(target), spied, 6, checkpoints=checkpoints, every=2)
+    checkpoints.close()
+    assert steps == list(range(killed_after // 2 * 2, 6))
+    np.testing.assert_array_equal(found, expected)
+    for one, other in zip(jax.tree.leaves(model), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+class SpiedSequences:
+    def __init__(self, sequences, steps):
+        self.sequences, self.steps = sequences, steps
+
+    def __getitem__(self, step):
+        self.steps.append(step)
+        return self.sequences[step]
+
+
+DATA_PARALLEL = """
+import jax, numpy as np
+assert len(jax.devices()) == 4
+from test_distillation import make, trainer, documents
+from emsjax.distillation import PackedSequences, train
+target, packed = make(), PackedSequences(documents(*[30] * 20), 16, 8)
+_, one = train(trainer(target, devices=jax.devices()[:1]), packed, 3)
+four = trainer(target)
+assert four.devices == 4
+_, losses = train(four, packed, 3)
+np.testing.assert_allclose(losses, one, rtol=1e-4)
+shards = four.step(four.initial(), packed[0])[0].params
+assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(shards))
+try:
+    four.step(four.initial(), PackedSequences(documents(*[30] * 20), 16, 6)[0])
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_sequences_are_dealt_out_to_all_devices():
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+    folder = Path(__file__).parent
+    environment = os.environ | {
+        "XLA_FLAGS": flags,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join([str(folder.parent), str(folder)]),
+    }
+    command = [sys.executable, "-c", DATA_PARALLEL]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert "6 sequences cannot be dealt out to 4 devices" in found.stdout
+
+
+def test_other_vocabularies_and_missing_targets_are_refused(target):
+    other = make(OPTConfig(**{**vars(CONFIG), "vocab_size": 61}))
+    start = functools.partial(distillation.Trainer, target, OPTIMIZER, {"forward-kl": 1.0})
+    with pytest.raises(ValueError, match="vocabulary has 61 tokens, the draft's 60"):
+        start(target=other)
+    with pytest.raises(ValueError, match="need a target"):
+        start(target=None)
+
+
+# What it is worth
+
+
+def test_continuations_are_what_the_target_says(target):
+    texts = documents(20, 7, 2, seed=4)
+    found = distillation.continuations(
+        target, texts, 5, prompt_tokens=4, new_tokens=6, batch_size=2, temperature=0.0
+    )
+    beginnings = {
+        tuple(text[:length].tolist()) for text, length in zip(texts, (4, 3, 1), strict=True)
+    }
+    assert len(found) == 5
+    cut = []
+    for document in found:
+        (prompt,) = [b for b in beginnings if tuple(document[: len(b)].tolist()) == b]
+        cut.append(prompt)
+        out = emsjax.generate(target, [prompt], max_new_tokens=6)
+        assert document[len(prompt) :].tolist() == out.tokens[0, : out.lengths[0]].tolist()
+    assert set(cut) == beginnings  # all once before any twice
+    sampled = distillation.continuations(target, texts, 5, new_tokens=6, seed=1)
+    again = distillation.continuations(target, texts, 5, new_tokens=6, seed=1)
+    assert all(map(np.array_equal, sampled, again))
+
+
+def test_a_perfect_draft_is_always_accepted(target):
+    found = distillation.evaluate(target, target, documents(4, 6, 5), new_tokens=11, batch_size=2)
+    assert found["acceptance_rate"] == 1
+    assert found["tokens_per_s"] > 0
+    assert found["by_position"] == [1.0] * 4
+    plain = distillation.evaluate(target, None, documents(4, 6, 5), new_tokens=11, batch_size=2)
+    assert (plain["by_position"], plain["mean_acceptance_length"]) == ([], 1.0)
+
+
+def test_acceptance_by_position_is_conditional():
+    # Ten steps: two accepted nothing, three one token, one two, four three.
+    assert acceptance_by_position(np.array([2, 3, 1, 4])) == [8 / 10, 5 / 8, 4 / 5]
+    assert acceptance_by_position(np.array([3, 0, 0])) == [0.0, 0.0]
+
+
+def test_a_batch_is_a_pytree_of_whole_sequences(packed):
+    assert isinstance(packed[0], Batch)
+    assert {x.shape for x in packed[0]} == {(2, 16)}
+    assert {x.dtype for x in packed[0]} == {np.dtype(np.int32)}
