@@ -1,0 +1,258 @@
+"""`emsjax distil`: what it leaves behind, how it goes on, and what it refuses."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import jax.numpy as jnp
+import pytest
+from jsonl import END, TEXTS, assert_error, save_random_model
+
+import emsjax
+from emsjax import distillation
+from emsjax.arguments import make_parser
+from emsjax.cli import main
+from emsjax.commands import distil as command
+
+LINES = [{"text": TEXTS[i % 5] * (1 + i % 4)} for i in range(14)]
+FILES = {"README.md", "config.json", "model.safetensors", command.RECORD, command.FIGURE}
+
+
+@pytest.fixture
+def data(tmp_path):
+    path = tmp_path / "texts.jsonl"
+    path.write_text("\n".join(map(json.dumps, LINES)))
+    return path
+
+
+def arguments(target, data, output, *options):
+    sizes = ["--layers", 1, "--width", 8, "--steps", 6, "--batch-size", 2]
+    lengths = ["--sequence-length", 16, "--max-new-tokens", 8, "--draft-tokens", 2]
+    counts = ["--generations", 5, "--held-out", 3, "--warm-up-steps", 2, "--checkpoint-every", 2]
+    fixed = ["--target", target, "--data", data, "--output", output, "--dtype", "float32"]
+    return list(map(str, ["distil", *fixed, *sizes, *lengths, *counts, *options]))
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_model, tmp_path_factory):
+    """The folder of a run that was never stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    data = folder / "texts.jsonl"
+    data.write_text("\n".join(map(json.dumps, LINES)))
+    assert main(arguments(tiny_model, data, folder / "draft")) == 0
+    return folder / "draft"
+
+
+def record_of(folder):
+    return json.loads((folder / command.RECORD).read_bytes())
+
+
+def test_the_folder_is_a_model_with_its_card_figure_and_record(whole, tiny_model):
+    names = {path.name for path in whole.iterdir()}
+    assert names - {"special_tokens_map.json"} == FILES | {
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    target = emsjax.OPT.from_pretrained(tiny_model, dtype=jnp.float32)
+    draft = emsjax.OPT.from_pretrained(whole, dtype=jnp.float32)
+    assert (draft.config.hidden_size, draft.config.num_hidden_layers) == (8, 1)
+    out = emsjax.generate(target, [[3, 4]], emsjax.DraftModel(draft), max_new_tokens=4)
+    plain = emsjax.generate(target, [[3, 4]], max_new_tokens=4)
+    assert out.tokens.tolist() == plain.tokens.tolist()
+    assert (whole / command.FIGURE).read_bytes().startswith(b"\x89PNG")
+    results = record_of(whole)["results"]
+    assert len(results["losses"]) == 6
+    assert results["parameters"]["draft"] < results["parameters"]["target"]
+    card = (whole / "README.md").read_text()
+    for part in (
+        str(tiny_model),
+        "1 layers of width 8",
+        "forward-kl 0.9",
+        "emsjax distil --target",
+    ):
+        assert part in card
+    for name in ("before", "after"):
+        assert len(results[name]["by_position"]) == 2
+        assert f"{results[name]['by_position'][1]:.3f}" in card
+    assert f"{results['plain']['tokens_per_s']:.0f}" in card
+
+
+def test_torch_reads_it(whole):
+    pytest.importorskip("torch")
+    from transformers import AutoTokenizer, OPTForCausalLM
+
+    assert OPTForCausalLM.from_pretrained(whole).config.hidden_size == 8
+    assert AutoTokenizer.from_pretrained(whole)("x = 1").input_ids[0] == END
+
+
+class StoppedError(BaseException):
+    pass
+
+
+@pytest.mark.parametrize(
+    "moment", ["continuations", "Checkpoints", "train", "evaluate", "model_card", "clean_up"]
+)
+def test_a_run_stopped_anywhere_ends_with_the_same_bits(
+    whole, tiny_model, data, tmp_path, monkeypatch, moment
+):
+    run = arguments(tiny_model, data, tmp_path / "draft")
+
+    def stop(*args, **options):
+        raise StoppedError
+
+    with monkeypatch.context() as patch:
+        owner = command if hasattr(command, moment) and moment != "train" else distillation
+        patch.setattr(owner, moment, stop)
+        with pytest.raises(StoppedError):
+            main(run)
+    assert main(run) == 0
+    assert {path.name for path in (tmp_path / "draft").iterdir()} == {
+        path.name for path in whole.iterdir()
+    }
+    weights = [
+        (folder / "model.safetensors").read_bytes() for folder in (whole, tmp_path / "draft")
+    ]
+    assert weights[0] == weights[1]
+    assert (
+        record_of(tmp_path / "draft")["results"]["losses"] == record_of(whole)["results"]["losses"]
+    )
+
+
+def test_a_killed_process_goes_on_to_the_same_bits(whole, tiny_model, data, tmp_path):
+    output = tmp_path / "draft"
+    run = arguments(tiny_model, data, output)
+    process = subprocess.Popen([sys.executable, "-m", "emsjax", *run], stderr=subprocess.DEVNULL)
+    checkpoints = output / command.CHECKPOINTS
+    while process.poll() is None and not (checkpoints.exists() and any(checkpoints.iterdir())):
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert "results" not in record_of(output)
+    assert main(run) == 0
+    assert (output / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+def test_a_finished_run_is_left_alone_and_another_is_refused(
+    whole, tiny_model, data, capsys, monkeypatch
+):
+    monkeypatch.setattr(command, "run", None)  # nothing is done
+    before = {path: path.read_bytes() for path in whole.iterdir()}
+    assert main(arguments(tiny_model, data, whole)) == 0
+    captured = capsys.readouterr()
+    assert "is finished" in captured.err
+    assert "acceptance rate" in captured.out
+    assert {path: path.read_bytes() for path in whole.iterdir()} == before
+    code = main(arguments(tiny_model, data, whole, "--steps", 7))
+    assert_error(capsys, code, "from another run", "steps was 6, is now 7")
+    data.write_text(data.read_text() + '\n{"text": "more"}')
+    assert_error(capsys, main(arguments(tiny_model, data, whole)), "data_sha256")
+
+
+def test_a_draft_model_of_ones_own_is_trained_on(tmp_path, tiny_model, data):
+    save_random_model(tmp_path / "start", 1, hidden_size=8, ffn_dim=16, num_attention_heads=1)
+    run = arguments(tiny_model, data, tmp_path / "draft", "--draft-model", tmp_path / "start")
+    for option in ("--layers", "--width"):
+        del run[run.index(option) : run.index(option) + 2]
+    assert main(run) == 0
+    assert record_of(tmp_path / "draft")["results"]["config"]["hidden_size"] == 8
+    assert str(tmp_path / "start") in (tmp_path / "draft" / "README.md").read_text()
+
+
+def test_without_matplotlib_the_rest_is_there(tmp_path, whole, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    folder, said = tmp_path, []
+    record = record_of(whole)
+    command.finish(folder, record, said.append)
+    assert "no figure: plots need matplotlib" in said[0]
+    assert record_of(folder) == record
+
+
+@pytest.mark.parametrize(
+    ("lines", "error"),
+    [
+        ([], "holds no texts"),
+        (['{"text": ""}'], "line 1"),
+        (['{"text": "a"}', "{"], "line 2"),
+        (['{"title": "a"}'], 'missing field "text"'),
+        (["[1]"], "line 1: a record must be a JSON object"),
+        (['{"text": "a"}'] * 4, "fewer than one sequence of 16"),
+        (['{"text": "a"}'] * 3, "3 cannot be held out"),
+    ],
+)
+def test_texts_that_cannot_be_trained_on_are_named(
+    tiny_model, data, tmp_path, capsys, lines, error
+):
+    data.write_text("\n".join(lines))
+    assert_error(capsys, main(arguments(tiny_model, data, tmp_path / "draft")), error)
+    assert not (tmp_path / "draft").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (["--width", 12], "--width must be a multiple of 8"),
+        (["--width", 16], "--layers and width are the target's"),
+        (["--layers", 2], "--layers must be in 1..1"),
+        (["--sequence-length", 65], "--sequence-length must be in 2..64, not 65"),
+        (["--max-new-tokens", 64], "--max-new-tokens must be in 1..63"),
+        (["--losses", "kl"], "losses must be of cross-entropy"),
+        (["--losses", "forward-kl=-1"], "must be above 0"),
+        (["--draft-model", "x"], "--layers: the size is that of --draft-model"),
+        (["--target", "./none"], "--target: none is no folder"),
+        (["--data", "none.jsonl"], "none.jsonl"),
+        (["--text-template", "{"], "{"),
+    ],
+)
+def test_what_cannot_be_trained_is_named_before_any_work(
+    tiny_model, data, tmp_path, capsys, options, error
+):
+    code = main(arguments(tiny_model, data, tmp_path / "draft", *options))
+    assert_error(capsys, code, error)
+    assert not (tmp_path / "draft").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "error"),
+    [
+        ({"vocab_size": 301}, "has vocab_size 301, --target 300"),
+        ({"max_position_embeddings": 32}, "has max_position_embeddings 32"),
+        ({"num_hidden_layers": 2}, "must be smaller than --target"),
+        ({}, "must be smaller than --target"),
+    ],
+)
+def test_a_draft_model_that_does_not_suit_is_named(
+    tiny_model, data, tmp_path, capsys, config, error
+):
+    save_random_model(tmp_path / "start", 1, **config)
+    run = arguments(tiny_model, data, tmp_path / "draft", "--draft-model", tmp_path / "start")
+    for option in ("--layers", "--width"):
+        del run[run.index(option) : run.index(option) + 2]
+    assert_error(capsys, main(run), error)
+
+
+def test_an_output_that_holds_something_else_is_left_alone(tiny_model, data, tmp_path, capsys):
+    (tmp_path / "mine.txt").write_text("mine")
+    assert_error(capsys, main(arguments(tiny_model, data, tmp_path)), "holds something else")
+    file = tmp_path / "mine.txt"
+    assert_error(capsys, main(arguments(tiny_model, data, file)), "is no folder")
+    assert file.read_text() == "mine"
+
+
+def test_a_tokenizer_of_another_model_is_noticed(tiny_model, data, tmp_path, capsys):
+    for path in tiny_model.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    save_random_model(tmp_path, 0, vocab_size=90)
+    code = main(arguments(tmp_path, data, tmp_path / "draft"))
+    assert_error(capsys, code, "do not belong together")
+
+
+def test_losses_have_weights_and_defaults():
+    parse = make_parser("").parse_args
+    needed = ["distil", "--target", "t", "--data", "d", "--output", "o"]
+    assert parse(needed).losses == {"forward-kl": 0.9, "cross-entropy": 0.1}
+    found = parse([*needed, "--losses", "total-variation,cross-entropy=0.25"]).losses
+    assert found == {"total-variation": 1.0, "cross-entropy": 0.25}
+    with pytest.raises(SystemExit):
+        parse([*needed, "--losses", "forward-kl=much"])
