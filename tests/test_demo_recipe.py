@@ -1,5 +1,7 @@
 """The recipe of the embedded pair: its data, how it is evaluated, and that it runs."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -96,6 +98,10 @@ def test_the_pair_is_trained_evaluated_and_stored(library, tmp_path, monkeypatch
     build = recipe.build
     monkeypatch.setattr(recipe, "build", lambda name, **options: build(name, window=32, **options))
     corpus.prepare(tmp_path, vocab_size=300, library=library)
+    data = corpus.load(tmp_path)
+    held_out = {name: ids[:200] for name, ids in data.held_out.items()}
+    data = dataclasses.replace(data, held_out=held_out)
+    monkeypatch.setattr(corpus, "load", lambda folder: data)
     metrics = recipe.train_pair(tmp_path, {"target": 2, "draft": 3})
     for name, steps in (("target", 2), ("draft", 3)):
         assert metrics[name]["steps"] == steps

@@ -246,9 +246,6 @@ def test_no_policy_changes_tokens(policy):
 
 def test_the_bass_heuristic_raises_the_limit_that_nobody_set():
     model = tiny_model(num_hidden_layers=1)
-    draft = lambda drafter, policy: emsjax.generate(
-        model, PROMPTS, drafter, policy, max_new_tokens=40, eos_token_ids=()
-    )
     widths = {
         (None, None): 4,
         (None, emsjax.BassHeuristic()): 32,
@@ -257,11 +254,15 @@ def test_the_bass_heuristic_raises_the_limit_that_nobody_set():
         (3, emsjax.BassHeuristic()): 3,
     }
     for (limit, policy), width in widths.items():
-        stats = draft(emsjax.DraftModel(model, limit), policy).stats
-        assert stats.accepted_histogram.shape == (3, width + 1)
+        state = emsjax.init_state(
+            model, emsjax.DraftModel(model, limit), PROMPTS, draft_length=policy, max_new_tokens=40
+        )
+        assert state.counters.accepted_histogram.shape == (3, width + 1)
     # Its own draft model is always right, so the length grows from step to step: 8, 10 and 12
     # tokens, and the 10 that remain.
-    lengths = draft(emsjax.DraftModel(model), emsjax.BassHeuristic()).stats.accepted_histogram
+    own, policy = emsjax.DraftModel(model), emsjax.BassHeuristic()
+    out = emsjax.generate(model, PROMPTS, own, policy, max_new_tokens=40, eos_token_ids=())
+    lengths = out.stats.accepted_histogram
     assert lengths[:, [7, 9, 11]].tolist() == [[1, 2, 1]] * 3
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
+from jsonl import save_random_model
 
 import emsjax
 from emsjax import plotting
@@ -19,7 +20,6 @@ from emsjax.benchmarks.step import floor_ms
 from emsjax.cli import main
 from emsjax.commands.ems_sd import scripted
 from emsjax.config import OPTConfig
-from emsjax.demo import DRAFT, TARGET
 
 NEW, BATCH, RATES = 10, 3, Rates(1e12, 1e14)
 METHODS = tuple(ems_sd.METHODS)
@@ -197,8 +197,9 @@ def test_drafts_stand_as_often_as_asked_for():
     assert of("--draft", "draft-model", *asked) == ("model", TokenAcceptance(0.5, 2))
 
 
-def bench_texts(*options):
-    return main(["bench", "ems-sd", "--model", str(TARGET), *map(str, options)])
+@pytest.fixture
+def bench_texts(tiny_model):
+    return lambda *options: main(["bench", "ems-sd", "--model", *map(str, (tiny_model, *options))])
 
 
 @pytest.fixture
@@ -216,11 +217,12 @@ def articles(tmp_path):
     return path
 
 
-@pytest.mark.parametrize(
-    "drafts", [[], ["--draft", "draft-model", "--draft-model", DRAFT, "--draft-tokens", 2]]
-)
-def test_a_model_decodes_a_file_of_texts(articles, tmp_path, drafts):
-    output = tmp_path / "bench.json"
+@pytest.mark.parametrize("draft", ["llma", "draft-model"])
+def test_a_model_decodes_a_file_of_texts(bench_texts, articles, tmp_path, draft):
+    output, drafts = tmp_path / "bench.json", []
+    if draft == "draft-model":
+        save_random_model(tmp_path / "draft", 1)
+        drafts = ["--draft", draft, "--draft-model", tmp_path / "draft", "--draft-tokens", 2]
     asked = ["--data", articles, "--dtype", "float32", "--batch-sizes", 2, "--max-new-tokens", 6]
     asked += ["--methods", "greedy,ems,vanilla", "--repeats", 2, "--output", output]
     assert bench_texts(*asked, *drafts) == 0
@@ -240,11 +242,11 @@ def test_a_model_decodes_a_file_of_texts(articles, tmp_path, drafts):
         (["--data", "x", "--miss", "0.1"], "--miss needs --shape"),
         (["--data", "x", "--draft-shape", "tiny"], "--draft-shape needs --shape"),
         (["--data", "x", "--draft", "draft-model"], "need each other"),
-        (["--data", "x", "--draft-model", str(DRAFT)], "need each other"),
+        (["--data", "x", "--draft-model", "y"], "need each other"),
         (["--data", "missing.jsonl"], "missing.jsonl"),
     ],
 )
-def test_what_does_not_suit_a_file_of_texts_is_named(options, error, capsys):
+def test_what_does_not_suit_a_file_of_texts_is_named(bench_texts, options, error, capsys):
     assert bench_texts(*options) == 2
     assert error in capsys.readouterr().err
 

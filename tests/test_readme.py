@@ -54,23 +54,21 @@ def test_the_demo_says_identical_and_saves_model_calls(capsys, monkeypatch):
         return outputs[-1]
 
     monkeypatch.setattr(emsjax, "generate", remember)
-    monkeypatch.setattr(demo, "MAX_SAMPLED_TOKENS", 8)
+    methods = [method for method in demo.METHODS if "samples" not in method.name]
+    monkeypatch.setattr(demo, "METHODS", methods)  # sampling has tests of its own
     assert main(["demo"]) == 0
     shown = capsys.readouterr().out
     for method in demo.METHODS:
         verdict = "identical" if method.name in COMPARED else "reference"
         assert re.search(rf"^{method.name} .* {verdict}$", shown, re.MULTILINE)
 
-    plain, lookup, draft, *sampled = outputs[::2]
+    plain, lookup, draft = outputs[::2]
     assert plain.stats.mean_acceptance_length == 1
     assert lookup.stats.mean_acceptance_length >= 1.5
     assert draft.stats.mean_acceptance_length >= 2.0
     for out in (lookup, draft):
         assert out.stats.num_steps.sum() < plain.stats.num_steps.sum() / 1.5
         np.testing.assert_array_equal(out.tokens, plain.tokens)
-    assert [len(out.tokens) for out in sampled] == [4 * demo.SAMPLED_PROMPTS] * 2
-    np.testing.assert_array_equal(sampled[0].tokens, sampled[1].tokens)
-    assert (sampled[0].tokens[0::4] != sampled[0].tokens[1::4]).any()
 
 
 @pytest.mark.parametrize("field", ["tokens", "lengths"])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from toy import CARELESS, POSITIONS, VOCAB, ScriptedDrafter, ragged_prompts, script_of, tiny_model
+from toy import CARELESS, POSITIONS, VOCAB, ragged_prompts, script_of, tiny_model
 
 import emsjax
 from emsjax import vanilla
@@ -39,20 +39,12 @@ def replay(script, counts, right) -> Replay:
 
 
 @every_method
-@settings(max_examples=2)
-@given(lengths=st.lists(st.integers(1, 40), min_size=4, max_size=4), seed=st.integers(0, 99))
-def test_every_method_gives_the_plain_tokens(method, lengths, seed):
-    model, prompts = tiny_model(), ragged_prompts(lengths, seed)
+def test_every_method_gives_the_plain_tokens(method):
+    model, prompts = tiny_model(), ragged_prompts([17, 1, 40, 6])
     plain = emsjax.generate(model, prompts, max_new_tokens=NEW)
     script = script_of(prompts, plain)
-    right = np.random.default_rng(seed).integers(0, 4, script.shape)
-    for drafter in (
-        None,
-        ScriptedDrafter(script),
-        CARELESS,
-        replay(script, 3, right),
-        emsjax.DraftModel(model, 2),
-    ):
+    right = np.random.default_rng(0).integers(0, 4, script.shape)
+    for drafter in (None, CARELESS, replay(script, 3, right), emsjax.DraftModel(model, 2)):
         out = vanilla.generate(model, prompts, drafter, max_new_tokens=NEW, **method)
         np.testing.assert_array_equal(out.tokens, plain.tokens, err_msg=repr(drafter))
         np.testing.assert_allclose(out.logprobs, plain.logprobs, atol=1e-4)
