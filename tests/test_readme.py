@@ -56,6 +56,7 @@ def test_the_demo_says_identical_and_saves_model_calls(capsys, monkeypatch):
     monkeypatch.setattr(emsjax, "generate", remember)
     methods = [method for method in demo.METHODS if "samples" not in method.name]
     monkeypatch.setattr(demo, "METHODS", methods)  # sampling has tests of its own
+    monkeypatch.setattr(demo, "MAX_NEW_TOKENS", 48)
     assert main(["demo"]) == 0
     shown = capsys.readouterr().out
     for method in demo.METHODS:
