@@ -13,7 +13,15 @@ def positive_int(text: str) -> int:
     return number
 
 
-positive_int.__name__ = "integer"  # argparse: "invalid integer value"
+def count(text: str) -> int:
+    """0 or more."""
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"must be at least 0, not {number}")
+    return number
+
+
+positive_int.__name__ = count.__name__ = "integer"  # argparse: "invalid integer value"
 
 
 def positive_ints(text: str) -> tuple[int, ...]:

@@ -3,14 +3,14 @@
 import argparse
 from pathlib import Path
 
-from emsjax.argument_types import DTYPES, loss_weights, positive_int
+from emsjax.argument_types import DTYPES, count, loss_weights, positive_int
 
 LOSSES = {"forward-kl": 0.9, "cross-entropy": 0.1}
 
 
 def add_distil_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    count = {"type": positive_int, "metavar": "N"}
+    number = {"type": positive_int, "metavar": "N"}
     shown = "default: %(default)s"
     add("--target", required=True, metavar="DIR_OR_ID", help="local folder or Hugging Face id")
     add("--revision", help="branch, tag or commit of a Hugging Face id")
@@ -29,8 +29,8 @@ def add_distil_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder for the draft model, new or of a run that was stopped",
     )
-    add("--layers", **count, help="of the draft model, cut out of the target")
-    add("--width", **count, help="its hidden size: a multiple of the size of the target's heads")
+    add("--layers", **number, help="of the draft model, cut out of the target")
+    add("--width", **number, help="its hidden size: a multiple of the size of the target's heads")
     add(
         "--embeddings",
         choices=("projected", "shared"),
@@ -40,9 +40,9 @@ def add_distil_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--draft-model", metavar="DIR_OR_ID", help="to train on, not a part of the target")
     add("--draft-revision", metavar="REVISION", help="branch, tag or commit of the draft model")
-    add("--steps", **count, default=5000, help=shown)
-    add("--batch-size", **count, default=32, help="sequences of a step (default: %(default)s)")
-    add("--sequence-length", **count, default=1024, help="tokens (default: %(default)s)")
+    add("--steps", **number, default=5000, help=shown)
+    add("--batch-size", **number, default=32, help="sequences of a step (default: %(default)s)")
+    add("--sequence-length", **number, default=1024, help="tokens (default: %(default)s)")
     add(
         "--losses",
         type=loss_weights,
@@ -52,17 +52,18 @@ def add_distil_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: forward-kl=0.9,cross-entropy=0.1)",
     )
     add("--learning-rate", type=float, default=1e-3, metavar="RATE", help="peak; " + shown)
-    add("--warm-up-steps", **count, default=300, help=shown)
+    add("--warm-up-steps", **number, default=300, help=shown)
     add("--weight-decay", type=float, default=0.1, metavar="RATE", help=shown)
     add("--dtype", choices=DTYPES, default="bfloat16", help="to compute in; " + shown)
     add(
         "--generations",
-        **count,
+        type=count,
         default=512,
+        metavar="N",
         help="continuations of texts by the target to train on as well (default: %(default)s)",
     )
-    add("--held-out", **count, default=16, help="texts to evaluate on (default: %(default)s)")
-    add("--max-new-tokens", **count, default=128, help="of each continuation; " + shown)
-    add("--draft-tokens", **count, default=4, help="of a step, in evaluation; " + shown)
-    add("--checkpoint-every", **count, default=500, help="steps; " + shown)
+    add("--held-out", **number, default=16, help="texts to evaluate on (default: %(default)s)")
+    add("--max-new-tokens", **number, default=128, help="of each continuation; " + shown)
+    add("--draft-tokens", **number, default=4, help="of a step, in evaluation; " + shown)
+    add("--checkpoint-every", **number, default=500, help="steps; " + shown)
     add("--seed", type=int, default=0, help=shown)

@@ -193,6 +193,8 @@ def generations(
 ) -> Documents:
     """The target's own continuations; those that the output folder holds already."""
     path = options.output / GENERATIONS
+    if not options.generations:
+        return []
     if not path.exists():
         say(f"decoding {options.generations} continuations of the texts")
         new = distillation.continuations(

@@ -164,18 +164,13 @@ class Trainer:
         self.everywhere = NamedSharding(mesh, PartitionSpec())
         self.dealt_out = NamedSharding(mesh, PartitionSpec("data"))
         self.devices = mesh.size
+        self.optimizer = optimizer
         self.master, params = nnx.split(model.astype(jnp.float32))
+        self.params = jax.device_put(params, self.everywhere)
         self.target = None
         if target is not None:
             self.target = jax.device_put(target.astype(dtype), self.everywhere)
-        # Of its own: a step reuses the memory of the state it is given.
-        params = jax.device_put(jax.tree.map(jnp.copy, params), self.everywhere)
-        self.initial = lambda: TrainState(
-            jax.tree.map(jnp.copy, params),
-            jax.device_put(optimizer.init(params), self.everywhere),
-        )
-        graph = nnx.graphdef(model.astype(dtype))
-        loss_of = functools.partial(mean_loss, dict(losses))
+        graph, loss_of = nnx.graphdef(model.astype(dtype)), functools.partial(mean_loss, losses)
 
         def loss_fn(params, target, batch):
             params = jax.tree.map(lambda x: x.astype(dtype), params)
@@ -188,6 +183,12 @@ class Trainer:
             return TrainState(optax.apply_updates(state.params, updates), inner), loss
 
         self._step = step
+
+    def initial(self) -> TrainState:
+        """The state before the first step."""
+        # Copies, as a step reuses the memory of the state it is given.
+        inner = jax.device_put(self.optimizer.init(self.params), self.everywhere)
+        return TrainState(jax.tree.map(jnp.copy, self.params), inner)
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Float[Array, ""]]:
         """The next state and the loss before it; the given state's memory is reused.

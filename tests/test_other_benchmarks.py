@@ -1,4 +1,4 @@
-"""What rounding row counts costs, and what a process's first call does."""
+"""What rounding row counts costs, what a process's first call does, and training steps."""
 
 import json
 
@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from emsjax.benchmarks import buckets, first_call
+from emsjax.benchmarks import buckets, first_call, runs, training
+from emsjax.config import OPTConfig
 
 
 def test_typical_steps_stand_for_equal_shares():
@@ -66,4 +67,33 @@ def test_a_warm_call_finds_what_the_cold_one_compiled(tmp_path, monkeypatch, cap
     assert counts[0] == counts[1] > 0
     for state in ("cold", "warm"):
         assert len(results[state]["calls_s"]) == 2
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_training_flops_are_six_per_weight_and_token():
+    config = OPTConfig(num_hidden_layers=1)  # of 125m, but for the layers
+    weights = 12 * 768**2 + 768 * config.vocab_size
+    # Attention multiplies queries and keys, and weights and values, of (t + 1) / 2 on average.
+    attention = 2 * 768 * (1024 + 1) / 2
+    found = training.training_flops(config, 4, 1024)
+    assert found == 6 * 4 * 1024 * (weights + attention)
+
+
+def test_training_is_timed_with_and_without_a_target(tmp_path, capsys):
+    path = tmp_path / "training.json"
+    options = ["--model", "tiny", "--target", "tiny", "--batch-size", "2"]
+    training.main([*options, "--sequence-length", "16", "--commit", "abc", "--output", str(path)])
+    results = json.loads(path.read_bytes())
+    assert results["commit"] == "abc"
+    assert [list(of["losses"]) for of in results["entries"]] == [
+        ["cross-entropy"],
+        ["forward-kl", "cross-entropy"],
+    ]
+    flops = training.training_flops(runs.MODELS["tiny"], 2, 16)
+    for of in results["entries"]:
+        median = np.median(of["steps_s"])
+        assert of["tokens_per_s"] == pytest.approx(32 / median)
+        assert of["tflop_per_s"] == pytest.approx(flops / median / 1e12)
+        rate = results["rates"]["matmul_tflop_per_s"]
+        assert of["share"] == pytest.approx(of["tflop_per_s"] / rate)
     assert len(capsys.readouterr().out.splitlines()) == 2
