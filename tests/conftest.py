@@ -1,6 +1,7 @@
 """Shapes in annotations are checked at run time: the library promises what it documents."""
 
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 # Tests compile much and compute little.
@@ -56,7 +57,9 @@ def strict_dtypes():
 def forget_executables():
     """A CPU executable holds memory maps, and a process may have 65530 of them on Linux."""
     yield
-    jax.clear_caches()
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
+        jax.clear_caches()
 
 
 @pytest.fixture(autouse=True)
