@@ -61,17 +61,8 @@ class KVCache:
         update: Callable = pallas_kernels.update_kv_caches,
     ) -> "KVCache":
         """Append the first `counts[s]` of sample s's fresh rows; the others leave no trace."""
-        batch = self.lengths.shape[0]
-        sample = jnp.minimum(rows.segment_ids, batch - 1)
-        kept = rows.positions < (self.lengths + counts)[sample]
-        segment_ids = jnp.where(kept, rows.segment_ids, batch)
-        old = self.layers
-        keys, values = update(
-            old.keys, old.values, fresh.keys, fresh.values, segment_ids, rows.positions
-        )
-        return dataclasses.replace(
-            self, layers=KeysValues(keys, values), lengths=self.lengths + counts
-        )
+        layers = _write(self, fresh, rows, counts, rows.positions, update)
+        return dataclasses.replace(self, layers=layers, lengths=self.lengths + counts)
 
     def fork(self, samples: Int32[Array, "n"]) -> "KVCache":
         """A cache whose slot i starts as a copy of this one's slot samples[i]."""
@@ -125,17 +116,12 @@ class SharedIndexCache:
         """Append the first `counts[s]` of sample s's fresh rows, and gaps to the most of them."""
         batch = self.lengths.shape[0]
         sample = jnp.minimum(rows.segment_ids, batch - 1)
-        place = rows.positions - self.lengths[sample]
-        kept = place < counts[sample]
-        segment_ids = jnp.where(kept, rows.segment_ids, batch)
-        old = self.layers
-        keys, values = update(
-            old.keys, old.values, fresh.keys, fresh.values, segment_ids, self.index + place
-        )
+        places = self.index + rows.positions - self.lengths[sample]
+        layers = _write(self, fresh, rows, counts, places, update)
         at = jnp.arange(self.mask.shape[1]) - self.index
         most = jnp.max(counts)
         return SharedIndexCache(
-            KeysValues(keys, values),
+            layers,
             self.lengths + counts,
             self.index + most,
             self.mask | ((at >= 0) & (at < counts[:, None])),
@@ -144,3 +130,14 @@ class SharedIndexCache:
 
 
 Cache = KVCache | SharedIndexCache
+
+
+def _write(
+    cache: Cache, fresh: KeysValues, rows: PackedRows, counts, places, update: Callable
+) -> KeysValues:
+    """The layers with the first `counts[s]` of sample s's fresh rows at their places [r]."""
+    batch, old = cache.lengths.shape[0], cache.layers
+    sample = jnp.minimum(rows.segment_ids, batch - 1)
+    kept = rows.positions < (cache.lengths + counts)[sample]
+    segment_ids = jnp.where(kept, rows.segment_ids, batch)
+    return KeysValues(*update(old.keys, old.values, fresh.keys, fresh.values, segment_ids, places))

@@ -92,15 +92,12 @@ def generate(
         eos_token_ids=eos_token_ids,
         key=key,
     )
-    slots = requests.total_sequences
-    if batch_size is not None:
-        slots = check_at_least("batch_size", batch_size, 1)
     return complete(
         model,
         drafter,
         requests,
-        slots,
         draft_length=draft_length,
+        batch_size=batch_size,
         deadline=deadline,
         attention_implementation=attention_implementation,
     )
@@ -110,19 +107,25 @@ def complete(
     model: OPT,
     drafter: Drafter | None,
     requests: Requests,
-    slots: int,
     *,
     draft_length: DraftLength | None,
+    batch_size: int | None,
     deadline: float | None = None,
     attention_implementation: str | Callable | None,
     layout: Layout = UNPADDED,
 ) -> GenerateOutput:
-    """Complete checked requests, `slots` sequences at a time.
+    """Complete checked requests, `batch_size` sequences at a time; None: all at once.
 
     Args:
         deadline: of `time.monotonic`; None: there is none.
         layout: what is padded.
+
+    Raises:
+        ValueError: a batch size below 1, a drafter that does not suit, or what does not fit.
     """
+    slots = requests.total_sequences
+    if batch_size is not None:
+        slots = check_at_least("batch_size", batch_size, 1)
     resolve_kernels(attention_implementation)
     groups = [
         np.arange(first, min(first + slots, requests.total_sequences))

@@ -6,7 +6,6 @@ drafters and its kernels, so that what they take longer is what padding costs.
 
 from collections.abc import Callable, Sequence
 
-from emsjax.checks import check_at_least
 from emsjax.draft_length import DraftLength
 from emsjax.drafting import Drafter
 from emsjax.generation import check, complete
@@ -60,15 +59,12 @@ def generate(
         max_new_tokens=max_new_tokens,
         eos_token_ids=eos_token_ids,
     )
-    slots = requests.total_sequences
-    if batch_size is not None:
-        slots = check_at_least("batch_size", batch_size, 1)
     return complete(
         model,
         drafter,
         requests,
-        slots,
         draft_length=draft_length,
+        batch_size=batch_size,
         attention_implementation=attention_implementation,
         layout=Layout(pad_inputs=not unpad_inputs, pad_kv_cache=not unpad_kv_cache),
     )

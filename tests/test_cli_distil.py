@@ -240,6 +240,15 @@ def test_an_output_that_holds_something_else_is_left_alone(tiny_model, data, tmp
     assert file.read_text() == "mine"
 
 
+def test_a_batch_that_cannot_be_dealt_out_is_named_before_any_work(
+    tiny_model, data, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(command.jax, "local_devices", lambda: [None] * 3)
+    code = main(arguments(tiny_model, data, tmp_path / "draft"))
+    assert_error(capsys, code, "--batch-size must be a multiple of 3")
+    assert not (tmp_path / "draft").exists()
+
+
 def test_a_tokenizer_of_another_model_is_noticed(tiny_model, data, tmp_path, capsys):
     for path in tiny_model.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())

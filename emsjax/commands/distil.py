@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
 from rich.console import Console
@@ -101,8 +102,8 @@ def prepare(
     """The documents held out and those to train on.
 
     Raises:
-        ValueError: too few texts or tokens, another vocabulary, or lengths that the models have
-            no positions for.
+        ValueError: too few texts or tokens, another vocabulary, lengths that the models have no
+            positions for, or a batch that cannot be dealt out to the devices.
     """
     positions = min(config.max_position_embeddings, draft_config.max_position_embeddings)
     for name, least in (("sequence_length", MIN_TOKENS), ("max_new_tokens", 1)):
@@ -110,6 +111,12 @@ def prepare(
         if not least <= value <= most:
             option = "--" + name.replace("_", "-")
             raise ValueError(f"{option} must be in {least}..{most}, not {value}")
+    devices = len(jax.local_devices())
+    if options.batch_size % devices:
+        raise ValueError(
+            f"--batch-size must be a multiple of {devices}, the number of local devices, "
+            f"not {options.batch_size}"
+        )
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(options.target, **revision_of(options.revision))

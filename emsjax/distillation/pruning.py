@@ -4,6 +4,8 @@ Kept are evenly spaced layers, and of their width what is read or written most: 
 residual stream, attention heads, feed-forward neurons. Heads keep their size.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,15 +40,13 @@ def pruned_config(
         raise ValueError(
             "embeddings must be 'shared': those of the target are narrower than its layers already"
         )
-    return OPTConfig(
-        **{
-            **vars(config),
-            "num_hidden_layers": layers,
-            "hidden_size": width,
-            "num_attention_heads": width // config.head_dim,
-            "ffn_dim": config.ffn_dim * width // config.hidden_size,
-            "word_embed_proj_dim": width if embeddings == PROJECTED else config.word_embed_proj_dim,
-        }
+    return dataclasses.replace(
+        config,
+        num_hidden_layers=layers,
+        hidden_size=width,
+        num_attention_heads=width // config.head_dim,
+        ffn_dim=config.ffn_dim * width // config.hidden_size,
+        word_embed_proj_dim=width if embeddings == PROJECTED else config.word_embed_proj_dim,
     )
 
 
