@@ -16,7 +16,7 @@ from emsjax.cache import Cache, KeysValues, KVCache
 from emsjax.config import ACTIVATIONS, POSITION_OFFSET, OPTConfig
 from emsjax.packing import PackedRows
 from pallas_kernels.add_layer_norm import add, normalise
-from pallas_kernels.implementations import matmul_precision
+from pallas_kernels.implementations import matmul_precision, with_gradient_of
 
 LAYER_NORM_EPSILON = 1e-5
 
@@ -208,17 +208,16 @@ class OPT(nnx.Module):
         return x, KeysValues(tuple(keys), tuple(values))
 
     def logits(self, hidden: Float[Array, "r e"]) -> Float[Array, "r v"]:
-        """float32 logits of hidden states."""
+        """float32 logits of hidden states; their gradient is rounded to the model's type."""
         x, norm = hidden, self.final_layer_norm
         x = x if norm is None else normalise(x, *affine(norm), LAYER_NORM_EPSILON)
         x = x if self.project_out is None else self.project_out(x)
-        return jnp.einsum(
-            "rw,vw->rv",
-            x,
-            self.embed_tokens.embedding[...],
-            precision=matmul_precision(self.dtype),
-            preferred_element_type=jnp.float32,
-        )
+        precision = matmul_precision(self.dtype)
+        product = functools.partial(jnp.einsum, "rw,vw->rv", precision=precision)
+        narrow = lambda x, table: product(x, table).astype(jnp.float32)
+        wide = functools.partial(product, preferred_element_type=jnp.float32)
+        # The gradient's products would be of float32 factors otherwise.
+        return with_gradient_of(narrow, wide)(x, self.embed_tokens.embedding[...])
 
     def init_cache(self, batch: int, max_len: int) -> KVCache:
         """An empty cache for this model: `max_len` tokens for each of `batch` samples."""

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-MAX_BUCKETS = 8
+MAX_BUCKETS = 10
 FREE_ROWS = 128  # on a GPU up to about here a step reads weights longer than it computes
 MIN_BUCKET_ROWS = 16  # the rows of a matrix unit's tile: fewer cost the same
 MAX_CHUNK_ROWS = 1024  # of prefill
@@ -74,16 +74,17 @@ def pack(starts: Int32[Array, "b"], counts: Int32[Array, "b"], num_rows: int) ->
 def row_buckets(batch: int, max_rows_per_sample: int) -> tuple[int, ...]:
     """Static row counts that a step may be padded up to, ascending.
 
-    From one row per sample to all; between them powers of two, and three quarters of them
-    where rows have become expensive, as long as these are few and none saves less than a
-    tile or a fifth of the rows: each bucket is compiled once.
+    From one row per sample to all; between them powers of two, and four steps from each to the
+    next where rows have become expensive, or two, as long as these are few and none saves less
+    than a tile or a sixth of the rows: each bucket is compiled once.
     """
     most = batch * max_rows_per_sample
     least = min(most, max(batch, MIN_BUCKET_ROWS))
     powers = [2**i for i in range(4, most.bit_length())]
-    quarters = [3 * n // 4 for n in powers if 3 * n // 4 > FREE_ROWS]
-    for sizes in (sorted(powers + quarters), powers, powers[::2]):
-        between = [n for n in sizes if least + MIN_BUCKET_ROWS <= n <= 0.8 * most]
+    expensive = [n for n in powers if n >= FREE_ROWS]
+    in_parts = lambda parts: [n * i // parts for n in expensive for i in range(parts, 2 * parts)]
+    for sizes in ({*powers, *in_parts(4)}, {*powers, *in_parts(2)}, powers, powers[::2]):
+        between = [n for n in sizes if least + MIN_BUCKET_ROWS <= n <= most - most // 6]
         if len(between) <= MAX_BUCKETS - 2:
             break
     return tuple(sorted({least, *between, most}))

@@ -13,7 +13,7 @@ from jsonl import save_random_model
 import emsjax
 from emsjax import plotting
 from emsjax.arguments import make_parser
-from emsjax.benchmarks import Rates, ems_sd, workloads
+from emsjax.benchmarks import Rates, ems_sd, sources, workloads
 from emsjax.benchmarks.scripted import CopyAcceptance, TokenAcceptance
 from emsjax.benchmarks.sources import Scripted
 from emsjax.benchmarks.step import floor_ms
@@ -31,6 +31,7 @@ def short():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jaxtyping.config, "jaxtyping_disable", True)
         patch.setattr(workloads, "PROMPT_TOKENS", (8, 12))
+        patch.setattr(sources, "SEQUENCES_PER_ROUND", 1)
         patch.setattr(workloads.ScriptedModels, "dtype", jnp.float32)
         yield
 
@@ -122,6 +123,18 @@ def test_figures_follow_from_the_runs(source, entry):
     )
     assert greedy["mean_acceptance_length"] == 1
     assert entry["methods"]["vanilla"]["mean_acceptance_length"] > 1
+
+
+def test_small_batches_have_more_draws_in_each_round(source, monkeypatch):
+    """No draws are used twice, and the prompts are the same."""
+    monkeypatch.setattr(sources, "SEQUENCES_PER_ROUND", 5)
+    rounds = source.rounds(2, 2)
+    assert [len(tasks) for tasks in rounds] == [3, 3]
+    tasks = [task for tasks in rounds for task in tasks]
+    drawn = {(task.drafter.counts.tobytes(), task.drafter.right.tobytes()) for task in tasks}
+    assert len(drawn) == 6
+    assert len({np.concatenate(task.prompts).tobytes() for task in tasks}) == 1
+    assert [len(tasks) for tasks in source.rounds(5, 2)] == [1, 1]
 
 
 def test_arithmetic_of_a_step_by_hand():

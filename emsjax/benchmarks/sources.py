@@ -9,6 +9,8 @@ import numpy as np
 import emsjax
 from emsjax.benchmarks.workloads import ScriptedModels, Workload
 
+SEQUENCES_PER_ROUND = 8  # at least: acceptance is drawn, and differs from one to the next
+
 
 @dataclasses.dataclass(frozen=True)
 class Task:
@@ -33,13 +35,15 @@ class Scripted:
         return self.models.model
 
     def rounds(self, batch: int, count: int) -> list[list[Task]]:
-        """One batch in each round."""
+        """The same prompts in every batch, with draws of their own."""
         prompts = self.models.prompts(batch, self.new_tokens)
         lengths = np.array([len(prompt) for prompt in prompts])
         expected = self.models.expected(lengths, self.new_tokens)
         k = self.workload.profile.max_draft_tokens
-        drafters = self.models.drafters(self.workload, batch, k, count)
-        return [[Task(prompts, drafter, expected)] for drafter in drafters]
+        batches = -(-SEQUENCES_PER_ROUND // batch)
+        drafters = self.models.drafters(self.workload, batch, k, count * batches)
+        tasks = [Task(prompts, drafter, expected) for drafter in drafters]
+        return [tasks[i : i + batches] for i in range(0, len(tasks), batches)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,9 +8,11 @@ of the target.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -69,7 +71,8 @@ class Measurement:
         draft_ms = self.time_drafting(say) if self.draft_config is not None else {}
         points = []
         for batch in self.batch_sizes:
-            for point in self.time_rows([self.start(model, batch) for model in slices]):
+            start = functools.partial(self.start, batch=batch)
+            for point in self.time_rows(at_once(start, slices)):
                 points.append(point)
                 say(
                     f"batch {batch}: {point.rows} rows, "
@@ -78,7 +81,7 @@ class Measurement:
         return points, draft_ms
 
     def start(self, model, batch: int) -> StepRun:
-        return StepRun(
+        run = StepRun(
             model,
             batch,
             self.max_draft_tokens + 1,
@@ -87,6 +90,8 @@ class Measurement:
             draft_length=emsjax.FixedLength(self.max_draft_tokens),
             max_new_tokens=LONG + self.max_draft_tokens + 1,
         )
+        run.advance(LONG)  # compiles
+        return run
 
     def time_rows(self, runs: Sequence[StepRun]) -> Iterator[Point]:
         """Every row bucket at the context, and the smallest at half of it; of the slices' runs."""
@@ -116,12 +121,25 @@ class Measurement:
         tokens = min(DRAFTED, self.max_draft_tokens)
         drafter = emsjax.DraftModel(draft_model, tokens, attention_implementation=self.attention)
 
-        def measure(batch: int) -> float:
-            ms = best_ms([DraftRun(drafter, batch, self.context)])[0] / tokens
+        def start(batch: int) -> DraftRun:
+            run = DraftRun(drafter, batch, self.context)
+            run.advance(LONG)  # compiles
+            return run
+
+        def measure(batch: int, run: DraftRun | None = None) -> float:
+            ms = best_ms([run or start(batch)])[0] / tokens
             say(f"batch {batch}: a draft step {ms:.3f} ms")
             return ms
 
-        return with_means({batch: measure(batch) for batch in sorted(self.batch_sizes)}, measure)
+        sizes = sorted(self.batch_sizes)
+        found = dict(zip(sizes, map(measure, sizes, at_once(start, sizes)), strict=True))
+        return with_means(found, measure)
+
+
+def at_once(function: Callable, arguments: Iterable[Any]) -> list[Any]:
+    """What the function makes of each: most of its time is compilation, outside of Python."""
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(function, arguments))
 
 
 def with_means(found: dict[int, float], measure: Callable[[int], float]) -> dict[int, float]:
@@ -136,8 +154,6 @@ def with_means(found: dict[int, float], measure: Callable[[int], float]) -> dict
 
 def best_ms(runs: Sequence[Run]) -> list[float]:
     """Milliseconds of a step of each run; they take turns, as clocks may change meanwhile."""
-    for run in runs:
-        run.advance(LONG)  # compiles, the first time
     seconds = max(run.advance(SHORT) + run.advance(LONG) for run in runs)
     repetitions = int(np.clip(SECONDS / seconds, 3, REPETITIONS))
     times = time_steps(dict(enumerate(runs)), repetitions)

@@ -18,8 +18,9 @@ CROSS_ENTROPY = "cross-entropy"
 def cross_entropy(logits, labels, target_logits) -> Float[Array, "n"]:
     """-log q(label)."""
     del target_logits
-    log_q = jax.nn.log_softmax(logits)
-    return -jnp.take_along_axis(log_q, labels[:, None], axis=1)[:, 0]
+    # Not by index: the gradient of that is a scatter into an array as large as the logits.
+    is_label = jnp.arange(logits.shape[1]) == labels[:, None]
+    return jax.nn.logsumexp(logits, axis=1) - jnp.sum(jnp.where(is_label, logits, 0), axis=1)
 
 
 def forward_kl(logits, labels, target_logits) -> Float[Array, "n"]:

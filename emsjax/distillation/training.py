@@ -6,7 +6,7 @@ Sequences are dealt out to the devices, each of which holds all weights.
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -35,8 +35,9 @@ def packed_attention(query, key, value, *cached, max_rows_per_sample: int):
     segments = segment_ids.reshape(-1, max_rows_per_sample)
     mask = (segments[:, :, None] == segments[:, None, :])[:, None]
     on_gpu = jax.default_backend() == "gpu" and query.dtype.itemsize == 2
-    # It promotes 16-bit scores to float32 on its own.
-    with jax.numpy_dtype_promotion("standard"):
+    # It promotes 16-bit scores to float32 on its own, and multiplies as the context says.
+    precision = jax.default_matmul_precision("highest" if query.dtype == jnp.float32 else "default")
+    with jax.numpy_dtype_promotion("standard"), precision:
         out = jax.nn.dot_product_attention(
             *blocks, mask=mask, is_causal=True, implementation="cudnn" if on_gpu else "xla"
         )
@@ -66,33 +67,60 @@ def mean_loss(
 ) -> Float[Array, ""]:
     """The weighted losses, averaged over the predictions within segments.
 
-    Logits are made for a part of the sequences' tokens at a time, and again for the gradient.
+    Logits are made for a part of the sequences' tokens at a time.
     """
     tokens, segment_ids, _ = batch
     same = segment_ids[:, 1:] == segment_ids[:, :-1]
     predicts = jnp.pad(same, ((0, 0), (0, 1)))
     labels = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
     hidden = forward(model, batch)
-    of_target = None if target is None else lax.stop_gradient(forward(target, batch))
+    of_target = None if target is None else forward(target, batch)
+    graph, layers, head = nnx.split(model, nnx.PathContains("layers"), ...)
 
-    @jax.checkpoint
-    def add_part(total, part):
-        hidden, of_target, labels, predicts = part
+    def loss_of_part(head, hidden, target, of_target, labels, predicts):
         flat = lambda x: None if x is None else x.reshape(-1, x.shape[-1])
         losses = combined(
             weights,
-            model.logits(flat(hidden)),
+            nnx.merge(graph, layers, head).logits(flat(hidden)),
             labels.reshape(-1),
             None if target is None else target.logits(flat(of_target)),
         )
-        return total + jnp.sum(jnp.where(predicts.reshape(-1), losses, 0)), None
+        return jnp.sum(jnp.where(predicts.reshape(-1), losses, 0))
 
     count, length = tokens.shape
     parts = _parts(length, 4 * count * model.config.vocab_size)
     split = lambda x: x.reshape(count, parts, -1, *x.shape[2:]).swapaxes(0, 1)
-    whole = (hidden, of_target, labels, predicts)
-    total, _ = lax.scan(add_part, jnp.zeros(()), jax.tree.map(split, whole))
+    hidden, *others = jax.tree.map(split, (hidden, of_target, labels, predicts))
+    total = _sum_over_parts(loss_of_part)(head, hidden, target, others)
     return total / jnp.sum(predicts).astype(jnp.float32)
+
+
+def _sum_over_parts(loss: Callable) -> Callable:
+    """total(params, x, fixed, others): the sum of loss(params, x[i], fixed, *others[i]).
+
+    Of `params` and `x` the gradient is made along with the values, so what `loss` makes on its
+    way is neither kept nor made twice.
+    """
+
+    def forward(params, x, fixed, others):
+        def add(sums, part):
+            x, others = part
+            value_and_gradients = jax.value_and_grad(loss, argnums=(0, 1))
+            value, (of_params, of_x) = value_and_gradients(params, x, fixed, *others)
+            of_params = jax.tree.map(lambda x: x.astype(jnp.float32), of_params)
+            return jax.tree.map(jnp.add, sums, (value, of_params)), of_x
+
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+        (value, of_params), of_x = lax.scan(add, (jnp.zeros(()), zeros), (x, others))
+        of_params = jax.tree.map(lambda sum, x: sum.astype(x.dtype), of_params, params)
+        return value, (of_params, of_x)
+
+    def backward(gradients, cotangent):
+        return (*jax.tree.map(lambda x: cotangent.astype(x.dtype) * x, gradients), None, None)
+
+    total = jax.custom_vjp(lambda *arguments: forward(*arguments)[0])
+    total.defvjp(forward, backward)
+    return total
 
 
 def _parts(length: int, bytes_per_token: int) -> int:
