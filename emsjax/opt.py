@@ -47,8 +47,9 @@ class OPTLayer(nnx.Module):
     def __call__(self, x: Float[Array, "r e"], y: "Addend | None", attend: Callable):
         """One layer over the residual stream x + y; returns the next x and y, fresh key, value.
 
-        The normalisation that follows does the addition, in one pass. Where layers are
-        normalised after each part nothing is left to add: y is None.
+        The normalisation that follows does the addition, in one pass. The stream is float32: it
+        is added to often, and rounded each time. Where layers are normalised after each part
+        nothing is left to add: y is None, and x in the type of the weights.
         `attend(query, key, value)` sees [r, h, d] each.
         """
         if self.config.do_layer_norm_before:
@@ -98,7 +99,8 @@ def addend(linear: nnx.Linear, x: Float[Array, "r i"]) -> Addend:
 
 def add_norm(norm: nnx.LayerNorm, x: Float[Array, "r e"], y: Addend):
     """x + y, and what `norm` makes of it."""
-    return pallas_kernels.add_layer_norm(x, *y, *affine(norm), epsilon=LAYER_NORM_EPSILON)
+    options = {"epsilon": LAYER_NORM_EPSILON, "dtype": norm.dtype}
+    return pallas_kernels.add_layer_norm(x, *y, *affine(norm), **options)
 
 
 def affine(norm: nnx.LayerNorm) -> tuple[Array | None, Array | None]:
@@ -185,7 +187,9 @@ class OPT(nnx.Module):
         x = x if self.project_in is None else self.project_in(x)
         last = self.config.max_position_embeddings - 1
         y = Addend(self.embed_positions(jnp.minimum(rows.positions, last) + POSITION_OFFSET), None)
-        if not self.config.do_layer_norm_before:
+        if self.config.do_layer_norm_before:
+            x = x.astype(jnp.float32)
+        else:
             x, y = x + y.sums, None
 
         attend = cache.attention(attention)
@@ -210,7 +214,9 @@ class OPT(nnx.Module):
     def logits(self, hidden: Float[Array, "r e"]) -> Float[Array, "r v"]:
         """float32 logits of hidden states; their gradient is rounded to the model's type."""
         x, norm = hidden, self.final_layer_norm
-        x = x if norm is None else normalise(x, *affine(norm), LAYER_NORM_EPSILON)
+        if norm is not None:
+            x = normalise(x, *affine(norm), LAYER_NORM_EPSILON)
+        x = x.astype(self.dtype)
         x = x if self.project_out is None else self.project_out(x)
         precision = matmul_precision(self.dtype)
         product = functools.partial(jnp.einsum, "rw,vw->rv", precision=precision)

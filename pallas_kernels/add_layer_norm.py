@@ -19,10 +19,11 @@ def add_layer_norm(
     bias: Array | None,  # [size]
     *,
     epsilon: float,
+    dtype=None,
     implementation: str | None = None,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-    """x + y + y_bias and its layer normalisation, each [rows, size] in x's dtype.
+    """x + y + y_bias in x's dtype, and its layer normalisation, each [rows, size].
 
     Everything is computed in float32; the sum is rounded to x's dtype before it is
     normalised.
@@ -32,6 +33,7 @@ def add_layer_norm(
         y_bias: the product's bias; None: left out.
         scale, bias: the normalisation's affine part; None: left out.
         epsilon: added to the variance.
+        dtype: of the normalisation; None: x's.
         implementation: "triton" (one launch), "xla", or None: Triton on NVIDIA GPUs of
             compute capability 8.0 and newer, XLA elsewhere.
         interpret: run the Triton kernel in interpret mode, on any device.
@@ -41,40 +43,39 @@ def add_layer_norm(
 
     Reference: layer normalisation, arXiv 1607.06450.
     """
+    options = {"epsilon": epsilon, "dtype": dtype or x.dtype}
+    reference = functools.partial(_xla, **options)
     if choose(implementation, ("triton", "xla"), interpret) == "xla":
-        return _xla(x, y, y_bias, scale, bias, epsilon=epsilon)
-    launch = functools.partial(_launch, epsilon=epsilon, interpret=interpret)
-    reference = functools.partial(_xla, epsilon=epsilon)
+        return reference(x, y, y_bias, scale, bias)
+    launch = functools.partial(_launch, **options, interpret=interpret)
     return with_gradient_of(reference, launch)(x, y, y_bias, scale, bias)
 
 
-def _launch(x, y, y_bias, scale, bias, *, epsilon, interpret):
+def _launch(x, y, y_bias, scale, bias, *, epsilon, dtype, interpret):
     vectors = {"y_bias": y_bias, "scale": scale, "bias": bias}
     vectors = {name: vector for name, vector in vectors.items() if vector is not None}
-    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
     return pl.pallas_call(
         functools.partial(_kernel, names=tuple(vectors), epsilon=epsilon),
         grid=x.shape[:1],
-        out_shape=(shape, shape),
+        out_shape=tuple(jax.ShapeDtypeStruct(x.shape, kind) for kind in (x.dtype, dtype)),
         compiler_params=plgpu.CompilerParams(num_warps=8, num_stages=1),
         interpret=interpret,
         name="add_layer_norm",
     )(x, y, *vectors.values())
 
 
-def _xla(x, y, y_bias, scale, bias, *, epsilon):
+def _xla(x, y, y_bias, scale, bias, *, epsilon, dtype):
     total = add(x, y, y_bias)
-    return total, normalise(total, scale, bias, epsilon)
+    return total, normalise(total, scale, bias, epsilon).astype(dtype)
 
 
 def normalise(x: Array, scale: Array | None, bias: Array | None, epsilon: float) -> Array:
-    """The normalisation alone: see `add_layer_norm`."""
+    """The normalisation alone, in float32: see `add_layer_norm`."""
     out = x.astype(jnp.float32)
     out -= jnp.mean(out, axis=1, keepdims=True)
     out *= lax.rsqrt(jnp.mean(out * out, axis=1, keepdims=True) + epsilon)
     out = out if scale is None else out * scale.astype(jnp.float32)
-    out = out if bias is None else out + bias.astype(jnp.float32)
-    return out.astype(x.dtype)
+    return out if bias is None else out + bias.astype(jnp.float32)
 
 
 def add(x: Array, y: Array, y_bias: Array | None) -> Array:

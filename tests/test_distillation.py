@@ -230,7 +230,7 @@ def test_packed_documents_are_read_as_if_alone(target, packed):
         for segment in set(segments):
             piece = tokens[segments == segment]
             rows = pack(jnp.zeros(1, jnp.int32), jnp.full(1, len(piece), jnp.int32), len(piece))
-            alone, _ = target(jnp.asarray(piece), rows, target.init_cache(1, 0))
+            alone, _ = target(jnp.asarray(piece), rows, target.init_cache(1, 16))
             np.testing.assert_allclose(hidden[row][segments == segment], alone, atol=2e-5)
 
 

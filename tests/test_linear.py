@@ -58,19 +58,24 @@ def test_sums_add_up_to_the_product(options, dtype):
 @every_dtype
 @pytest.mark.parametrize("shares", [None, 3])
 @pytest.mark.parametrize("vectors", [(), ("y_bias", "scale", "bias"), ("y_bias",), ("bias",)])
-def test_sum_and_normalisation_equal_numpy(options, dtype, shares, vectors):
+@pytest.mark.parametrize("stream", [None, "float32"])
+def test_sum_and_normalisation_equal_numpy(options, dtype, shares, vectors, stream):
+    """The sum stays in x's type, though its normalisation be rounded."""
     size = 96
-    x = random(7, size, dtype=dtype)
+    x = random(7, size, dtype=stream or dtype)
     y = random(7, size, dtype=dtype, seed=1) if shares is None else random(shares, 7, size, seed=1)
     values = {name: random(size, dtype=dtype, seed=ord(name[0])) for name in vectors}
     arguments = [values.get(name) for name in ("y_bias", "scale", "bias")]
-    total, out = pallas_kernels.add_layer_norm(x, y, *arguments, epsilon=1e-5, **options)
-    assert total.dtype == out.dtype == x.dtype
+    kind = stream and dtype
+    total, out = pallas_kernels.add_layer_norm(
+        x, y, *arguments, epsilon=1e-5, dtype=kind, **options
+    )
+    assert (total.dtype, out.dtype) == (x.dtype, dtype)
 
     value = lambda name, default: np.float64(values.get(name, default))
     expected = np.float64(x) + (np.float64(y).sum(axis=0) if shares else np.float64(y))
     expected += value("y_bias", 0)
-    close(total, expected, dtype, scale=4)
+    close(total, expected, total.dtype.name, scale=4)
     rounded = np.float64(total)  # what is normalised is the sum as it was rounded
     centred = rounded - rounded.mean(axis=1, keepdims=True)
     expected = centred / np.sqrt(rounded.var(axis=1, keepdims=True) + 1e-5)
@@ -117,6 +122,8 @@ def test_the_triton_kernels_lower_for_cuda(rows, monkeypatch):
     lower_for_cuda(sums, (rows, 10240, "bfloat16"), (10240, 2560, "bfloat16"))
     norm = functools.partial(pallas_kernels.add_layer_norm, epsilon=1e-5, implementation="triton")
     lower_for_cuda(norm, x, (4, rows, 2560, "float32"), *[vector] * 3)
+    narrow = functools.partial(norm, dtype=jnp.bfloat16)
+    lower_for_cuda(narrow, (rows, 2560, "float32"), x, *[vector] * 3)
 
 
 @pytest.mark.parametrize("call", ["linear", "linear_sums", "add_layer_norm"])
