@@ -179,8 +179,8 @@ def step(
     donate_argnames=("state",),
 )
 def decode_loop(
-    model: OPT,
-    drafter: Drafter | None,
+    model: "OPT | Flat",
+    drafter: "Drafter | Flat | None",
     state: DecodeState,
     draft_length: DraftLength | None,
     max_steps: Int32[Array, ""],
@@ -189,6 +189,7 @@ def decode_loop(
     layout: Layout = UNPADDED,
 ) -> DecodeState:
     """Steps until all samples have finished, `max_steps` at most: one compiled call."""
+    model, drafter = (x.whole() if isinstance(x, Flat) else x for x in (model, drafter))
     last_call = state.counters.model_calls + max_steps
 
     def unfinished(state: DecodeState) -> Bool[Array, ""]:
@@ -205,6 +206,26 @@ def decode_loop(
         )[0]
 
     return lax.while_loop(unfinished, advance, state)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Flat:
+    """A pytree taken apart, for several calls of a compiled function.
+
+    Each call takes its arguments apart, and of a model's Python objects that needs milliseconds
+    in which the device has nothing to do.
+    """
+
+    leaves: list[Any]
+    structure: Any = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, tree: Any) -> "Flat":
+        return cls(*jax.tree.flatten(tree))
+
+    def whole(self) -> Any:
+        return jax.tree.unflatten(self.structure, self.leaves)
 
 
 class _Proposal(NamedTuple):

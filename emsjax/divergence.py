@@ -33,6 +33,8 @@ class Divergence:
         token: the token instead.
         margin: by how much their logits differ when computed in float32 from the same weights.
         largest: the largest absolute one of these logits.
+        likeliest: the two tokens with the largest of these logits.
+        lead: by how much theirs differ.
     """
 
     sequence: int
@@ -41,6 +43,8 @@ class Divergence:
     token: int
     margin: float
     largest: float
+    likeliest: tuple[int, int]
+    lead: float
 
     @property
     def is_near_tie(self) -> bool:
@@ -77,7 +81,9 @@ def first_divergences(
         pair = expected.tokens[i, positions[i]], actual.tokens[i, positions[i]]
         margin = abs(float(scores[pair[0]]) - float(scores[pair[1]]))
         of = (int(i), int(positions[i]), *map(int, pair))
-        found.append(Divergence(*of, margin, float(np.abs(scores).max())))
+        best = np.argsort(-scores, kind="stable")[:2]
+        largest, lead = float(np.abs(scores).max()), float(scores[best[0]] - scores[best[1]])
+        found.append(Divergence(*of, margin, largest, tuple(best.tolist()), lead))
     return found
 
 

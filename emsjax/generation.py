@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from emsjax.checks import check_at_least
-from emsjax.decoding import Counters, DecodeState, decode_loop
+from emsjax.decoding import Counters, DecodeState, Flat, decode_loop
 from emsjax.draft_length import DraftLength
 from emsjax.drafting import Drafter
 from emsjax.drafting.drafter import is_free, with_policys_limit
@@ -135,7 +135,7 @@ def complete(
     drafters = [_drafter_for(drafter, requests, group, slots) for group in groups]
     cache_length = _check_memory(model, drafter, requests, slots, layout)
     options = {"attention_implementation": attention_implementation, "layout": layout}
-    results = []
+    weights, results = Flat.of(model), []
     for group, group_drafter in zip(groups, drafters, strict=True):
         state = _init_group(
             model,
@@ -147,13 +147,13 @@ def complete(
             cache_length=cache_length,
             **options,
         )
-        run = functools.partial(decode_loop, **options)
+        run = functools.partial(decode_loop, weights, Flat.of(group_drafter), **options)
         jax.block_until_ready(state)
         started = perf_counter()
         if deadline is None:
-            state = run(model, group_drafter, state, draft_length, np.iinfo(np.int32).max // 2)
+            state = run(state, draft_length, np.iinfo(np.int32).max // 2)
         while deadline is not None and monotonic() < deadline:
-            state = run(model, group_drafter, state, draft_length, BUDGET_CHECK_STEPS)
+            state = run(state, draft_length, BUDGET_CHECK_STEPS)
             if not np.asarray(state.active).any():
                 break
         jax.block_until_ready(state)

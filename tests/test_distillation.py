@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -250,6 +251,29 @@ def test_the_loss_is_a_mean_over_predictions_within_documents(target, packed, mo
     assert float(found) == pytest.approx(each[:, :-1][np.asarray(counted)].mean(), rel=1e-5)
 
 
+@pytest.mark.parametrize("parts", [1, 4])
+def test_the_gradient_is_that_of_all_logits_at_once(target, packed, monkeypatch, parts):
+    """By jax alone, where logits are made in parts and their gradient with them."""
+    monkeypatch.setattr(training, "LOGIT_BYTES", 4 * 2 * 60 * 16 // parts)
+    weights = {"cross-entropy": 0.3, "total-variation": 1.0}
+    batch = jax.tree.map(jnp.asarray, packed[0])
+    graph, params = nnx.split(make(seed=1))
+
+    def plain(params):
+        logits = lambda model: model.logits(training.forward(model, batch).reshape(32, -1))
+        labels = jnp.roll(batch.tokens, -1, axis=1).reshape(-1)
+        draft = nnx.merge(graph, params)
+        each = losses.combined(weights, logits(draft), labels, logits(target)).reshape(2, 16)
+        counted = batch.segment_ids[:, 1:] == batch.segment_ids[:, :-1]
+        return jnp.mean(each[:, :-1], where=counted)
+
+    ours = lambda params: training.mean_loss(weights, nnx.merge(graph, params), target, batch)
+    expected, found = jax.grad(plain)(params), jax.grad(ours)(params)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-6)
+        assert np.abs(other).max() > 1e-5
+
+
 def trainer(target, steps=8, **options):
     draft = distillation.prune(target, 2, 16)
     optimizer = distillation.make_optimizer(steps, 1e-2, warm_up=2, weight_decay=0.1)
@@ -282,14 +306,27 @@ def test_a_draft_that_is_the_target_has_nothing_to_learn(target, packed):
     assert abs(float(loss)) < 1e-5
 
 
+def dots(jaxpr):
+    """All products in it, and in what it calls."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            yield eqn
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            yield from dots(inner)
+
+
 def test_masters_are_float32_and_arithmetic_is_not(target, packed):
     narrow = trainer(target, dtype=jnp.bfloat16)
     state = narrow.initial()
     assert {x.dtype.name for x in jax.tree.leaves(state.params)} == {"float32"}
     with jax.numpy_dtype_promotion("standard"):
-        text = str(jax.make_jaxpr(narrow._step)(state, narrow.target, packed[0]))
+        jaxpr = jax.make_jaxpr(narrow._step)(state, narrow.target, packed[0]).jaxpr
+    text = str(jaxpr)
     products = [line for line in text.splitlines() if "dot_general" in line and ":bf16" in line]
     assert len(products) > 10
+    # Those of logits too, and of their gradients.
+    kinds = {x.aval.dtype.name for eqn in dots(jaxpr) for x in eqn.invars if 60 in x.aval.shape}
+    assert kinds == {"bfloat16"}
     state, loss = narrow.step(state, packed[0])
     assert {x.dtype.name for x in jax.tree.leaves(state.params)} == {"float32"}
     _, exact = (wide := trainer(target)).step(wide.initial(), packed[0])

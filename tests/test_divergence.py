@@ -84,11 +84,14 @@ def test_the_first_other_token_counts(model, prompts, plain):
         (scores,) = float32_logits(model, [prefix])
         assert of.margin == pytest.approx(scores[of.expected] - scores[of.token], rel=1e-4)
         assert of.largest == pytest.approx(np.abs(scores).max(), rel=1e-4)
+        assert of.likeliest[0] == of.expected
+        assert of.lead == pytest.approx(np.diff(np.sort(scores)[-2:])[0], rel=1e-3)
+        assert scores[of.likeliest[0]] - scores[of.likeliest[1]] == pytest.approx(of.lead, rel=1e-3)
     assert first_divergences(model, prompts, plain, plain) == []
 
 
 def test_a_near_tie_is_relative_to_the_largest_logit():
-    of = functools.partial(Divergence, 0, 0, 1, 2)
+    of = functools.partial(Divergence, 0, 0, 1, 2, likeliest=(1, 2), lead=0.5)
     assert of(margin=1.0, largest=64.0).is_near_tie
     assert not of(margin=1.01, largest=64.0).is_near_tie
     assert of(margin=0.0, largest=0.0).is_near_tie
@@ -112,7 +115,7 @@ def test_the_benchmark_lists_every_drafter(tmp_path, capsys, monkeypatch):
         assert own["mean_acceptance_length"] > 1.5
         assert len(capsys.readouterr().out.splitlines()) == 1 + len(drafters)
 
-        far = Divergence(0, 3, 5, 6, margin=1.0, largest=32.0)
+        far = Divergence(0, 3, 5, 6, margin=1.0, largest=32.0, likeliest=(5, 6), lead=1.0)
         monkeypatch.setattr(divergences, "first_divergences", lambda *args: [far])
         assert bench(path) == 1
     (found,) = json.loads(path.read_bytes())["entries"][0]["divergences"]

@@ -22,7 +22,7 @@ from emsjax.benchmarks import Rates, save
 from emsjax.benchmarks.policy_runs import ALL_STEPS
 from emsjax.benchmarks.sources import Source, Task
 from emsjax.benchmarks.step import floor_ms, products
-from emsjax.decoding import decode_loop
+from emsjax.decoding import Flat, decode_loop
 from emsjax.layout import UNPADDED, Layout
 
 GREEDY = "greedy"
@@ -48,9 +48,7 @@ class Bench:
     def __init__(self, source: Source, batch: int, rates: Rates, repeats: int):
         self.source, self.batch, self.rates = source, batch, rates
         self.repeats = repeats
-        # A call flattens its model for milliseconds, which `emsjax.generate` spends while the
-        # device reads the prompts, and which here would count as decoding.
-        self.weights, self.structure = jax.tree.flatten(source.model)
+        self.weights = Flat.of(source.model)  # as in `emsjax.generate`
         self.compiled: dict[Any, Callable] = {}
         self.about: dict[str, dict[str, Any]] = {}
 
@@ -132,7 +130,7 @@ class Bench:
         """The state after so many steps at most, and the seconds they took."""
         loop = self.compiled[method, shapes(state)]
         begin = time.perf_counter()
-        state = loop(self.weights, drafter_of(method, task), state, np.int32(steps))
+        state = loop(self.weights, drafter_of(method, task), state, None, np.int32(steps))
         return jax.block_until_ready(state), time.perf_counter() - begin
 
     def start(self, method: str, task: Task):
@@ -151,15 +149,10 @@ class Bench:
         """Whether the loop had not been compiled for this state's shapes."""
         if (method, shapes(state)) in self.compiled:
             return False
-
-        def loop(weights, drafter, state, steps):
-            model = jax.tree.unflatten(self.structure, weights)
-            options = {"attention_implementation": None, "layout": METHODS[method]}
-            return decode_loop(model, drafter, state, None, steps, **options)
-
         begin = time.perf_counter()
-        arguments = (self.weights, drafter_of(method, task), state, np.int32(1))
-        compiled = jax.jit(loop, donate_argnames=("state",)).lower(*arguments).compile()
+        arguments = (self.weights, drafter_of(method, task), state, None, np.int32(1))
+        options = {"attention_implementation": None, "layout": METHODS[method]}
+        compiled = decode_loop.lower(*arguments, **options).compile()
         self.compiled[method, shapes(state)] = compiled
         about = {"compile_s": time.perf_counter() - begin, "memory_bytes": None}
         if (memory := compiled.memory_analysis()) is not None:

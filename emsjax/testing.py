@@ -1,0 +1,154 @@
+"""A check for drafters, draft-length policies and attention of your own."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from emsjax.checks import check_at_least
+from emsjax.decoding import DecodeState
+from emsjax.divergence import NEAR_TIE, Divergence, first_divergences
+from emsjax.draft_length import DraftLength
+from emsjax.drafting import Drafter
+from emsjax.generation import generate, init_state
+from emsjax.opt import OPT
+from emsjax.output import GenerateOutput
+from emsjax.sampling import Sampling
+
+EXPLAINED = 4  # sequences of a failure
+
+
+@dataclasses.dataclass(frozen=True)
+class Lossless:
+    """What a check that passed has found.
+
+    Attributes:
+        output: of the drafter's run; `output.stats` tells whether its drafts are any good.
+        near_ties: where the run left plain decoding, as 16-bit rounding may; none in float32.
+    """
+
+    output: GenerateOutput
+    near_ties: tuple[Divergence, ...]
+
+
+def assert_lossless(
+    model: OPT,
+    drafter: Drafter | None,
+    prompts: Sequence[Sequence[int]],
+    attention_implementation: str | Callable | None = None,
+    *,
+    draft_length: DraftLength | None = None,
+    max_new_tokens: int = 64,
+    num_sequences: int = 1,
+    sampling: Sampling | None = None,
+    key: jax.Array | None = None,
+    **options: Any,
+) -> Lossless:
+    """Decode plainly and with the drafter, and fail unless the tokens are the same.
+
+    Plain decoding uses the library's own attention. In float32 every token must be equal; in
+    16-bit types greedy sequences may part at a near-tie: see `Divergence.is_near_tie`.
+
+    Args:
+        model: the target.
+        drafter: yours, or None where attention alone is to be checked.
+        prompts: token ids, ragged; as for all that follows, see `emsjax.generate`.
+        attention_implementation: yours, or None.
+        sampling: above temperature 0 the model must be in float32, and the drafter one that does
+            not draw its tokens: one that does keeps the distribution, not the tokens.
+        options: more of `emsjax.generate`.
+
+    Raises:
+        AssertionError: tokens differ; the message tells where, and by what margins float32
+            decides there.
+        ValueError: what `emsjax.generate` refuses, or sampling that cannot be compared.
+    """
+    check_at_least("num_sequences", num_sequences, 1)
+    options |= {
+        "max_new_tokens": max_new_tokens,
+        "num_sequences": num_sequences,
+        "sampling": sampling,
+        "key": key,
+    }
+    greedy = sampling is None or not np.any(np.asarray(sampling.temperature) > 0)
+    if not greedy:
+        _check_comparable(model, drafter, prompts, options)
+    expected = generate(model, prompts, **options)
+    actual = generate(
+        model,
+        prompts,
+        drafter,
+        draft_length=draft_length,
+        attention_implementation=attention_implementation,
+        **options,
+    )
+    prompts = [prompt for prompt in prompts for _ in range(num_sequences)]
+    found = first_divergences(model, prompts, expected, actual)
+    exact = model.dtype == jnp.float32
+    faults = [one for one in found if exact or not one.is_near_tie]
+    if faults:
+        lengths = [len(prompts[one.sequence]) for one in faults]
+        told = [_explain(one, n, greedy) for one, n in zip(faults, lengths, strict=True)]
+        more = ["..."] if len(told) > EXPLAINED else []
+        count = f"{len(faults)} of {len(prompts)} sequences are not those of plain decoding:"
+        raise AssertionError("\n".join([count, *told[:EXPLAINED], *more]))
+    return Lossless(actual, tuple(found))
+
+
+def _check_comparable(model: OPT, drafter: Drafter | None, prompts, options) -> None:
+    """Whether sampled tokens must be equal."""
+    if model.dtype != jnp.float32:
+        raise ValueError(
+            f"sampled tokens can be compared in float32 alone, not {jnp.dtype(model.dtype).name}: "
+            "rounding moves the borders between draws"
+        )
+    if drafter is None:
+        return
+    known = ("max_new_tokens", "num_sequences", "sampling", "key")
+    state = init_state(model, drafter, prompts, **{name: options[name] for name in known})
+    if _draws(drafter, state):
+        raise ValueError(
+            "the drafter draws its tokens (Draft.probs), so sampled output has plain decoding's "
+            "distribution and not its tokens: compare greedily, or distributions"
+        )
+
+
+def _draws(drafter: Drafter, state: DecodeState) -> bool:
+    """Whether what it proposes has probabilities; nothing is computed."""
+    found = []
+
+    def propose(state: DecodeState):
+        lengths = jnp.full_like(state.lengths, drafter.max_draft_tokens)
+        arguments = (state.tokens, state.lengths, lengths, state.keys, state.sampling)
+        draft, _ = drafter.propose(state.drafter_state, *arguments)
+        found.append(draft.probs is not None)
+
+    jax.eval_shape(propose, state)
+    return found[0]
+
+
+def _explain(of: Divergence, prompt_tokens: int, greedy: bool) -> str:
+    """Where, what, and which of both runs float32 agrees with."""
+    where = (
+        f"  sequence {of.sequence}, new token {of.position} (position "
+        f"{prompt_tokens + of.position}): {of.token} instead of {of.expected}"
+    )
+    if not greedy:
+        return f"{where}, drawn under the same key"
+    first, second = of.likeliest
+    verdicts = {
+        of.expected: "plain decoding is right: look at what the other run's attention reads",
+        of.token: "plain decoding is the one that is wrong",
+    }
+    return "\n    ".join(
+        [
+            where,
+            f"in float32 their logits are {of.margin:.4g} apart, {of.margin / of.largest:.2%} of "
+            f"the largest; up to {NEAR_TIE:.2%} is a near-tie, which 16-bit rounding may decide",
+            f"the likeliest tokens in float32 are {first} and {second}, {of.lead:.4g} apart: "
+            + verdicts.get(first, "neither run is right"),
+        ]
+    )

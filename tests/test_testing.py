@@ -1,0 +1,141 @@
+"""The public check: what it lets pass, what it refuses, and how it explains."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import emsjax
+import pallas_kernels
+from emsjax import testing
+from emsjax.config import OPTConfig
+from emsjax.divergence import Divergence
+from emsjax.testing import assert_lossless
+
+CONFIG = OPTConfig(
+    vocab_size=60,
+    hidden_size=32,
+    ffn_dim=64,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    max_position_embeddings=80,
+    init_std=0.3,
+)
+OPTIONS = {"max_new_tokens": 12, "eos_token_ids": ()}
+LOOKUP = emsjax.PromptLookup(1, 4, search_generated=True)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return emsjax.OPT(CONFIG, rngs=nnx.Rngs(0), dtype=jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    rng = np.random.default_rng(0)
+    return [rng.integers(5, 60, length) for length in (30, 9, 3)]
+
+
+class LastToken:
+    """Says the last token again, as the README's drafter might."""
+
+    max_draft_tokens = 3
+
+    def init(self, prompts, prompt_lengths, max_len):
+        return ()
+
+    def propose(self, state, tokens, lengths, draft_lengths, keys, sampling):
+        last = jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1)
+        return emsjax.Draft(jnp.repeat(last, self.max_draft_tokens, axis=1), draft_lengths), state
+
+    def commit(self, state, lengths):
+        return state
+
+
+def forgetful(query, key, value, keys, values, segment_ids, positions, lengths, **options):
+    """Attention in which the rows of a draft do not see each other: a fault."""
+    first = jnp.concatenate([jnp.ones(1, bool), segment_ids[1:] != segment_ids[:-1]])
+    alone = jnp.where(first | (positions < 4), segment_ids, keys.shape[0])
+    return pallas_kernels.reference.ragged_attention(
+        query, key, value, keys, values, alone, positions, lengths, **options
+    )
+
+
+def short_sighted(*arrays, **options):
+    """Attention that overlooks the last token of every cache: a fault."""
+    *others, lengths = arrays
+    return own_attention(*others, jnp.maximum(lengths - 1, 0), **options)
+
+
+def own_attention(*arrays, **options):
+    return pallas_kernels.reference.ragged_attention(*arrays, **options)
+
+
+@pytest.mark.parametrize("drafter", [None, LOOKUP, LastToken()], ids=["none", "lookup", "own"])
+def test_what_is_right_passes(model, prompts, drafter):
+    found = assert_lossless(model, drafter, prompts, own_attention, **OPTIONS)
+    assert found.near_ties == ()
+    assert found.output.tokens.shape == (3, 12)
+    assert (found.output.stats.num_drafted.sum() > 0) == (drafter is not None)
+
+
+def test_attention_that_forgets_is_caught_and_explained(model, prompts):
+    with pytest.raises(AssertionError) as caught:
+        assert_lossless(model, LOOKUP, prompts, forgetful, **OPTIONS)
+    count, where, margins, likeliest = str(caught.value).splitlines()[:4]
+    assert "of 3 sequences are not those of plain decoding" in count
+    plain = emsjax.generate(model, prompts, **OPTIONS)
+    wrong = emsjax.generate(model, prompts, LOOKUP, attention_implementation=forgetful, **OPTIONS)
+    differs = plain.tokens != wrong.tokens
+    sequence = np.flatnonzero(differs.any(axis=1))[0]
+    new = differs[sequence].argmax()
+    position = len(prompts[sequence]) + new
+    pair = f"{wrong.tokens[sequence, new]} instead of {plain.tokens[sequence, new]}"
+    assert f"sequence {sequence}, new token {new} (position {position}): {pair}" in where
+    assert "1.56%" in margins
+    assert f"are {plain.tokens[sequence, new]} and" in likeliest
+    assert likeliest.endswith(
+        "plain decoding is right: look at what the other run's attention reads"
+    )
+
+
+def test_sampled_tokens_are_compared_under_one_key(model, prompts):
+    sampling = emsjax.Sampling(temperature=[0.9, 0.0, 1.2])
+    options = {**OPTIONS, "sampling": sampling, "key": jax.random.key(3), "num_sequences": 2}
+    found = assert_lossless(model, LOOKUP, prompts, **options)
+    assert found.output.tokens.shape == (6, 12)
+    with pytest.raises(AssertionError, match="drawn under the same key"):
+        assert_lossless(model, LOOKUP, prompts, short_sighted, **options)
+
+
+def test_what_cannot_be_compared_is_refused(model, prompts):
+    options = {**OPTIONS, "sampling": emsjax.Sampling(1.0), "key": jax.random.key(0)}
+    with pytest.raises(ValueError, match="not its tokens"):
+        assert_lossless(model, emsjax.DraftModel(model), prompts, **options)
+    with pytest.raises(ValueError, match="in float32 alone, not bfloat16"):
+        assert_lossless(model.astype(jnp.bfloat16), LOOKUP, prompts, **options)
+
+
+def test_sixteen_bits_may_part_at_near_ties_alone(model, prompts, monkeypatch):
+    narrow = model.astype(jnp.bfloat16)
+    found = assert_lossless(narrow, LOOKUP, prompts, **OPTIONS)
+    assert all(one.is_near_tie for one in found.near_ties)
+    with pytest.raises(AssertionError, match="not those of plain decoding"):
+        assert_lossless(narrow, LOOKUP, prompts, forgetful, **OPTIONS)
+
+    tie = Divergence(1, 2, 5, 6, margin=0.1, largest=6.4, likeliest=(6, 5), lead=0.1)
+    monkeypatch.setattr(testing, "first_divergences", lambda *arguments: [tie])
+    assert assert_lossless(narrow, LOOKUP, prompts, **OPTIONS).near_ties == (tie,)
+    with pytest.raises(AssertionError, match="plain decoding is the one that is wrong"):
+        assert_lossless(model, LOOKUP, prompts, **OPTIONS)
+    far = dataclasses.replace(tie, margin=0.11, likeliest=(7, 5))
+    monkeypatch.setattr(testing, "first_divergences", lambda *arguments: [far] * 6)
+    with pytest.raises(AssertionError, match="neither run is right") as caught:
+        assert_lossless(narrow, LOOKUP, prompts, **OPTIONS)
+    message = str(caught.value)
+    assert "6 of 3 sequences" in message
+    assert message.count("instead of") == 4
+    assert message.endswith("...")
