@@ -161,6 +161,7 @@ def test_the_command_writes_shows_and_goes_on(tmp_path, capsys, monkeypatch):
     shown = capsys.readouterr().out
     assert "whole run" in shown
     assert "ems" in shown
+    assert "…" not in shown  # no cell is cut off
 
     measured = []
 

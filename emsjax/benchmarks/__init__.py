@@ -5,7 +5,8 @@ import functools
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,12 @@ def surroundings(commit: str | None, *packages: str) -> dict[str, Any]:
     hardware = found["hardware"]
     hardware["device"] = hardware.pop("device_kind")
     return {**found, "commit": commit or report.checkout_commit()}
+
+
+def at_once(function: Callable, arguments: Iterable[Any]) -> list[Any]:
+    """What the function makes of each: most of its time is compilation, outside of Python."""
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(function, arguments))
 
 
 def save(results: Mapping[str, Any], output: Path | None) -> None:

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 import emsjax
-from emsjax.benchmarks import Rates, save
+from emsjax.benchmarks import Rates, at_once, save
 from emsjax.benchmarks.policy_runs import ALL_STEPS
 from emsjax.benchmarks.sources import Source, Task
 from emsjax.benchmarks.step import floor_ms, products
@@ -50,6 +50,7 @@ class Bench:
         self.repeats = repeats
         self.weights = Flat.of(source.model)  # as in `emsjax.generate`
         self.compiled: dict[Any, Callable] = {}
+        self.warm: set[Any] = set()  # of these, what has run
         self.about: dict[str, dict[str, Any]] = {}
 
     def measure(self, methods: Sequence[str], say: Callable[[str], None]) -> dict[str, Any]:
@@ -57,6 +58,7 @@ class Bench:
         runs: dict[str, list[dict[str, Any]]] = {method: [] for method in methods}
         identical = dict.fromkeys(methods, True)
         rounds = self.source.rounds(self.batch, self.repeats)
+        self.prepare(methods, rounds[0][0])
         for tasks in rounds:
             totals = {method: Counter() for method in methods}
             for task in tasks:
@@ -92,7 +94,9 @@ class Bench:
         Where a sample has ended its tokens are -1.
         """
         state = self.start(method, task)
-        if self.compile(method, task, state):
+        self.compile(method, task, state)
+        if (method, shapes(state)) not in self.warm:
+            self.warm.add((method, shapes(state)))
             # What runs for the first time is slower.
             self.advance(method, task, state, 1)
             state = self.start(method, task)
@@ -145,10 +149,16 @@ class Bench:
         )
         return jax.block_until_ready(state)
 
-    def compile(self, method: str, task: Task, state) -> bool:
-        """Whether the loop had not been compiled for this state's shapes."""
+    def prepare(self, methods: Sequence[str], task: Task) -> None:
+        """Compile all methods at once."""
+        identity = lambda state: state
+        states = {m: jax.eval_shape(identity, self.start(m, task)) for m in methods}
+        at_once(lambda method: self.compile(method, task, states[method]), methods)
+
+    def compile(self, method: str, task: Task, state) -> None:
+        """The loop for this state's shapes, if it has not been compiled."""
         if (method, shapes(state)) in self.compiled:
-            return False
+            return
         begin = time.perf_counter()
         arguments = (self.weights, drafter_of(method, task), state, None, np.int32(1))
         options = {"attention_implementation": None, "layout": METHODS[method]}
@@ -164,7 +174,6 @@ class Bench:
         self.about[method] = {
             name: value and max(value, least[name]) for name, value in about.items()
         }
-        return True
 
     def summary(self, method: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """What follows from a method's runs.

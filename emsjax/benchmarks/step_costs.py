@@ -11,14 +11,14 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import scipy.optimize
 
 import emsjax
+from emsjax.benchmarks import at_once
 from emsjax.benchmarks.runs import LONG, SHORT, DraftRun, Run, StepRun, random_model, time_steps
 from emsjax.config import OPTConfig
 from emsjax.packing import row_buckets
@@ -134,12 +134,6 @@ class Measurement:
         sizes = sorted(self.batch_sizes)
         found = dict(zip(sizes, map(measure, sizes, at_once(start, sizes)), strict=True))
         return with_means(found, measure)
-
-
-def at_once(function: Callable, arguments: Iterable[Any]) -> list[Any]:
-    """What the function makes of each: most of its time is compilation, outside of Python."""
-    with ThreadPoolExecutor() as pool:
-        return list(pool.map(function, arguments))
 
 
 def with_means(found: dict[int, float], measure: Callable[[int], float]) -> dict[int, float]:

@@ -12,14 +12,13 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from rich.console import Console
 
 import emsjax
 from emsjax import distillation, plotting
 from emsjax.batch_drafting import read_config, revision_of
 from emsjax.batch_output import write_atomically
 from emsjax.benchmarks import surroundings
-from emsjax.commands.reporting import line, progress
+from emsjax.commands.reporting import line, make_console, progress
 from emsjax.config import OPTConfig
 from emsjax.distillation.losses import check_losses
 from emsjax.distillation.model_card import gains, model_card
@@ -53,7 +52,7 @@ def distil(options: argparse.Namespace, command: str) -> int:
         record |= {"command": command, **surroundings(None)}
         record["results"] = run(options, held_out, training, say)
         finish(options.output, record, say)
-    console = Console()
+    console = make_console()
     line(console, "| held-out texts | plain | before | after |")
     for row in gains(record["results"]):
         line(console, row)

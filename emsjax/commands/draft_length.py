@@ -6,14 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from emsjax import plotting, profile_store
 from emsjax.benchmarks import draft_length, resume, surroundings
 from emsjax.benchmarks.workloads import EmbeddedModels, ScriptedModels
 from emsjax.commands.profile import measure_and_store
-from emsjax.commands.reporting import check_writable, progress
+from emsjax.commands.reporting import check_writable, make_console, progress
 from emsjax.commands.subjects import check_shapes
 from emsjax.step_costs import FORMAT
 
@@ -61,7 +60,7 @@ def bench_draft_length(options: argparse.Namespace, command: str) -> int:
         output=options.output,
         say=say,
     )
-    console = Console()
+    console = make_console()
     for entry in results["entries"]:
         console.print(comparison(entry))
     if options.plot is not None:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
-from rich.console import Console
 from rich.table import Table
 
 import emsjax
@@ -16,7 +15,7 @@ from emsjax.benchmarks import Rates, ems_sd, resume, surroundings
 from emsjax.benchmarks.scripted import CopyAcceptance, TokenAcceptance
 from emsjax.benchmarks.sources import Scripted, Texts
 from emsjax.benchmarks.workloads import ScriptedModels, Workload
-from emsjax.commands.reporting import check_writable, make_table, progress
+from emsjax.commands.reporting import check_writable, make_console, make_table, progress
 from emsjax.commands.subjects import check_absent, check_shapes, load_trained
 
 OF_DRAFT = {
@@ -67,7 +66,7 @@ def bench_ems_sd(options: argparse.Namespace, command: str) -> int:
         output=options.output,
         say=progress(),
     )
-    console = Console()
+    console = make_console()
     console.print(speeds(results, "tokens_per_s", "Tokens per second, whole run"))
     console.print(speeds(results, "live_tokens_per_s", "Tokens per second, all samples live"))
     console.print(details(results))

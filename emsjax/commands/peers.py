@@ -6,13 +6,12 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from emsjax import profile_store
 from emsjax.benchmarks import peers, resume, surroundings
 from emsjax.benchmarks.workloads import ScriptedModels
-from emsjax.commands.reporting import check_writable, line, make_table, progress
+from emsjax.commands.reporting import check_writable, line, make_console, make_table, progress
 from emsjax.commands.subjects import check_absent, check_shapes, load_trained
 
 BATCH_SIZES = (1, 8, 24)
@@ -54,7 +53,7 @@ def bench_peers(options: argparse.Namespace, command: str) -> int:
         output=options.output,
         say=say,
     )
-    console = Console()
+    console = make_console()
     console.print(speeds(results))
     if not (same := peers.all_identical(results)):
         line(console, "Not all tokens are identical.")

@@ -22,7 +22,7 @@ from emsjax.bench_arguments import (
 )
 from emsjax.benchmarks import save, step_costs, surroundings
 from emsjax.benchmarks.runs import LONG, SHORT
-from emsjax.commands.reporting import check_writable, line, progress
+from emsjax.commands.reporting import check_writable, line, make_console, progress
 from emsjax.config import OPTConfig
 
 
@@ -46,7 +46,7 @@ def profile(options: argparse.Namespace, command: str) -> None:
         command=command,
         say=progress(),
     )
-    console = Console()
+    console = make_console()
     report(measured, console)
     also = "" if options.output is None else f" and {options.output}"
     line(console, f"Stored in {path}{also}; {measured['seconds']:.0f} s")

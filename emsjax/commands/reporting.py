@@ -7,6 +7,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+WIDE = 200  # columns
+
 
 def check_writable(name: str, path: Path | None) -> None:
     """Raises a ValueError, before the work, if this file could not be written after it."""
@@ -19,6 +21,12 @@ def check_writable(name: str, path: Path | None) -> None:
         raise ValueError(f"{name}: {path} cannot be written: {error.strerror}") from error
     if new:
         path.unlink()
+
+
+def make_console() -> Console:
+    """For results; where no screen limits it, tables are as wide as their cells."""
+    console = Console()
+    return console if console.is_terminal else Console(width=WIDE)
 
 
 def progress() -> Callable[[str], None]:
