@@ -24,7 +24,7 @@ def test_the_examples_give_the_tokens_of_plain_decoding(capsys, tmp_path, monkey
     (tmp_path / "profile.json").write_text(json.dumps({"format": FORMAT, "costs": costs}))
     monkeypatch.chdir(tmp_path)
     examples = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(examples) == 2
+    assert len(examples) == 3
     names = {}
     for example in examples:
         exec(example, names)
@@ -33,6 +33,7 @@ def test_the_examples_give_the_tokens_of_plain_decoding(capsys, tmp_path, monkey
         new = out.tokens.shape[1]
         plain = emsjax.generate(names["model"], names["prompts"], max_new_tokens=new)
         np.testing.assert_array_equal(out.tokens, plain.tokens)
+    assert names["found"].output.stats.num_accepted.sum() > 0
     assert capsys.readouterr().out.strip()
 
 
