@@ -180,16 +180,13 @@ def test_sampled_tokens_are_the_same_for_any_batch_size(tiny_model, draft_models
     write_records(paths.input, RECORDS[:6])
     plain = sampled_tokens(tiny_model, paths, 8)
     assert len({tuple(tokens) for tokens in plain.values()}) > 12
-    for batch_size in (1, 7):
-        lookup = sampled_tokens(tiny_model, paths, batch_size, "--drafter", "prompt-lookup")
-        assert lookup == plain
+    assert sampled_tokens(tiny_model, paths, 7, "--drafter", "prompt-lookup") == plain
 
     # A policy's lengths depend on the whole batch, and a draft model's samples on the lengths.
     drafter = ["--drafter", "model", "--draft-model", draft_models["padded"], "--draft-length", 4]
     drafted = sampled_tokens(tiny_model, paths, 8, *drafter)
     assert drafted != plain  # of the same distribution
-    for batch_size in (1, 64):
-        assert sampled_tokens(tiny_model, paths, batch_size, *drafter) == drafted
+    assert sampled_tokens(tiny_model, paths, 5, *drafter) == drafted
 
 
 BAD_LINES = {

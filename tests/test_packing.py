@@ -49,6 +49,13 @@ def test_buckets_ascend_to_hold_every_step(batch, width):
         assert more <= max(4 * fewer, fewer + 64)
 
 
+def test_row_counts_are_close_where_rows_are_expensive():
+    assert row_buckets(8, 8) == (16, 32, 64)
+    assert row_buckets(24, 8) == (24, 64, 128, 160, 192)
+    assert row_buckets(64, 8) == (64, 128, 160, 192, 224, 256, 320, 384, 512)
+    assert row_buckets(64, 17) == (64, 128, 192, 256, 384, 512, 768, 1088)  # or too many
+
+
 def test_rounded_lengths_are_few_and_large_enough():
     rounded = {round_up_length(n) for n in range(1, 2049)}
     assert all(round_up_length(n) >= n for n in range(1, 2049))

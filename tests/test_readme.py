@@ -46,7 +46,7 @@ def test_the_step_in_the_figure_is_packed_as_drawn():
         assert [int(number) for number in line.split()] == drawn[:7].tolist()
 
 
-def test_the_demo_says_identical_and_saves_model_calls(capsys, monkeypatch):
+def test_the_demo_says_identical_and_saves_model_calls(tmp_path, capsys, monkeypatch):
     outputs = []
 
     def remember(*args, generate=emsjax.generate, **options):
@@ -57,7 +57,10 @@ def test_the_demo_says_identical_and_saves_model_calls(capsys, monkeypatch):
     monkeypatch.setattr(emsjax, "generate", remember)
     methods = [method for method in demo.METHODS if "samples" not in method.name]
     monkeypatch.setattr(demo, "METHODS", methods)  # sampling has tests of its own
-    monkeypatch.setattr(demo, "MAX_NEW_TOKENS", 48)
+    prompts = tmp_path / "prompts.json"
+    prompts.write_text(json.dumps(json.loads(demo.PROMPTS.read_text())[:3]))
+    monkeypatch.setattr(demo, "PROMPTS", prompts)
+    monkeypatch.setattr(demo, "MAX_NEW_TOKENS", 40)
     assert main(["demo"]) == 0
     shown = capsys.readouterr().out
     for method in demo.METHODS:
