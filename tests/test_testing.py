@@ -6,41 +6,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from toy import ragged_prompts, tiny_model
 
 import emsjax
 import pallas_kernels
 from emsjax import testing
-from emsjax.config import OPTConfig
 from emsjax.divergence import Divergence
 from emsjax.testing import assert_lossless
 
-CONFIG = OPTConfig(
-    vocab_size=60,
-    hidden_size=32,
-    ffn_dim=64,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    max_position_embeddings=80,
-    init_std=0.3,
-)
 OPTIONS = {"max_new_tokens": 12, "eos_token_ids": ()}
 LOOKUP = emsjax.PromptLookup(1, 4, search_generated=True)
 
 
 @pytest.fixture(scope="module")
 def model():
-    return emsjax.OPT(CONFIG, rngs=nnx.Rngs(0), dtype=jnp.float32)
+    return tiny_model()
 
 
 @pytest.fixture(scope="module")
 def prompts():
-    rng = np.random.default_rng(0)
-    return [rng.integers(5, 60, length) for length in (30, 9, 3)]
+    return ragged_prompts((30, 9, 3))
 
 
 class LastToken:
-    """Says the last token again, as the README's drafter might."""
+    """Says the last token again."""
 
     max_draft_tokens = 3
 
