@@ -39,7 +39,8 @@ class MemoryPlan:
         # The prompts' caches and their fork to more sequences exist side by side.
         cached = slots if prompt_slots == slots else slots + prompt_slots
         chunk = chunk_rows(prompt_slots, max_len)
-        activations = (6 * size + config.ffn_dim) * item
+        residual_stream = 2 * size * 4  # float32, before and after an addition
+        activations = residual_stream + (4 * size + config.ffn_dim) * item
         rows = row_buckets(slots, max_draft_tokens + 1)[-1]
         layer = slots * max_len * 2 * size * item
         scores = rows * config.num_attention_heads * max_len * 4
