@@ -175,6 +175,8 @@ class OPT(nnx.Module):
     ) -> tuple[Float[Array, "r e"], KeysValues]:
         """Final hidden states of the packed rows, and every layer's fresh K/V.
 
+        The hidden states are float32 where layers are normalised before each part.
+
         Args:
             token_ids: the rows' tokens; padding rows may hold any.
             rows: the rows' samples and positions. Those of rows that are not verified may lie

@@ -180,6 +180,7 @@ class Bench:
 
         A step's time, its floor and its arithmetic are those of steps with all samples live.
         `memory_bytes` are the loop's: weights, caches, and what a step needs beside them.
+        `compile_s` is taken while the other methods compile as well.
         """
         total = {name: sum(run[name] for run in runs) for name in runs[0]}
         config, steps = self.source.model.config, total["live_steps"]
