@@ -74,17 +74,17 @@ def pack(starts: Int32[Array, "b"], counts: Int32[Array, "b"], num_rows: int) ->
 def row_buckets(batch: int, max_rows_per_sample: int) -> tuple[int, ...]:
     """Static row counts that a step may be padded up to, ascending.
 
-    From one row per sample to all; between them powers of two, and four steps from each to the
-    next where rows have become expensive, or two, as long as these are few and none saves less
-    than a tile or a sixth of the rows: each bucket is compiled once.
+    From one row per sample to all; between them powers of two, and where rows have become
+    expensive eight steps from each to the next, or four or two, as long as these are few (each
+    bucket is compiled once) and each saves a tile of rows and a twelfth of the most.
     """
     most = batch * max_rows_per_sample
     least = min(most, max(batch, MIN_BUCKET_ROWS))
     powers = [2**i for i in range(4, most.bit_length())]
     expensive = [n for n in powers if n >= FREE_ROWS]
     in_parts = lambda parts: [n * i // parts for n in expensive for i in range(parts, 2 * parts)]
-    for sizes in ({*powers, *in_parts(4)}, {*powers, *in_parts(2)}, powers, powers[::2]):
-        between = [n for n in sizes if least + MIN_BUCKET_ROWS <= n <= most - most // 6]
+    for sizes in (*({*powers, *in_parts(n)} for n in (8, 4, 2)), powers, powers[::2]):
+        between = [n for n in sizes if least + MIN_BUCKET_ROWS <= n <= most - most // 12]
         if len(between) <= MAX_BUCKETS - 2:
             break
     return tuple(sorted({least, *between, most}))
