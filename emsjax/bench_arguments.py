@@ -67,8 +67,8 @@ def add_draft_length_arguments(parser: argparse.ArgumentParser) -> None:
         "--draws",
         type=positive_int,
         metavar="N",
-        help="batches with acceptance of their own behind each figure (default: enough for 16 "
-        "sequences, at least 2)",
+        help="batches with acceptance of their own behind each figure (default: enough for 64 "
+        "sequences, 2 to 16)",
     )
     add(
         "--profile",

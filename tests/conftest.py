@@ -62,6 +62,14 @@ def forget_executables():
         jax.clear_caches()
 
 
+@pytest.fixture(scope="module")
+def unchecked_annotations():
+    """For what lowers functions itself: JAX then makes pytrees that hold no arrays."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def profiles(tmp_path, monkeypatch):
     """The store of profiles: empty, and not the user's."""

@@ -14,6 +14,8 @@ from emsjax.cli import main
 from emsjax.commands.draft_length import find_models
 from emsjax.step_costs import FORMAT, StepCosts
 
+pytestmark = pytest.mark.usefixtures("unchecked_annotations")
+
 SIZES = ["--batch-sizes", "2", "--max-draft-tokens", "2", "--max-new-tokens", "4"]
 TINY = ["--shape", "tiny", "--draft-shape", "tiny", "--workloads", "llma,poor-draft-model"]
 POLICIES = list(policy_runs.policies(2, StepCosts.of({1: 1.0}), {1: 0}))
@@ -24,7 +26,7 @@ ADAPTIVE = [name for name in POLICIES if not name.startswith("fixed ")]
 def short(monkeypatch):
     """Little is decoded, once, and in a dtype that flax does not promote on its own."""
     monkeypatch.setattr(draft_length, "SEQUENCES", 2)
-    monkeypatch.setattr(draft_length, "DRAWS", 1)
+    monkeypatch.setattr(draft_length, "DRAWS", (1, 1))
     monkeypatch.setattr(workloads, "PROMPT_TOKENS", (8, 12))
     monkeypatch.setattr(workloads.ScriptedModels, "dtype", jnp.float32)
 

@@ -23,6 +23,8 @@ import emsjax
 from emsjax import batch_output, profile_store
 from emsjax.cli import main
 
+pytestmark = pytest.mark.usefixtures("unchecked_annotations")
+
 SIZES = ["--dtype", "float32", "--batch-sizes", "1,2", "--max-draft-tokens", "2"]
 NO_DRAFT_PAYS = {"draft_ms": 1e9}
 

@@ -84,8 +84,8 @@ def small():
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(runs.MODELS, "small", tiny_model(num_hidden_layers=1).config)
         patch.setattr(workloads, "PROMPT_TOKENS", (5, 9))
-        patch.setattr(bench, "SEQUENCES", BATCH * REPEATS - 1)
-        patch.setattr(bench, "DRAWS", 1)
+        patch.setattr(bench, "SEQUENCES", BATCH * REPEATS)
+        patch.setattr(bench, "DRAWS", (1, REPEATS))
         patch.setattr(ScriptedModels, "dtype", jnp.float32)
         yield
 
@@ -113,11 +113,12 @@ def test_all_lengths_policies_and_workloads_of_a_source_share_one_compilation(me
     assert measured.prefilled == 2
 
 
-@pytest.mark.parametrize("draws", [1, REPEATS + 1])
-def test_draws_of_large_batches(small, monkeypatch, draws):
-    monkeypatch.setattr(bench, "DRAWS", draws)
-    assert start(ScriptedModels("small", "small")).repeats == max(REPEATS, draws)
-    assert start(ScriptedModels("small", "small"), draws).repeats == draws
+@pytest.mark.parametrize(("least", "most"), [(1, REPEATS - 1), (1, 9), (REPEATS + 1, 9)])
+def test_draws_are_enough_for_the_sequences_within_limits(small, monkeypatch, least, most):
+    monkeypatch.setattr(bench, "DRAWS", (least, most))
+    enough = min(max(REPEATS, least), most)
+    assert start(ScriptedModels("small", "small")).repeats == enough
+    assert start(ScriptedModels("small", "small"), enough + 1).repeats == enough + 1
 
 
 def test_workloads_of_other_lengths_start_at_the_same_prompts(small, monkeypatch):

@@ -5,7 +5,6 @@ import json
 from types import SimpleNamespace
 
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 from jsonl import save_random_model
@@ -26,10 +25,9 @@ METHODS = tuple(ems_sd.METHODS)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def short():
-    """Little is decoded; annotations are not checked, as lowering puts no arrays into pytrees."""
+def short(unchecked_annotations):
+    """Little is decoded."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jaxtyping.config, "jaxtyping_disable", True)
         patch.setattr(workloads, "PROMPT_TOKENS", (8, 12))
         patch.setattr(sources, "SEQUENCES_PER_ROUND", 1)
         patch.setattr(workloads.ScriptedModels, "dtype", jnp.float32)

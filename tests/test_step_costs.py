@@ -1,11 +1,12 @@
 """What a step takes: its model, how that is fitted to times, and what policies read of it."""
 
+import contextlib
 import dataclasses
 import json
 import math
 from types import SimpleNamespace
-from unittest import mock
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,6 +18,8 @@ from emsjax.benchmarks import step_costs as measured
 from emsjax.benchmarks.step_costs import Measurement, Point
 from emsjax.packing import row_buckets
 from emsjax.step_costs import FORMAT, accepted_at_rate, along, synergy_lengths
+
+pytestmark = pytest.mark.usefixtures("unchecked_annotations")
 
 
 @pytest.mark.parametrize(
@@ -338,16 +341,47 @@ def test_of_a_deep_model_two_slices_take_turns(monkeypatch):
 
 @pytest.mark.parametrize(
     ("found", "between"),
-    [({1: 0.32, 8: 0.38, 64: 1.05}, [23]), ({1: 1.0, 8: 2.0, 64: 4.0}, [3, 23]), ({1: 1.0}, [])],
+    [
+        ({1: 0.32, 8: 0.38, 64: 1.05}, [23]),
+        ({1: 1.0, 8: 2.0, 64: 4.0}, [3, 23]),
+        ({1: 1.0, 2: 2.0}, []),
+        ({1: 1.0}, []),
+    ],
 )
 def test_drafting_is_timed_between_batch_sizes_whose_times_differ_much(found, between):
-    measure = mock.Mock(return_value=9.0)
-    assert measured.with_means(found, measure) == found | dict.fromkeys(between, 9.0)
-    assert [call.args[0] for call in measure.call_args_list] == between
+    assert measured.means_between(found) == between
 
 
-def test_no_batch_size_is_timed_twice():
-    assert measured.with_means({1: 1.0, 2: 2.0}, mock.Mock(side_effect=AssertionError))
+def test_loops_compile_before_any_of_them_runs(monkeypatch):
+    order = []
+    for name in ("compile", "advance"):
+        original = getattr(runs.DraftRun, name)
+
+        def noted(run, *arguments, name=name, original=original):
+            order.append(name)
+            return original(run, *arguments)
+
+        monkeypatch.setattr(runs.DraftRun, name, noted)
+    drafter = emsjax.DraftModel(tiny_model(), 3)
+    with compilations() as compiled:
+        found = measured.started(lambda batch: runs.DraftRun(drafter, batch, 11), (5, 6))
+    assert order == ["compile"] * 2 + ["advance"] * 2
+    assert [run.state.lengths.shape for run in found] == [(5,), (6,)]
+    with compilations() as again:
+        for run in found:
+            run.advance(4)
+    assert compiled
+    assert not again
+
+
+@contextlib.contextmanager
+def compilations():
+    """Durations of what compiles meanwhile."""
+    found = []
+    note = lambda name, seconds, **_: found.append(seconds) if "backend_compile" in name else None
+    jax.monitoring.register_event_duration_secs_listener(note)
+    yield found
+    jax.monitoring.unregister_event_duration_listener(note)
 
 
 def test_the_draft_model_drafts_at_the_context_in_every_timed_step():

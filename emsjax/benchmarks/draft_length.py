@@ -31,7 +31,8 @@ from emsjax.decoding import Counters
 from emsjax.drafting.drafter import is_free
 from emsjax.step_costs import StepCosts, read_profile, synergy_lengths
 
-SEQUENCES, DRAWS = 16, 2  # behind a figure at least: so many decoded, in so many batches
+SEQUENCES = 64  # behind a figure, if that takes no more batches than the most and no fewer
+DRAWS = (2, 16)  # than the least
 Models = ScriptedModels | EmbeddedModels
 
 
@@ -43,7 +44,7 @@ class Bench:
         costs: of its steps here.
         k: the longest draft.
         max_new_tokens: None: the workload's own.
-        draws: batches behind a figure; None: enough for `SEQUENCES`, at least `DRAWS`.
+        draws: batches behind a figure; None: enough for `SEQUENCES`, within `DRAWS`.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Bench:
     ):
         self.models, self.batch, self.costs, self.k = models, batch, costs, k
         self.max_new_tokens, self.attention = max_new_tokens, attention
-        self.repeats = draws or max(-(-SEQUENCES // batch), DRAWS)
+        self.repeats = draws or int(np.clip(SEQUENCES // batch, *DRAWS))
         self.longest = max_new_tokens or max(
             workload.max_new_tokens for workload in models.workloads.values()
         )

@@ -9,7 +9,7 @@ import abc
 import dataclasses
 import functools
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -95,8 +95,19 @@ class Run(abc.ABC):
         self.lengths = np.asarray(state.lengths)
 
     @abc.abstractmethod
+    def call(self, steps: int) -> tuple[Callable, tuple[Any, ...], dict[str, Any]]:
+        """A compiled function that makes so many steps of the state it is given, its arguments
+        and its options."""
+
     def decode(self, steps: int) -> Any:
         """The state after so many steps; the old one is given away."""
+        function, arguments, options = self.call(steps)
+        return function(*arguments, **options)
+
+    def compile(self) -> None:
+        """Compile the loop, for `decode` as well; nothing runs on the device meanwhile."""
+        function, arguments, options = self.call(SHORT)
+        function.lower(*arguments, **options).compile()
 
     def rewind(self) -> Any:
         """The state back at the prompts: what a cache holds beyond its lengths does not count."""
@@ -126,16 +137,10 @@ class LoopRun(Run):
         self.drafter, self.draft_length = drafter, draft_length
         super().__init__(model, state, attention)
 
-    def decode(self, steps: int) -> DecodeState:
-        return decode_loop(
-            self.model,
-            self.drafter,
-            self.state,
-            self.draft_length,
-            steps,
-            attention_implementation=self.attention,
-            layout=self.layout,
-        )
+    def call(self, steps: int):
+        arguments = (self.model, self.drafter, self.state, self.draft_length, steps)
+        options = {"attention_implementation": self.attention, "layout": self.layout}
+        return decode_loop, arguments, options
 
     def rewind(self) -> DecodeState:
         state = super().rewind()
@@ -264,8 +269,8 @@ class DraftRun(Run):
         state = Drafting(jnp.array(tokens, jnp.int32), lengths, model.init_cache(*size))
         super().__init__(model, state, drafter.attention_implementation)
 
-    def decode(self, steps: int) -> Drafting:
-        return _draft(self.drafter, self.state, steps)
+    def call(self, steps: int):
+        return _draft, (self.drafter, self.state, steps), {}
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))

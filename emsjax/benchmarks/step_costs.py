@@ -25,7 +25,7 @@ from emsjax.packing import row_buckets
 from emsjax.step_costs import FORMAT, StepCosts, accepted_at_rate, synergy_lengths
 
 SLICES = (2, 6)  # layers
-SECONDS, REPETITIONS = 0.3, 15  # of a point's measurement, and at most
+SECONDS, REPETITIONS = 0.5, 25  # of a point's measurement, and at most
 MUCH = 0.3  # of the time of a draft step, from one batch size to the next
 DRAFTED = 8  # tokens of a draft that is timed; fewer if no more are allowed
 
@@ -71,8 +71,7 @@ class Measurement:
         draft_ms = self.time_drafting(say) if self.draft_config is not None else {}
         points = []
         for batch in self.batch_sizes:
-            start = functools.partial(self.start, batch=batch)
-            for point in self.time_rows(at_once(start, slices)):
+            for point in self.time_rows(started(functools.partial(self.start, batch), slices)):
                 points.append(point)
                 say(
                     f"batch {batch}: {point.rows} rows, "
@@ -80,8 +79,8 @@ class Measurement:
                 )
         return points, draft_ms
 
-    def start(self, model, batch: int) -> StepRun:
-        run = StepRun(
+    def start(self, batch: int, model: emsjax.OPT) -> StepRun:
+        return StepRun(
             model,
             batch,
             self.max_draft_tokens + 1,
@@ -90,8 +89,6 @@ class Measurement:
             draft_length=emsjax.FixedLength(self.max_draft_tokens),
             max_new_tokens=LONG + self.max_draft_tokens + 1,
         )
-        run.advance(LONG)  # compiles
-        return run
 
     def time_rows(self, runs: Sequence[StepRun]) -> Iterator[Point]:
         """Every row bucket at the context, and the smallest at half of it; of the slices' runs."""
@@ -120,30 +117,40 @@ class Measurement:
         draft_model = random_model(self.draft_config, self.dtype)
         tokens = min(DRAFTED, self.max_draft_tokens)
         drafter = emsjax.DraftModel(draft_model, tokens, attention_implementation=self.attention)
+        start = lambda batch: DraftRun(drafter, batch, self.context)
 
-        def start(batch: int) -> DraftRun:
-            run = DraftRun(drafter, batch, self.context)
-            run.advance(LONG)  # compiles
-            return run
+        def measure(batches: Sequence[int]) -> dict[int, float]:
+            found = {}
+            for batch, run in zip(batches, started(start, batches), strict=True):
+                found[batch] = best_ms([run])[0] / tokens
+                say(f"batch {batch}: a draft step {found[batch]:.3f} ms")
+            return found
 
-        def measure(batch: int, run: DraftRun | None = None) -> float:
-            ms = best_ms([run or start(batch)])[0] / tokens
-            say(f"batch {batch}: a draft step {ms:.3f} ms")
-            return ms
-
-        sizes = sorted(self.batch_sizes)
-        found = dict(zip(sizes, map(measure, sizes, at_once(start, sizes)), strict=True))
-        return with_means(found, measure)
+        found = measure(sorted(self.batch_sizes))
+        return found | measure(means_between(found))
 
 
-def with_means(found: dict[int, float], measure: Callable[[int], float]) -> dict[int, float]:
-    """What was found, and at the geometric mean of neighbours where they differ much."""
-    between = [
+def started(start: Callable[[Any], Run], subjects: Sequence[Any]) -> list[Run]:
+    """Runs of all subjects, compiled at once and warm.
+
+    While the loops compile nothing else runs: XLA times products to choose among their kernels,
+    and would take the wrong ones.
+    """
+    runs = at_once(start, subjects)
+    at_once(lambda run: run.compile(), runs)
+    for run in runs:
+        run.advance(LONG)
+    return runs
+
+
+def means_between(found: dict[int, float]) -> list[int]:
+    """Geometric means of neighbouring batch sizes whose times differ much."""
+    means = [
         round(math.sqrt(few * many))
         for few, many in itertools.pairwise(sorted(found))
         if abs(found[many] - found[few]) > MUCH * found[few]
     ]
-    return found | {size: measure(size) for size in between if size not in found}
+    return [size for size in means if size not in found]
 
 
 def best_ms(runs: Sequence[Run]) -> list[float]:

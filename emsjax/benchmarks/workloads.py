@@ -46,7 +46,7 @@ class Workload:
 
 
 SCRIPTED = {
-    "llma": Workload("prompt-lookup", 128, CopyAcceptance(), live=True),
+    "llma": Workload("prompt-lookup", 128, CopyAcceptance()),
     "poor": Workload("prompt-lookup", 128, TokenAcceptance(0.2, 16)),
     # Half of the samples copy, half do not, and those alone would decide how long a whole run
     # takes. Longer, so that all are live for a while.
