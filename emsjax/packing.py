@@ -8,14 +8,17 @@ The axis legend of the library, used in every shape annotation:
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 MAX_BUCKETS = 10
-FREE_ROWS = 128  # on a GPU up to about here a step reads weights longer than it computes
 MIN_BUCKET_ROWS = 16  # the rows of a matrix unit's tile: fewer cost the same
+# From how many rows on they are told apart, and in how many steps to twice as many. On a GPU the
+# first 64 cost nearly nothing, since a step reads all weights anyway.
+RESOLUTIONS = ((64, 8), (128, 8), (128, 4), (128, 2))
 MAX_CHUNK_ROWS = 1024  # of prefill
 
 
@@ -74,20 +77,24 @@ def pack(starts: Int32[Array, "b"], counts: Int32[Array, "b"], num_rows: int) ->
 def row_buckets(batch: int, max_rows_per_sample: int) -> tuple[int, ...]:
     """Static row counts that a step may be padded up to, ascending.
 
-    From one row per sample to all; between them powers of two, and where rows have become
-    expensive eight steps from each to the next, or four or two, as long as these are few (each
-    bucket is compiled once) and each saves a tile of rows and a twelfth of the most.
+    From one row per sample to all; between them powers of two, and where rows cost something in
+    the finest steps of whole tiles with which these are few (each bucket is compiled once), and
+    each saves a twelfth of the most rows.
     """
     most = batch * max_rows_per_sample
     least = min(most, max(batch, MIN_BUCKET_ROWS))
     powers = [2**i for i in range(4, most.bit_length())]
-    expensive = [n for n in powers if n >= FREE_ROWS]
-    in_parts = lambda parts: [n * i // parts for n in expensive for i in range(parts, 2 * parts)]
-    for sizes in (*({*powers, *in_parts(n)} for n in (8, 4, 2)), powers, powers[::2]):
+    for sizes in (*(_stepped(powers, *finer) for finer in RESOLUTIONS), powers, powers[::2]):
         between = [n for n in sizes if least + MIN_BUCKET_ROWS <= n <= most - most // 12]
         if len(between) <= MAX_BUCKETS - 2:
             break
     return tuple(sorted({least, *between, most}))
+
+
+def _stepped(powers: Sequence[int], first: int, steps: int) -> set[int]:
+    """The powers of two, and from `first` on so many steps to the next, of whole tiles."""
+    parts = [n * i // steps for n in powers if n >= first for i in range(steps, 2 * steps)]
+    return {*powers, *(n for n in parts if n % MIN_BUCKET_ROWS == 0)}
 
 
 def smallest_bucket(buckets: tuple[int, ...], rows: Array) -> Array:

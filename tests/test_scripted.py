@@ -121,6 +121,28 @@ def test_draft_models_tokens_are_right_at_their_rate():
     np.testing.assert_allclose(shares(right), expected, atol=0.01)
 
 
+def test_a_draft_models_token_is_right_wherever_its_draft_began():
+    for k in (1, 4, 16):
+        right = draw(TokenAcceptance(0.8, k), 20, 300)[1]
+        following = np.minimum(right[:, 1:] + 1, k)
+        np.testing.assert_array_equal(right[:, :-1], np.where(right[:, :-1] > 0, following, 0))
+    longer, shorter = (draw(TokenAcceptance(0.8, k), 20, 300 - k)[1] for k in (16, 4))
+    np.testing.assert_array_equal(np.minimum(longer, 4), shorter[:, :284])
+
+
+def test_verdicts_of_successive_steps_are_independent():
+    k, pairs = 2, np.zeros((3, 3))
+    for of_sample in draw(TokenAcceptance(0.6, k), 100, 1000)[1]:
+        at, before = 0, None
+        while at < len(of_sample):
+            if before is not None:
+                pairs[before, of_sample[at]] += 1
+            before = of_sample[at]
+            at += before + 1
+    alone = np.array([0.4, 0.6 * 0.4, 0.6**2])
+    np.testing.assert_allclose(pairs / pairs.sum(), np.outer(alone, alone), atol=0.01)
+
+
 def test_samples_take_turns_with_mixed_profiles():
     mixed = Mixed(TokenAcceptance(1, 2), TokenAcceptance(0, 3), CopyAcceptance(miss=1))
     counts, right = draw(mixed, 7, 5)

@@ -155,6 +155,9 @@ class CopyAcceptance:
 class TokenAcceptance:
     """A draft model: each of `draft_tokens` tokens is right with probability `rate`.
 
+    Whether it is depends on its position, not on where the draft starts: a longer draft is never
+    worse by luck. No position is verified twice, so verdicts are independent all the same.
+
     Raises:
         ValueError: a rate outside [0, 1], or a negative number of tokens.
     """
@@ -171,8 +174,11 @@ class TokenAcceptance:
         return self.draft_tokens
 
     def draw(self, rng, batch, width):
-        stands = rng.random((batch, width, self.draft_tokens)) < self.rate
-        right = np.cumprod(stands, axis=2, dtype=np.int32).sum(axis=2, dtype=np.int32)
+        place = np.arange(width + self.draft_tokens)
+        stands = rng.random((batch, place.size)) < self.rate
+        wrong = np.where(stands, place.size, place)
+        next_wrong = np.minimum.accumulate(wrong[:, ::-1], axis=1)[:, ::-1]
+        right = np.minimum(next_wrong - place, self.draft_tokens)[:, :width].astype(np.int32)
         return np.full((batch, width), self.draft_tokens, np.int32), right
 
 
