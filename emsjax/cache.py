@@ -29,7 +29,12 @@ class KeysValues:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """Committed keys and values; what lies at or beyond `lengths` is undefined."""
+    """Committed keys and values; what lies at or beyond `lengths` is undefined.
+
+    Attributes:
+        layers: keys and values of every layer, [b, l, h, d] each.
+        lengths: committed tokens of each sample.
+    """
 
     layers: KeysValues
     lengths: Int32[Array, "b"]

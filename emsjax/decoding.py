@@ -90,13 +90,21 @@ class DecodeState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StepInfo:
-    """What one step did: diagnostics, not needed by the next step."""
+    """What one step did: diagnostics, not needed by the next step.
 
-    tokens: Int32[Array, "b k1"]  # the first num_emitted of each row were emitted
+    Attributes:
+        tokens: the first `num_emitted` of each row were emitted; the others are arbitrary.
+        num_drafted: draft tokens that were fed, per sample.
+        num_accepted: those of them that stood.
+        num_emitted: new tokens of each sample; 0 of those that had finished.
+        num_rows: of the bucket, padding included.
+    """
+
+    tokens: Int32[Array, "b k1"]
     num_drafted: Int32[Array, "b"]
     num_accepted: Int32[Array, "b"]
     num_emitted: Int32[Array, "b"]
-    num_rows: Int32[Array, ""]  # of the bucket, padding included
+    num_rows: Int32[Array, ""]
 
 
 def step(
@@ -117,6 +125,12 @@ def step(
         draft_length: a policy that limits drafting; None: the drafter's own limit.
         attention_implementation: as for `generate`.
         layout: what is padded, as it was for `init_state`.
+
+    Returns:
+        The next state, and what the step did.
+
+    Raises:
+        ValueError: an unknown attention, or a `free` drafter that draws its tokens.
     """
     kernels = resolve_kernels(attention_implementation)
     drafter = with_policys_limit(drafter, draft_length)

@@ -48,7 +48,7 @@ class Divergence:
 
     @property
     def is_near_tie(self) -> bool:
-        """Whether rounding may decide: the margin is within 1/64 of the largest logit."""
+        """Whether rounding may decide, as the margin is within 1/64 of the largest logit."""
         return self.margin <= NEAR_TIE * self.largest
 
 

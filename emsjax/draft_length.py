@@ -34,7 +34,7 @@ class StepView(NamedTuple):
 
 @runtime_checkable
 class DraftLength(Protocol):
-    """A draft-length policy: pure functions, run inside the device loop.
+    """A draft-length policy: a pytree with pure functions, run inside the device loop.
 
     The effective limit is the smaller of the policy's and the drafter's. A policy that may
     ask for more than drafters allow by themselves has an attribute `max_draft_tokens`: a
@@ -161,6 +161,9 @@ class BatchSizeTable:
 
     Raises:
         ValueError: an empty table, a size below 1, or a length below 0.
+
+    >>> BatchSizeTable({1: 7, 8: 4, 32: 0}).draft_lengths.tolist()
+    [7, 4, 0]
 
     Reference: The Synergy of Speculative Decoding and Batching, arXiv 2310.18813.
     """

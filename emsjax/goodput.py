@@ -55,7 +55,11 @@ class Goodput:
 
     @classmethod
     def from_profile(cls, profile: str | PathLike | Mapping[str, Any], **settings) -> "Goodput":
-        """With the costs that `emsjax profile` measured: its file, or what that holds.
+        """With the costs that `emsjax profile` measured.
+
+        Args:
+            profile: its file, or what that holds.
+            settings: other arguments of `Goodput`.
 
         Raises:
             ValueError: not such a profile.

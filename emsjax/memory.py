@@ -12,7 +12,16 @@ from emsjax.packing import chunk_rows, row_buckets
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """What a run of `slots` samples of up to `max_len` tokens needs, in bytes."""
+    """What a run of `slots` samples of up to `max_len` tokens needs, in bytes.
+
+    Attributes:
+        weights: of the target; a draft model's are not counted.
+        caches: keys and values of all slots.
+        prefill_chunk: what one call of prefill holds beside them.
+        logits: those of a step, and what else it holds in proportion to its rows.
+        attention: what the attention of one layer holds.
+        drafter: its state, for all slots.
+    """
 
     weights: int
     caches: int
@@ -33,7 +42,17 @@ class MemoryPlan:
         max_draft_tokens: int,
         drafter_bytes_per_slot: int = 0,
     ) -> "MemoryPlan":
-        """Plan `slots` decode slots, filled from `prompt_slots` prefilled prompts."""
+        """Plan `slots` decode slots, filled from `prompt_slots` prefilled prompts.
+
+        Args:
+            config: of the target.
+            dtype: of its weights, activations and caches.
+            slots: samples decoded at once.
+            prompt_slots: prompts that they belong to; fewer with several sequences per prompt.
+            max_len: tokens of the longest sample, prompt included.
+            max_draft_tokens: of a sample and step; 0: plain decoding.
+            drafter_bytes_per_slot: what the drafter's `state_bytes` says.
+        """
         item, size = jnp.dtype(dtype).itemsize, config.hidden_size
         per_token = 2 * config.num_hidden_layers * size * item
         # The prompts' caches and their fork to more sequences exist side by side.
@@ -58,11 +77,12 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """Prefill and verification follow one another; the larger counts."""
+        """Bytes of all; prefill and verification follow one another, so the larger counts."""
         step = max(self.prefill_chunk, self.logits)
         return self.weights + self.caches + self.drafter + self.attention + step
 
     def describe(self) -> str:
+        """The sum and its parts, as text."""
         parts = [
             ("weights", self.weights),
             ("KV caches", self.caches),

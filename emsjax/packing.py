@@ -63,6 +63,10 @@ def pack(starts: Int32[Array, "b"], counts: Int32[Array, "b"], num_rows: int) ->
 
     Rows beyond `num_rows` are cut off, last samples first, so a long run of
     rows can be fed in chunks: the result's `counts` tell what went in.
+
+    >>> rows = pack(jnp.array([5, 9, 4]), jnp.array([2, 1, 0]), num_rows=4)
+    >>> print(rows.segment_ids, rows.positions)
+    [0 0 1 3] [5 6 9 0]
     """
     batch = starts.shape[0]
     ends = jnp.minimum(jnp.cumsum(counts, dtype=jnp.int32), num_rows)

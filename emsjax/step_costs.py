@@ -44,7 +44,12 @@ class StepCosts:
         token_ms: float = 0.0,
         draft_ms: float | Mapping[int, float] = 0.0,
     ) -> "StepCosts":
-        """From plain numbers: ms by rows, and ms of a draft step, by slots where it matters.
+        """From plain numbers.
+
+        Args:
+            row_ms: ms of a step, by packed rows.
+            token_ms: ms for each cached token.
+            draft_ms: ms of a draft step, by slots where it depends on them.
 
         Raises:
             ValueError: no rows, or times that are not above 0 (`row_ms`) or below it.
@@ -62,7 +67,10 @@ class StepCosts:
 
     @classmethod
     def from_profile(cls, profile: str | PathLike | Mapping[str, Any]) -> "StepCosts":
-        """What `emsjax profile` measured: its file, or what that holds.
+        """What `emsjax profile` measured.
+
+        Args:
+            profile: its file, or what that holds.
 
         Raises:
             ValueError: not such a profile.
@@ -72,11 +80,16 @@ class StepCosts:
         return cls.of(table("row_ms"), costs["token_ms"], table("draft_ms"))
 
     def step_ms(self, rows: Float[Array, "*n"], cached_tokens: Float[Array, ""]):
-        """Of steps with so many packed rows, padding included, without drafting."""
+        """Milliseconds of steps with so many packed rows, padding included, without drafting.
+
+        >>> costs = StepCosts.of({16: 4.0, 128: 5.0}, token_ms=1e-4)
+        >>> print(costs.step_ms(jnp.array([16.0, 72.0]), jnp.float32(5000)))
+        [4.5 5. ]
+        """
         return along(rows, self.rows, self.row_ms) + self.token_ms * cached_tokens
 
     def draft_step_ms(self, slots: float) -> Float[Array, ""]:
-        """Of one step of the draft model."""
+        """Milliseconds of one step of the draft model."""
         return along(jnp.float32(slots), self.batches, self.draft_ms)
 
 

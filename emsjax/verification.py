@@ -15,7 +15,12 @@ from jaxtyping import Array, Bool, Float, Int32
 def acceptance_probability(
     target_probs: Float[Array, "*n v"], draft_probs: Float[Array, "*n v"]
 ) -> Float[Array, "*n v"]:
-    """min(1, p/q) of every token: how likely it stands if it was drafted."""
+    """min(1, p/q) of every token: how likely it stands if it was drafted.
+
+    >>> p, q = jnp.array([0.5, 0.5, 0.0]), jnp.array([0.25, 0.5, 0.25])
+    >>> print(acceptance_probability(p, q))
+    [1. 1. 0.]
+    """
     drafted = draft_probs > 0
     ratio = target_probs / jnp.where(drafted, draft_probs, 1)
     return jnp.where(drafted, jnp.minimum(ratio, 1), 1)
@@ -27,6 +32,10 @@ def residual_distribution(
     """max(0, p - q), normalised: the distribution of what replaces a rejected token.
 
     Nothing is ever rejected where q covers p; p itself stands there.
+
+    >>> p, q = jnp.array([0.5, 0.5, 0.0]), jnp.array([0.25, 0.5, 0.25])
+    >>> print(residual_distribution(p, q))
+    [1. 0. 0.]
     """
     excess = jnp.maximum(target_probs - draft_probs, 0)
     total = jnp.sum(excess, axis=-1, keepdims=True)

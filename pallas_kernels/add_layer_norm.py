@@ -29,9 +29,11 @@ def add_layer_norm(
     normalised.
 
     Args:
-        y: a product, or the shares that `pallas_kernels.linear_sums` makes of it.
-        y_bias: the product's bias; None: left out.
-        scale, bias: the normalisation's affine part; None: left out.
+        x: [rows, size].
+        y: a product [rows, size], or the shares, float32 [shares, rows, size], that
+            `pallas_kernels.linear_sums` makes of it.
+        y_bias: the product's bias, [size]; None: left out.
+        scale, bias: the normalisation's affine part, [size] each; None: left out.
         epsilon: added to the variance.
         dtype: of the normalisation; None: x's.
         implementation: "triton" (one launch), "xla", or None: Triton on NVIDIA GPUs of

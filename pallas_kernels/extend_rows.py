@@ -27,6 +27,8 @@ def extend_rows(
     """Arrays [num_rows, ...] that begin with the given ones; what follows is arbitrary.
 
     Args:
+        arrays: [rows, ...] each, all of one shape.
+        num_rows: at least `rows`.
         implementation: "triton" (one launch, which leaves the further rows as they are),
             "xla" (zeros), or None: Triton where the device runs it.
         interpret: run the Triton kernel in interpret mode, on any device.

@@ -58,6 +58,11 @@ def linear(
     """x @ weight + bias, rectified where asked, as `parts` arrays of equally many columns.
 
     Args:
+        x: [rows, inputs].
+        weight: [inputs, outputs].
+        bias: [outputs]; None: left out.
+        parts: arrays that the columns are shared out to.
+        relu: whether negative outputs become 0.
         implementation: "triton" (streams the weights once past at most `MAX_ROWS` rows),
             "xla", or None: Triton where the device runs it and it is faster: few rows of
             16-bit numbers, sizes that are multiples of its tiles.

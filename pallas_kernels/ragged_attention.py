@@ -54,20 +54,26 @@ def ragged_attention(
     what is masked may hold anything, too.
 
     Args:
+        query, key, value: of the fresh rows, [rows, heads, head_dim].
+        key_cache, value_cache: [batch, max_len, heads, head_dim].
+        segment_ids: the sample of each row, int32 [rows]; batch for padding rows.
+        positions: of each row within its sample, int32 [rows].
+        cache_lengths: committed entries of each sample, int32 [batch].
         max_rows_per_sample: static upper bound of the rows that one sample has
             in this call; None: all of them. Small bounds (decoding) take a path
             that serves all samples at once.
         scale: of the scores, above 0; None: head_dim ** -0.5.
-        ancestors: visibility among the fresh rows; as many columns as any sample has
-            rows, at least. None: causal.
-        cache_mask: visibility of the committed entries. None: all of them.
+        ancestors: visibility among the fresh rows, bool [rows, fresh]; as many columns
+            as any sample has rows, at least. None: causal.
+        cache_mask: visibility of the committed entries, bool [batch, max_len]. None: all
+            of them.
         implementation: "triton", "xla", "reference", or None: Triton on NVIDIA GPUs
             of compute capability 8.0 and newer, XLA elsewhere.
         interpret: run the Triton kernel in interpret mode, on any device; the
             others ignore it.
 
     Returns:
-        Attention outputs in the query's dtype.
+        Attention outputs [rows, heads, head_dim] in the query's dtype.
 
     Raises:
         ValueError: unknown implementation, or one that the device cannot run; a scale

@@ -34,14 +34,15 @@ def sampling_cutoff(
     the softmax reaches p.
 
     Args:
-        top_k: 0 keeps all; None: so in every row.
-        top_p: 1 and more keeps all; None: so in every row.
+        logits: float32 [rows, vocab].
+        top_k: int32 [rows], 0 keeps all; None: so in every row.
+        top_p: float32 [rows], 1 and more keeps all; None: so in every row.
         implementation: "triton" (one launch), "xla", or None: Triton on NVIDIA GPUs of
             compute capability 8.0 and newer, XLA elsewhere.
         interpret: run the Triton kernel in interpret mode, on any device.
 
     Returns:
-        The cutoffs; -inf where all is kept.
+        The cutoffs, float32 [rows]; -inf where all is kept.
 
     Raises:
         ValueError: unknown implementation, or one that the device cannot run.

@@ -28,6 +28,10 @@ def update_kv_cache(
     surrounding `jax.jit` to update them in place.
 
     Args:
+        key_cache, value_cache: [batch, max_len, heads, head_dim].
+        key, value: of the rows, [rows, heads, head_dim].
+        segment_ids: the sample of each row, int32 [rows]; batch for padding rows.
+        positions: the place of each row in its sample's cache, int32 [rows].
         implementation: "triton" (one launch that touches real rows only), "xla" (one
             scatter per cache), "reference", or None: Triton on NVIDIA GPUs of compute
             capability 8.0 and newer, XLA elsewhere.
@@ -70,6 +74,15 @@ def update_kv_caches(
 
     Through Triton all layers share a launch: a decoding step writes a few
     kilobytes per layer, less than a launch each is worth.
+
+    Args:
+        key_caches, value_caches: of each layer, [batch, max_len, heads, head_dim].
+        keys, values: of each layer's rows, [rows, heads, head_dim].
+
+    Other arguments and errors are those of `update_kv_cache`.
+
+    Returns:
+        The updated caches of each layer, in the caches' dtype: (key_caches, value_caches).
     """
     name = choose(implementation, IMPLEMENTATIONS, interpret)
     update = IMPLEMENTATIONS[name]

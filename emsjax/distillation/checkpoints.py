@@ -61,7 +61,9 @@ def train(
     """The trained model, float32, and the losses [steps] before each step.
 
     Args:
+        trainer: what is trained, and how.
         sequences: anything that holds a `Batch` for each step.
+        steps: of the whole training, those before the newest checkpoint included.
         checkpoints: training goes on from the newest, and its result is that of a run that was
             never stopped; None: nothing is kept.
         every: steps between two checkpoints.

@@ -22,13 +22,20 @@ def evaluate(
     """Greedy decoding of the prompts, in groups of `batch_size`.
 
     Args:
+        target: the model that decodes.
         draft_model: None: plain decoding.
+        prompts: token ids, int32 [t] each.
         draft_tokens: of every step.
+        new_tokens: of each prompt, at most.
+        batch_size: prompts decoded at once.
 
     Returns:
         `acceptance_rate`; `by_position`, the share of draft tokens at each position that stood
         where all before did, of steps that drafted them all; `mean_acceptance_length`;
         `tokens_per_s`, prefill excluded.
+
+    Raises:
+        ValueError: as `emsjax.generate`.
     """
     drafter = None if draft_model is None else emsjax.DraftModel(draft_model, draft_tokens)
     batch_size = min(batch_size, len(prompts))

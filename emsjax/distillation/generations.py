@@ -34,6 +34,9 @@ def continuations(
         batch_size: decoded at once.
         temperature: 0: greedy.
         seed: of the choice and of the samples.
+
+    Returns:
+        `count` arrays of token ids, int32 [t] each: a beginning, and what the target said.
     """
     rng = np.random.default_rng(seed)
     rounds = -(-count // len(documents))

@@ -132,7 +132,14 @@ def _parts(length: int, bytes_per_token: int) -> int:
 def make_optimizer(
     steps: int, peak: float, *, warm_up: int, weight_decay: float
 ) -> optax.GradientTransformation:
-    """AdamW that decays matrices and tables alone; warm-up, cosine, clipped gradients."""
+    """AdamW that decays matrices and tables alone; warm-up, cosine, clipped gradients.
+
+    Args:
+        steps: of the whole training; the learning rate then is a fiftieth of the peak.
+        peak: the largest learning rate.
+        warm_up: steps up to it.
+        weight_decay: per step, relative to the learning rate.
+    """
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, peak, warmup_steps=warm_up, decay_steps=max(steps, warm_up + 1), end_value=peak / 50
     )
