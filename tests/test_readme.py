@@ -2,11 +2,12 @@
 
 import json
 import re
-from pathlib import Path
 
+import examples
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from examples import README
 
 import emsjax
 from emsjax.cli import main
@@ -15,7 +16,6 @@ from emsjax.output import PaddingRatio
 from emsjax.packing import pack, row_buckets
 from emsjax.step_costs import FORMAT
 
-README = Path(__file__).parents[1] / "README.md"
 COMPARED = ["prompt lookup", "draft model", "lookup, 4 samples"]  # in the demo
 
 
@@ -23,11 +23,11 @@ def test_the_examples_give_the_tokens_of_plain_decoding(capsys, tmp_path, monkey
     costs = {"row_ms": {16: 1.0, 64: 1.5}, "token_ms": 0.0, "draft_ms": {1: 0.1}}
     (tmp_path / "profile.json").write_text(json.dumps({"format": FORMAT, "costs": costs}))
     monkeypatch.chdir(tmp_path)
-    examples = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(examples) == 3
+    shown = examples.python_examples(README)
+    assert len(shown) == 3
     names = {}
-    for example in examples:
-        exec(example, names)
+    for example in shown:
+        examples.run(example, names)
         out = names["out"]
         assert out.stats.num_accepted.sum() > 0
         new = out.tokens.shape[1]

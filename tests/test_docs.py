@@ -1,0 +1,384 @@
+"""What the documentation shows is run, what it commands is parsed, and what is public is in it."""
+
+import doctest
+import importlib
+import json
+import re
+import shutil
+
+import examples
+import pytest
+
+import emsjax
+import pallas_kernels
+from emsjax import distillation
+
+DOCS = examples.ROOT / "docs"
+REFERENCE = "\n".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
+WITH_PYTHON = [path for path in examples.PAGES if examples.blocks(path, "python")]
+WITH_COMMANDS = [
+    path for path in (examples.README, *examples.PAGES) if examples.blocks(path, "bash")
+]
+MODULES = (  # whose docstrings are public
+    "emsjax.cache",
+    "emsjax.checkpoint",
+    "emsjax.config",
+    "emsjax.decoding",
+    "emsjax.distillation",
+    "emsjax.divergence",
+    "emsjax.draft_length",
+    "emsjax.drafting",
+    "emsjax.generation",
+    "emsjax.goodput",
+    "emsjax.memory",
+    "emsjax.opt",
+    "emsjax.output",
+    "emsjax.packing",
+    "emsjax.plotting",
+    "emsjax.sampling",
+    "emsjax.step_costs",
+    "emsjax.testing",
+    "emsjax.vanilla",
+    "emsjax.verification",
+    "pallas_kernels.add_layer_norm",
+    "pallas_kernels.extend_rows",
+    "pallas_kernels.linear",
+    "pallas_kernels.ragged_attention",
+    "pallas_kernels.reference",
+    "pallas_kernels.sampling_cutoff",
+    "pallas_kernels.update_kv_cache",
+)
+
+name_of = lambda path: str(path.relative_to(examples.ROOT))
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=name_of)
+def test_every_example_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
+    shutil.copy(examples.ROOT / "benchmarks" / "h200-profile.json", tmp_path / "profile.json")
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "__main__"}
+    for example in examples.python_examples(page):
+        examples.run(example, names)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_example_of_a_docstring_gives_what_it_shows(name):
+    module = importlib.import_module(name)
+    for test in doctest.DocTestFinder().find(module):
+        examples.run(test, test.globs)
+
+
+def test_docstrings_have_examples():
+    found = [
+        example
+        for name in MODULES
+        for test in doctest.DocTestFinder().find(importlib.import_module(name))
+        for example in test.examples
+    ]
+    assert len(found) >= 8
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=name_of)
+def test_every_command_of_a_page_is_one(page):
+    assert examples.commands(page)
+    for command in examples.commands(page):
+        examples.check_command(command)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "emsjax generate --model a --input b",
+        "emsjax bench ems-sd --shape opt-6.7b --model a",
+        "emsjax generate --model a --input b --output c --drafter none --match-length 3",
+        "python -m emsjax.benchmarks.step --shapes 1",
+        "pip install -e '.[other]'",
+        "rm -rf build",
+    ],
+)
+def test_what_is_no_command_is_noticed(command, capsys):
+    with pytest.raises((SystemExit, ValueError, AssertionError)):
+        examples.check_command(command)
+
+
+def test_a_wrong_output_is_noticed(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("Text.\n```python\n>>> 1 + 1\n3\n```\n")
+    (example,) = examples.python_examples(page)
+    with pytest.raises(AssertionError, match="line 3"):
+        examples.run(example, {})
+
+
+def documented(text: str) -> set[str]:
+    """What the reference generates an entry for, by full name."""
+    names = set(re.findall(r"^\.\. (?:auto\w+|py:data):: ([\w.]+)", text, re.MULTILINE))
+    for module, members in re.findall(
+        r"^\.\. automodule:: ([\w.]+)\n((?: +:.*\n)*)", text, re.MULTILINE
+    ):
+        if found := re.search(r":members: (\S.*)", members):
+            names |= {f"{module}.{member}" for member in found[1].split(", ")}
+    return names
+
+
+@pytest.mark.parametrize("module", [emsjax, pallas_kernels, distillation], ids=lambda m: m.__name__)
+def test_every_public_name_is_in_the_reference(module):
+    public = {f"{module.__name__}.{name}" for name in module.__all__}
+    assert public <= documented(REFERENCE)
+
+
+def test_every_name_of_the_reference_exists():
+    for name in documented(REFERENCE):
+        parts = name.split(".")
+        found = importlib.import_module(parts[0])
+        for i, part in enumerate(parts[1:], start=2):
+            if not hasattr(found, part):
+                importlib.import_module(".".join(parts[:i]))
+            found = getattr(found, part)
+
+
+def test_every_page_is_in_the_index():
+    listed = re.findall(r"^([\w/-]+)$", (DOCS / "index.md").read_text(), re.MULTILINE)
+    pages = {str(path.relative_to(DOCS).with_suffix("")) for path in examples.PAGES}
+    assert set(listed) == pages - {"index"}
+
+
+def test_what_is_included_from_other_files_is_there():
+    for page in examples.PAGES:
+        for source, options in re.findall(
+            r"^```{literalinclude} (\S+)\n((?::.*\n)*)", page.read_text(), re.MULTILINE
+        ):
+            lines = (page.parent / source).read_text().splitlines()
+            wanted = re.findall(r'^:(?:start|end)-at: "(.*)"$', options, re.MULTILINE)
+            assert len(wanted) == 2
+            first, last = (
+                next(i for i, line in enumerate(lines) if text in line) for text in wanted
+            )
+            assert first < last
+
+
+# The benchmarks page
+
+
+@pytest.fixture(scope="module")
+def tables():
+    """The module that writes it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(DOCS)
+        yield importlib.import_module("benchmark_tables")
+
+
+def test_every_committed_file_has_its_device_commit_and_figures(tables):
+    page = tables.page()
+    assert "Other results" not in page
+    for path in (examples.ROOT / "benchmarks").glob("*.json"):
+        results = json.loads(path.read_bytes())
+        hardware = results["hardware"]
+        device = hardware.get("device") or hardware["device_kind"]
+        assert f"`benchmarks/{path.name}`: {device}; " in page
+        assert f"jax {results['versions']['jax']}, " in page
+        assert f"commit `{results['commit']}`" in page
+    step = json.loads((examples.ROOT / "benchmarks" / "h200-step.json").read_bytes())
+    for of in step["shapes"]:
+        shape = f"| {of['batch']} x {of['rows_per_sample']} "
+        assert f"{shape}| {of['best_ms']:.2f} | {of['median_ms']:.2f} |" in page
+
+
+def test_tables_are_rectangular(tables):
+    for block in tables.page().split("\n\n"):
+        rows = [line for line in block.splitlines() if line.startswith("| ")]
+        assert len({line.count(" |") for line in rows}) <= 1
+
+
+def test_files_that_are_not_there_have_no_section(tables, tmp_path):
+    assert tables.page(tmp_path) == ""
+    source = examples.ROOT / "benchmarks" / "h200-step.json"
+    shutil.copy(source, tmp_path / "b.json")
+    page = tables.page(tmp_path)
+    assert re.findall("^## (.*)", page, re.MULTILINE) == ["Decoding steps"]
+    shutil.copy(source, tmp_path / "a.json")
+    assert page.count("| 24 x 8 |") == 1
+    assert tables.page(tmp_path).count("| 24 x 8 |") == 2
+
+
+def test_a_file_of_another_kind_is_listed_without_figures(tables, tmp_path):
+    (tmp_path / "other.json").write_text(json.dumps({"command": "make it", "commit": "abc"}))
+    page = tables.page(tmp_path)
+    assert page.startswith("## Other results")
+    assert "make it" in page
+
+
+COMMON = {"hardware": {"device": "a GPU"}, "versions": {"jax": "0.11"}, "commit": "abc"}
+SUBJECT = {"shape": "opt-6.7b", "draft_shape": "opt-125m", "dtype": "bfloat16"}
+SPEED = {"min": 90.0, "median": 100.0, "max": 110.0}
+
+
+def of_method(speed_up: float) -> dict:
+    speed = SPEED | {"speed_up": speed_up}
+    return {
+        "tokens_per_s": speed,
+        "live_tokens_per_s": speed,
+        "mean_acceptance_length": 3.25,
+        "padding_ratio": {"inputs": 0.5, "kv": 1.5},
+        "step_ms": 4.5,
+        "of_floor": 1.25,
+        "memory_bytes": None,
+        "compile_s": 20.0,
+    }
+
+
+NOT_YET = {  # kinds of which no results may be committed, as their writers make them
+    "emsjax bench ems-sd --shape opt-6.7b": (
+        {
+            "settings": SUBJECT
+            | {
+                "acceptance": {"miss": 0.3},
+                "draft": "llma",
+                "max_new_tokens": 128,
+                "methods": ["greedy", "ems"],
+                "repeats": 3,
+            },
+            "entries": [
+                {
+                    "batch": 8,
+                    "mean_prompt_tokens": 900.0,
+                    "methods": {"greedy": of_method(1.0), "ems": of_method(3.21)},
+                }
+            ],
+        },
+        [
+            "| 8 | 900 | 100 (1.00) | 100 (3.21) |",
+            "| 8 | ems | 3.25 | 0.50 | 1.50 | 4.50 | 1.25 |  | 20 |",
+        ],
+    ),
+    "emsjax bench peers --model m": (
+        {
+            "settings": {
+                "model": "m",
+                "draft_model": None,
+                "dtype": "float32",
+                "max_new_tokens": 128,
+                "repeats": 3,
+                "libraries": ["emsjax", "transformers"],
+            },
+            "entries": [
+                {
+                    "batch": 8,
+                    "mean_prompt_tokens": 900.0,
+                    "runs": [
+                        {"library": "emsjax", "method": "plain", "tokens_per_s": 99.0},
+                        {"library": "emsjax", "method": "prompt-lookup", "tokens_per_s": 299.0},
+                        {"library": "transformers", "method": "plain", "tokens_per_s": None},
+                    ],
+                }
+            ],
+        },
+        ["| 8 | 900 | plain | 99 |  |", "| 8 | 900 | prompt-lookup | 299 |  |"],
+    ),
+    "python -m emsjax.benchmarks.buckets": (
+        {
+            "settings": {
+                "model": "opt-6.7b",
+                "dtype": "bfloat16",
+                "context": 900,
+                "repetitions": 7,
+            },
+            "batches": [
+                {
+                    "batch": 24,
+                    "ratio": 1.0234,
+                    "points": [
+                        {
+                            "rows": 140,
+                            "share": 0.2,
+                            "bucket": 144,
+                            "times": {"bucketed": {"best_ms": 5.125}, "exact": {"best_ms": 5.0}},
+                        }
+                    ],
+                }
+            ],
+        },
+        ["| 24 | 1.023 |", "| 24 | 140 | 20% | 144 | 5.12 | 5.00 |"],
+    ),
+    "python -m emsjax.benchmarks.first_call": (
+        {
+            "settings": {
+                "model": "opt-6.7b",
+                "draft_model": "opt-125m",
+                "drafter": "model",
+                "batch_size": 24,
+            },
+            "cold": {"calls_s": [61.0, 1.25]},
+            "warm": {"calls_s": [9.0, 1.25]},
+        },
+        ["| empty | 61.0 | 1.2 |", "| as the first process left it | 9.0 | 1.2 |"],
+    ),
+    "python -m emsjax.benchmarks.divergences": (
+        {
+            "settings": {"dtype": "bfloat16", "max_new_tokens": 128},
+            "entries": [
+                {
+                    "model": "embedded",
+                    "batch": 8,
+                    "drafter": name,
+                    "mean_acceptance_length": 2.5,
+                    "near_ties_alone": True,
+                    "divergences": [{"share": share} for share in shares],
+                }
+                for name, shares in (("draft-model", ()), ("own-tokens", (0.125, 0.5)))
+            ],
+        },
+        ["| embedded | 8 | draft-model | 2.50 | 0 |  |", "own-tokens | 2.50 | 2 | 0.50 |"],
+    ),
+    "python -m emsjax.benchmarks.training": (
+        {
+            "settings": {
+                "model": "opt-125m",
+                "target": "opt-1.3b",
+                "dtype": "bfloat16",
+                "batch_size": 32,
+                "sequence_length": 1024,
+            },
+            "entries": [
+                {
+                    "losses": {"forward-kl": 0.9, "cross-entropy": 0.1},
+                    "steps_s": [0.5, 0.25, 0.125],
+                    "tokens_per_s": 1234.0,
+                    "tflop_per_s": 150.0,
+                    "share": 0.2,
+                }
+            ],
+        },
+        ["| forward-kl 0.9, cross-entropy 0.1 | 250.0 | 1234 | 150.0 | 20.0% |"],
+    ),
+}
+
+
+@pytest.mark.parametrize("command", NOT_YET)
+def test_results_that_are_added_are_shown(tables, tmp_path, command):
+    results, expected = NOT_YET[command]
+    (tmp_path / "new.json").write_text(json.dumps({"command": command, **COMMON, **results}))
+    page = tables.page(tmp_path)
+    for row in expected:
+        assert row in page
+    assert f"a GPU; jax 0.11; commit `abc`.\n```bash\n{command}\n```" in page
+
+
+@pytest.mark.parametrize("empty", ["entries", "batches", "shapes", "comparisons"])
+def test_a_run_that_was_broken_off_at_once_is_listed(tables, tmp_path, empty):
+    committed = [json.loads(path.read_bytes()) for path in tables.FOLDER.glob("*.json")]
+    added = [{"command": name, **COMMON, **results} for name, (results, _) in NOT_YET.items()]
+    for i, results in enumerate([*committed, *added]):
+        if empty in results:
+            results[empty] = []
+            (tmp_path / f"{i}.json").write_text(json.dumps(results))
+    assert tables.page(tmp_path).count("```bash") == len(list(tmp_path.glob("*.json"))) > 0
+
+
+def test_the_tables_take_the_place_of_the_mark(tables):
+    source = [(DOCS / "benchmarks.md").read_text()]
+    assert source[0].count(tables.MARK) == 1
+    tables.fill_in(None, "limits", source)
+    assert tables.MARK in source[0]
+    tables.fill_in(None, "benchmarks", source)
+    assert tables.MARK not in source[0]
+    assert tables.page() in source[0]
