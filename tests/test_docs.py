@@ -54,7 +54,10 @@ name_of = lambda path: str(path.relative_to(examples.ROOT))
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=name_of)
 def test_every_example_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
-    shutil.copy(examples.ROOT / "benchmarks" / "h200-profile.json", tmp_path / "profile.json")
+    profile = json.loads((examples.ROOT / "benchmarks" / "h200-profile.json").read_bytes())
+    lengths = profile["table"]["lengths"]
+    profile["table"]["lengths"] = {size: lengths[size] for size in ("1", "8")}  # fewer: sooner
+    (tmp_path / "profile.json").write_text(json.dumps(profile))
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "__main__"}
     for example in examples.python_examples(page):
