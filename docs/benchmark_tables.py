@@ -413,9 +413,10 @@ def surroundings(name: str, results: Results) -> str:
     hardware, versions = results.get("hardware", {}), results.get("versions", {})
     device = hardware.get("device") or hardware.get("device_kind") or "an unknown device"
     packages = ", ".join(f"{package} {of}" for package, of in versions.items() if of)
-    lines = [f"`benchmarks/{name}`: {device}; {packages}; commit `{results.get('commit')}`."]
+    commit = results.get("commit") or "unknown"
+    where = f"`benchmarks/{name}`: {device}; {packages}; commit `{commit}`."
     commands = str(results.get("command", "unknown")).split("; ")
-    return "\n".join([*lines, "```bash", *commands, "```"])
+    return "\n".join([where, "```bash", *commands, "```"])
 
 
 def page(folder: Path = FOLDER) -> str:
