@@ -6,20 +6,19 @@ from collections.abc import Callable, Sequence
 from time import monotonic, perf_counter
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from emsjax.checks import check_at_least
-from emsjax.decoding import Counters, DecodeState, Flat, decode_loop
+from emsjax.decoding import DecodeState, Flat, decode_loop
 from emsjax.draft_length import DraftLength
 from emsjax.drafting import Drafter
 from emsjax.drafting.drafter import is_free, with_policys_limit
+from emsjax.initial_state import init_group, max_draft_tokens_of, prompt_slots
 from emsjax.kernels import resolve_kernels
 from emsjax.layout import UNPADDED, Layout
 from emsjax.memory import check_fits
 from emsjax.opt import OPT
 from emsjax.output import GenerateOutput, assemble, collect
-from emsjax.prefill import prefill
 from emsjax.requests import Requests, check_requests
 from emsjax.sampling import Sampling
 
@@ -137,7 +136,7 @@ def complete(
     options = {"attention_implementation": attention_implementation, "layout": layout}
     weights, results = Flat.of(model), []
     for group, group_drafter in zip(groups, drafters, strict=True):
-        state = _init_group(
+        state = init_group(
             model,
             group_drafter,
             requests,
@@ -196,7 +195,7 @@ def init_state(
     group = np.arange(slots)
     resolve_kernels(attention_implementation)
     drafter = _drafter_for(drafter, requests, group, slots)
-    return _init_group(
+    return init_group(
         model,
         drafter,
         requests,
@@ -262,139 +261,20 @@ def check(
     return requests, drafter
 
 
-def _max_draft_tokens(drafter: Drafter | None) -> int:
-    return 0 if drafter is None else int(drafter.max_draft_tokens)
-
-
 def _check_memory(
     model: OPT, drafter: Drafter | None, requests: Requests, slots: int, layout: Layout
 ) -> int:
     """The length of the cache; raises a ValueError if the run does not fit."""
     state_bytes = getattr(drafter, "state_bytes", lambda max_len: 0)
     most = int(requests.max_new_tokens.max())
-    max_len = layout.cache_length(requests.max_len, most, slots, _max_draft_tokens(drafter) + 1)
+    max_len = layout.cache_length(requests.max_len, most, slots, max_draft_tokens_of(drafter) + 1)
     check_fits(
         model.config,
         model.dtype,
         slots=slots,
-        prompt_slots=_prompt_slots(slots, requests.num_sequences),
+        prompt_slots=prompt_slots(slots, requests.num_sequences),
         max_len=max_len,
-        max_draft_tokens=_max_draft_tokens(drafter),
+        max_draft_tokens=max_draft_tokens_of(drafter),
         drafter_bytes_per_slot=state_bytes(requests.max_len),
     )
     return max_len
-
-
-def _prompt_slots(slots: int, num_sequences: int) -> int:
-    """How many prompts `slots` consecutive sequences can belong to."""
-    if slots % num_sequences == 0:  # no prompt is cut in two
-        return slots // num_sequences
-    return min(slots, (slots - 2) // num_sequences + 2)
-
-
-def _init_group(
-    model,
-    drafter,
-    requests: Requests,
-    group,
-    slots,
-    draft_length,
-    *,
-    cache_length,
-    attention_implementation,
-    layout,
-) -> DecodeState:
-    """The state of one group of sequences; slots beyond the group stay idle."""
-    prompt_slots = _prompt_slots(slots, requests.num_sequences)
-    first_prompt = group[0] // requests.num_sequences
-    served = np.minimum(group[0] + np.arange(slots), group[-1])  # idle slots repeat the last
-    prompt_of_slot = served // requests.num_sequences
-    tokens = np.zeros((prompt_slots, requests.max_len), np.int32)
-    lengths = np.ones(prompt_slots, np.int32)  # idle: a prompt of one token has nothing to prefill
-    for row, prompt in enumerate(requests.prompts[first_prompt : prompt_of_slot[-1] + 1]):
-        tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
-    sampling = requests.sampling
-    if sampling is not None:
-        sampling = jax.tree.map(lambda x: x[prompt_of_slot], sampling)
-    return _init_arrays(
-        model,
-        drafter,
-        draft_length,
-        tokens,
-        lengths,
-        (prompt_of_slot - first_prompt).astype(np.int32),
-        requests.max_new_tokens[prompt_of_slot],
-        np.where(np.arange(slots) < len(group), served, -1).astype(np.int32),
-        requests.end_token_ids,
-        requests.keys[served],
-        sampling,
-        max_draft_tokens=_max_draft_tokens(drafter),
-        fork=requests.num_sequences > 1,
-        cache_length=cache_length,
-        attention_implementation=attention_implementation,
-        layout=layout,
-    )
-
-
-@functools.partial(
-    jax.jit,
-    static_argnames=(
-        "max_draft_tokens",
-        "fork",
-        "cache_length",
-        "attention_implementation",
-        "layout",
-    ),
-)
-def _init_arrays(
-    model,
-    drafter,
-    draft_length,
-    tokens,
-    prompt_lengths,
-    prompt_of_slot,
-    max_new_tokens,
-    sequence_ids,
-    end_token_ids,
-    keys,
-    sampling,
-    *,
-    max_draft_tokens,
-    fork,
-    cache_length,
-    attention_implementation,
-    layout,
-) -> DecodeState:
-    """Prefill each prompt once, all but its last token, and hand a copy to each of its slots."""
-    kernels = resolve_kernels(attention_implementation)
-    prompt_slots, max_len = tokens.shape
-    cache = model.init_cache(prompt_slots, cache_length)
-    cache = prefill(model, cache, tokens, prompt_lengths - 1, kernels=kernels)
-    prompts = (tokens, prompt_lengths)
-    if fork:
-        cache = cache.fork(prompt_of_slot)
-        tokens, prompt_lengths = tokens[prompt_of_slot], prompt_lengths[prompt_of_slot]
-    if drafter is None:
-        drafter_state = ()
-    elif fork and hasattr(drafter, "fork"):
-        drafter_state = drafter.fork(drafter.init(*prompts, max_len), prompt_of_slot)
-    else:
-        drafter_state = drafter.init(tokens, prompt_lengths, max_len)
-    slots = tokens.shape[0]
-    return DecodeState(
-        tokens=tokens,
-        logprobs=jnp.zeros(tokens.shape, jnp.float32),
-        lengths=prompt_lengths,
-        prompt_lengths=prompt_lengths,
-        length_limits=prompt_lengths + max_new_tokens,
-        active=sequence_ids >= 0,
-        ended=jnp.zeros(slots, bool),
-        sequence_ids=sequence_ids,
-        end_token_ids=end_token_ids,
-        keys=keys,
-        sampling=sampling,
-        cache=layout.arrange(cache),
-        drafter_state=drafter_state,
-        policy_state=() if draft_length is None else draft_length.init(slots, max_draft_tokens),
-        counters=Counters.init(slots, max_draft_tokens),
-    )

@@ -20,6 +20,7 @@ CHECKED = [
     "cache",
     "decoding",
     "drafting",
+    "initial_state",
     "layout",
     "opt",
     "output",

@@ -298,7 +298,7 @@ def test_bad_input_is_named_before_any_work(arguments, monkeypatch):
     def no_work(*args, **kwargs):
         raise AssertionError("work began")
 
-    monkeypatch.setattr(generation, "_init_arrays", no_work)
+    monkeypatch.setattr(generation, "init_group", no_work)
     changes, message = arguments
     call = {"prompts": [[5], [6, 7]], "max_new_tokens": 4} | changes
     if call.get("key") is too_many_keys:

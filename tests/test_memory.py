@@ -45,7 +45,7 @@ def test_what_does_not_fit_names_the_sum_and_the_largest_batch(monkeypatch):
     four = MemoryPlan.for_run(model.config, model.dtype, slots=4, prompt_slots=4, **sizes)
     monkeypatch.setattr(memory, "available_bytes", lambda: four.total - four.weights)
     with monkeypatch.context() as patch:
-        patch.setattr(generation, "_init_arrays", None)  # nothing may be allocated
+        patch.setattr(generation, "init_group", None)  # nothing may be allocated
         with pytest.raises(ValueError, match=r"KV caches .* largest batch_size that fits is 4"):
             emsjax.generate(model, prompts, max_new_tokens=4)
         with pytest.raises(ValueError, match="largest batch_size that fits is 4"):
