@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 
 import emsjax
-from emsjax.decoding import decode_loop
+from emsjax.decoding import Flat, decode_loop
+from emsjax.layout import UNPADDED
 from emsjax.opt import OPT
 
 
@@ -61,10 +62,16 @@ def by_position(target: OPT, drafter: emsjax.DraftModel, groups, new_tokens: int
     k = drafter.max_draft_tokens
     new_tokens = max(new_tokens, k + 1)
     histogram = np.zeros(k + 1, np.int64)
+    weights = Flat.of(target), Flat.of(drafter)  # as in `generate`, which has compiled this loop
     for prompts in groups:
         state = emsjax.init_state(target, drafter, prompts, max_new_tokens=new_tokens)
         state = decode_loop(
-            target, drafter, state, None, new_tokens // (k + 1), attention_implementation=None
+            *weights,
+            state,
+            None,
+            new_tokens // (k + 1),
+            attention_implementation=None,
+            layout=UNPADDED,
         )
         histogram += np.asarray(state.counters.accepted_histogram).sum(axis=0)
     return acceptance_by_position(histogram)
