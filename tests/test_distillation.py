@@ -225,14 +225,19 @@ def test_sizes_that_do_not_fit_are_refused(target, arguments, error):
 def test_packed_documents_are_read_as_if_alone(target, packed):
     """The hidden states of each piece equal those of a forward with that piece alone."""
     batch = packed[5]
-    hidden = np.asarray(training.forward(target, jax.tree.map(jnp.asarray, batch)))
+    hidden = np.asarray(jax.jit(training.forward)(target, jax.tree.map(jnp.asarray, batch)))
     assert batch.segment_ids.any()
+
+    @jax.jit
+    def of_one(tokens, count):
+        rows = pack(jnp.zeros(1, jnp.int32), count, len(tokens))
+        return target(tokens, rows, target.init_cache(1, 16))[0]
+
     for row, (tokens, segments) in enumerate(zip(batch.tokens, batch.segment_ids, strict=True)):
         for segment in set(segments):
-            piece = tokens[segments == segment]
-            rows = pack(jnp.zeros(1, jnp.int32), jnp.full(1, len(piece), jnp.int32), len(piece))
-            alone, _ = target(jnp.asarray(piece), rows, target.init_cache(1, 16))
-            np.testing.assert_allclose(hidden[row][segments == segment], alone, atol=2e-5)
+            (piece,) = np.nonzero(segments == segment)
+            alone = of_one(np.resize(tokens[piece], 16), np.full(1, len(piece), np.int32))
+            np.testing.assert_allclose(hidden[row][piece], alone[: len(piece)], atol=2e-5)
 
 
 @pytest.mark.parametrize("parts", [1, 4, 16])
@@ -268,7 +273,7 @@ def test_the_gradient_is_that_of_all_logits_at_once(target, packed, monkeypatch,
         return jnp.mean(each[:, :-1], where=counted)
 
     ours = lambda params: training.mean_loss(weights, nnx.merge(graph, params), target, batch)
-    expected, found = jax.grad(plain)(params), jax.grad(ours)(params)
+    expected, found = (jax.jit(jax.grad(loss))(params) for loss in (plain, ours))
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-6)
         assert np.abs(other).max() > 1e-5
@@ -333,8 +338,15 @@ def test_masters_are_float32_and_arithmetic_is_not(target, packed):
     assert 0 < abs(float(loss) - float(exact)) < 0.1
 
 
+@pytest.fixture(scope="module")
+def whole_run(target, packed):
+    """A trainer, which keeps nothing of a run, and what six steps of it give."""
+    compiled = trainer(target)
+    return compiled, *distillation.train(compiled, packed, 6)
+
+
 @pytest.mark.parametrize("killed_after", [1, 3, 4])
-def test_a_run_that_was_stopped_ends_with_the_same_bits(target, packed, tmp_path, killed_after):
+def test_a_run_that_was_stopped_ends_with_the_same_bits(whole_run, packed, tmp_path, killed_after):
     class KilledError(Exception):
         pass
 
@@ -344,14 +356,14 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(target, packed, tmp_path
                 raise KilledError
             return packed[step]
 
-    whole, expected = distillation.train(trainer(target), packed, 6)
+    compiled, whole, expected = whole_run
     checkpoints = distillation.Checkpoints(tmp_path / "checkpoints")
     with pytest.raises(KilledError):
-        distillation.train(trainer(target), Until(), 6, checkpoints=checkpoints, every=2)
+        distillation.train(compiled, Until(), 6, checkpoints=checkpoints, every=2)
     checkpoints.close()
     checkpoints, steps = distillation.Checkpoints(tmp_path / "checkpoints"), []
     spied = SpiedSequences(packed, steps)
-    model, found = distillation.train(trainer(target), spied, 6, checkpoints=checkpoints, every=2)
+    model, found = distillation.train(compiled, spied, 6, checkpoints=checkpoints, every=2)
     checkpoints.close()
     assert steps == list(range(killed_after // 2 * 2, 6))
     np.testing.assert_array_equal(found, expected)
