@@ -15,6 +15,7 @@ from hypothesis.extra import numpy as hnp
 from toy import VOCAB, ragged_prompts, tiny_model
 
 import emsjax
+from emsjax import generation
 from emsjax.sampling import warp
 from emsjax.verification import acceptance_probability, residual_distribution
 
@@ -40,12 +41,14 @@ def test_accepted_and_residual_mass_add_up_to_the_target(p, q):
     assert (accepted <= p + 1e-6).all()
 
 
-@pytest.mark.parametrize("max_draft_tokens", [1, 4])
-def test_greedy_tokens_are_the_plain_ones(max_draft_tokens):
+@pytest.mark.parametrize(
+    ("max_draft_tokens", "dtype"), [(1, jnp.bfloat16), (4, jnp.float32)], ids=["1", "4"]
+)
+def test_greedy_tokens_are_the_plain_ones(max_draft_tokens, dtype):
     model = tiny_model()
     plain = emsjax.generate(model, PROMPTS, max_new_tokens=20)
-    half = emsjax.OPT(small_model().config, rngs=nnx.Rngs(1), dtype=jnp.bfloat16)
-    for draft_model, accepts in ((model, 1.0), (small_model(), None), (half, None)):
+    small = emsjax.OPT(small_model().config, rngs=nnx.Rngs(1), dtype=dtype)
+    for draft_model, accepts in ((model, 1.0), (small, None)):
         drafter = emsjax.DraftModel(draft_model, max_draft_tokens)
         out = emsjax.generate(model, PROMPTS, drafter=drafter, max_new_tokens=20)
         np.testing.assert_array_equal(out.tokens, plain.tokens)
@@ -157,7 +160,7 @@ def test_a_prompt_of_several_sequences_is_prefilled_once(monkeypatch):
     drafter = emsjax.DraftModel(small_model(), 3)
     once = generate(drafter=drafter)
     monkeypatch.delattr(emsjax.DraftModel, "fork")
-    jax.clear_caches()
+    generation._init_arrays.clear_cache()
     each = generate(drafter=drafter)
     assert seen == [3, 12]
     np.testing.assert_array_equal(once.tokens, each.tokens)
@@ -222,23 +225,29 @@ def four_tokens(seed):
     return emsjax.OPT(config, rngs=nnx.Rngs(seed), dtype=jnp.float32)
 
 
+@jax.jit
+def probabilities(model, texts, sampling):
+    """What `model` draws after every prefix of the texts, under `sampling`. [b, t, v]"""
+    batch, length = texts.shape
+    rows = emsjax.packing.pack(
+        jnp.zeros(batch, jnp.int32), jnp.full(batch, length, jnp.int32), texts.size
+    )
+    hidden, _ = model(texts.reshape(-1), rows, model.init_cache(batch, 16))
+    return jax.nn.softmax(warp(model.logits(hidden), sampling)).reshape(batch, length, -1)
+
+
 def exact_distribution(model, prompt):
     """Of the first TOKENS tokens, from the model's own probabilities of every prefix. [4, 4, 4]"""
-    joint = np.ones((CELLS,) * TOKENS)
-    one = lambda value, dtype: jnp.full(1, value, dtype)
+    endings = list(itertools.product(range(CELLS), repeat=TOKENS - 1))
+    texts = np.array([[*prompt, *ending] for ending in endings], np.int32)
+    every = lambda value, dtype: np.full(texts.size, value, dtype)
     sampling = emsjax.Sampling(
-        one(SAMPLING.temperature, "float32"), one(0, "int32"), one(SAMPLING.top_p, "float32")
+        every(SAMPLING.temperature, "float32"), every(0, "int32"), every(SAMPLING.top_p, "float32")
     )
-    for n in range(TOKENS):
-        for prefix in itertools.product(range(CELLS), repeat=n):
-            tokens = jnp.asarray([*prompt, *prefix], jnp.int32)
-            rows = emsjax.packing.pack(
-                jnp.zeros(1, jnp.int32), jnp.array([len(tokens)]), len(tokens)
-            )
-            hidden, _ = model(tokens, rows, model.init_cache(1, 16))
-            logits = warp(model.logits(hidden[-1:]), sampling)
-            probs = np.asarray(jax.nn.softmax(logits)[0], np.float64)
-            joint[prefix] *= probs.reshape((CELLS,) + (1,) * (TOKENS - n - 1))
+    probs = np.asarray(probabilities(model, texts, sampling), np.float64)[:, len(prompt) - 1 :]
+    joint = np.zeros((CELLS,) * TOKENS)
+    for (first, second), (p, q, r) in zip(endings, probs, strict=True):
+        joint[first, second] = p[first] * q[second] * r
     return joint
 
 
