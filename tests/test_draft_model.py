@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 from toy import VOCAB, ragged_prompts, tiny_model
 
 import emsjax
-from emsjax import generation
+from emsjax import initial_state
 from emsjax.sampling import warp
 from emsjax.verification import acceptance_probability, residual_distribution
 
@@ -160,7 +160,7 @@ def test_a_prompt_of_several_sequences_is_prefilled_once(monkeypatch):
     drafter = emsjax.DraftModel(small_model(), 3)
     once = generate(drafter=drafter)
     monkeypatch.delattr(emsjax.DraftModel, "fork")
-    generation._init_arrays.clear_cache()
+    initial_state._complete.clear_cache()
     each = generate(drafter=drafter)
     assert seen == [3, 12]
     np.testing.assert_array_equal(once.tokens, each.tokens)
