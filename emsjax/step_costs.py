@@ -113,16 +113,15 @@ def read_profile(profile: str | PathLike | Mapping[str, Any]) -> Mapping[str, An
     return profile
 
 
-def synergy_lengths(
+def synergy_ms(
     costs: StepCosts,
-    batches: Iterable[int],
+    batch: int,
     context: float,
     accepted: Float[np.ndarray, "k1"],
     drafted: Float[np.ndarray, "k1"],
-) -> dict[int, int]:
-    """The draft length s with the most tokens per second, for each batch size b.
+) -> Float[np.ndarray, "k1"]:
+    """Milliseconds per token of a sample, by draft length s = 0..k, at batch size b.
 
-    The time per token of a sample is
     T(b, s) = (t_verify(b, s) + s t_draft(b)) / (accepted[s] + 1). A sample drafts all s tokens
     or, as where a lookup finds nothing, none; t_verify is the mean of the measured costs of the
     row buckets that the step's rows then need.
@@ -135,19 +134,27 @@ def synergy_lengths(
     Reference: The Synergy of Speculative Decoding and Batching, arXiv 2310.18813.
     """
     length = np.arange(len(accepted))
+    buckets = np.array(row_buckets(batch, len(length)))
+    cached = jnp.float32(batch * context)
+    bucket_ms = np.asarray(costs.step_ms(jnp.array(buckets, jnp.float32), cached))
+    drafting = np.arange(batch + 1)  # samples
+    rows = batch + length[:, None] * drafting  # [k1, b + 1]
+    share = np.clip(drafted / np.maximum(length, 1), 0, 1)
+    weights = np.stack([binomial(batch, probability) for probability in share])
+    verify_ms = (weights * bucket_ms[np.searchsorted(buckets, rows)]).sum(axis=1)
+    ms = verify_ms + length * float(costs.draft_step_ms(batch))
+    return ms / (accepted + 1)
 
-    def best(batch: int) -> int:
-        buckets = np.array(row_buckets(batch, len(length)))
-        cached = jnp.float32(batch * context)
-        bucket_ms = np.asarray(costs.step_ms(jnp.array(buckets, jnp.float32), cached))
-        drafting = np.arange(batch + 1)  # samples
-        rows = batch + length[:, None] * drafting  # [k1, b + 1]
-        share = np.clip(drafted / np.maximum(length, 1), 0, 1)
-        weights = np.stack([binomial(batch, probability) for probability in share])
-        verify_ms = (weights * bucket_ms[np.searchsorted(buckets, rows)]).sum(axis=1)
-        ms = verify_ms + length * float(costs.draft_step_ms(batch))
-        return int(np.argmin(ms / (accepted + 1)))
 
+def synergy_lengths(
+    costs: StepCosts,
+    batches: Iterable[int],
+    context: float,
+    accepted: Float[np.ndarray, "k1"],
+    drafted: Float[np.ndarray, "k1"],
+) -> dict[int, int]:
+    """The draft length with the most tokens per second, for each batch size: see `synergy_ms`."""
+    best = lambda batch: int(np.argmin(synergy_ms(costs, batch, context, accepted, drafted)))
     return {batch: best(batch) for batch in batches}
 
 

@@ -1,13 +1,20 @@
 """Figures show what was measured, and matplotlib is asked for where it is missing."""
 
+import dataclasses
 import json
 import sys
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from matplotlib.colors import to_rgb
 
 from emsjax import plotting
 from emsjax.benchmarks import draft_length
+from emsjax.cache import KeysValues, KVCache, SharedIndexCache
 from emsjax.cli import main
+from emsjax.layout import Layout
+from emsjax.packing import pack
 
 WORKLOADS, BATCHES = ("llma", "poor", "mixed"), (1, 24)
 POLICIES = ("bass", "synergy", "goodput")
@@ -158,3 +165,130 @@ def test_without_matplotlib_its_extra_is_named(bench, results, monkeypatch, caps
     assert run("a.png") == 2
     assert "pip install 'emsjax[plots]'" in capsys.readouterr().err
     assert not measured
+
+
+STARTS, COUNTS, KEPT = np.array([9, 16, 5, 12]), np.array([4, 1, 2, 0]), np.array([3, 1, 2, 0])
+ROWS = {
+    "unpadded": pack(jnp.array(STARTS), jnp.array(COUNTS), 16),
+    "padded": Layout(pad_inputs=True).pack(jnp.array(STARTS), jnp.array(COUNTS), 16, 16),
+}
+
+
+def cells(axes) -> dict:
+    """Cells by their lower left corners."""
+    return {tuple(int(x) for x in patch.get_xy()): patch for patch in axes.patches}
+
+
+def is_hatched(cell) -> bool:
+    return bool(cell.get_hatch())
+
+
+def is_of_sample(cell, sample: int) -> bool:
+    """Whether the cell's colour is a paler one of the sample's."""
+    missing = 1 - np.array(cell.get_facecolor()[:3])
+    wanted = 1 - np.array(to_rgb(plotting.arrays.COLOURS[sample]))
+    return bool(np.allclose(missing / missing.max(), wanted / wanted.max()))
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_step_has_a_cell_for_each_row_in_its_samples_colour(name):
+    (axes,) = plotting.packed_rows_figure({name: ROWS[name]}).axes
+    drawn = cells(axes)
+    assert len(axes.patches) == len(drawn) == len(ROWS[name].segment_ids)
+    width = 16 // len(STARTS)
+    first = np.cumsum(COUNTS) - COUNTS if name == "unpadded" else width * np.arange(len(STARTS))
+    real = {
+        first[sample] + within: (sample, start + within)
+        for sample, start in enumerate(STARTS)
+        for within in range(COUNTS[sample])
+    }
+    positions = {int(text.get_position()[0]): text.get_text() for text in axes.texts}
+    assert positions == {row: str(position) for row, (_, position) in real.items()}
+    for (row, _), cell in drawn.items():
+        assert is_hatched(cell) == (row not in real)
+        assert row not in real or is_of_sample(cell, real[row][0])
+    assert axes.get_title(loc="left") == f"{name}: 7 rows and 9 of padding"
+
+
+def test_tokens_stand_above_their_rows_and_rejected_rows_are_crossed_out():
+    texts = [["a", "b", "c", "d"], ["e"], ["f", "g"], []]
+    figure = plotting.packed_rows_figure(ROWS, texts=texts, num_kept=KEPT)
+    for axes, places in zip(
+        figure.axes, ([0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 8, 9]), strict=True
+    ):
+        above = {
+            t.get_text(): int(t.get_position()[0]) for t in axes.texts if t.get_text().isalpha()
+        }
+        assert above == dict(zip("abcdefg", places, strict=True))
+        (cross,) = axes.get_lines()
+        assert int(cross.get_xdata()[0]) == 3
+
+
+@pytest.fixture
+def caches():
+    """Of both methods, before and after a step."""
+    cache = KVCache.init(4, 64, num_layers=1, num_heads=1, head_dim=1, dtype=jnp.float32)
+    cache = dataclasses.replace(cache, lengths=jnp.array(STARTS))
+    layouts = {"unpadded": Layout(), "padded": Layout(pad_inputs=True, pad_kv_cache=True)}
+    before = {name: layout.arrange(cache) for name, layout in layouts.items()}
+    assert isinstance(before["padded"], SharedIndexCache)
+    fresh = KeysValues(
+        *((jnp.ones((16, 1, 1)),),) * 2  # keys and values of a layer
+    )
+    after = {name: of.commit(fresh, ROWS[name], jnp.array(KEPT)) for name, of in before.items()}
+    return before, after
+
+
+def test_the_cache_shows_what_a_step_wrote_and_what_it_left_open(caches):
+    before, after = caches
+    unpadded, padded = plotting.cache_figure(after, before=before).axes
+    index, end = STARTS.max(), STARTS.max() + KEPT.max()
+    for axes, first in ((unpadded, STARTS), (padded, [index] * len(STARTS))):
+        drawn = cells(axes)
+        assert len(axes.patches) == len(drawn) == len(STARTS) * (end + 1)
+        for (place, sample), cell in drawn.items():
+            held = place < STARTS[sample]
+            new = first[sample] <= place < first[sample] + KEPT[sample]
+            masked = axes is padded and place < end and not (held or new)
+            assert is_hatched(cell) == masked
+            if held or new:
+                assert is_of_sample(cell, sample)
+                strength = 1 - min(cell.get_facecolor()[:3])
+                assert (strength > 0.4) == new
+            elif not masked:
+                assert cell.get_facecolor()[:3] == (1, 1, 1)
+    assert unpadded.get_title(loc="left") == "unpadded: 6 written"
+    left_open = len(STARTS) * end - STARTS.sum() - KEPT.sum()
+    assert padded.get_title(loc="left") == f"padded: 6 written, {left_open} masked"
+    assert padded.get_yticklabels()[3].get_text() == "sample 3"
+
+
+def test_a_part_of_the_cache_can_be_drawn_alone(caches):
+    _, after = caches
+    whole, part = (plotting.cache_figure(after, start=start).axes[1] for start in (0, 10))
+    seen = {at: is_hatched(cell) for at, cell in cells(whole).items() if at[0] >= 10}
+    assert {at: is_hatched(cell) for at, cell in cells(part).items()} == seen
+    assert whole.get_title(loc="left") == part.get_title(loc="left")
+
+
+def test_the_synergy_figure_marks_each_batch_sizes_best_length():
+    curves = {8: np.array([4.0, 2.0, 2.5]), 1: np.array([3.0, 2.0, 1.0])}
+    speed, best = plotting.synergy_figure(curves).axes
+    lines = {line.get_label(): line for line in speed.get_lines() if "batch" in line.get_label()}
+    assert list(lines) == ["batch 1", "batch 8"]
+    assert lines["batch 8"].get_ydata().tolist() == [1, 2, 1.6]
+    marks = [
+        line.get_xydata()[0].tolist() for line in speed.get_lines() if line.get_marker() == "o"
+    ]
+    assert marks == [[2, 3], [1, 2]]
+    (line,) = best.get_lines()
+    assert line.get_xydata().tolist() == [[1, 2], [8, 1]]
+    assert [text.get_text() for text in best.get_xticklabels()] == ["1", "8"]
+
+
+@pytest.mark.parametrize(
+    "draw", [plotting.packed_rows_figure, plotting.cache_figure, plotting.synergy_figure]
+)
+def test_nothing_to_draw_is_refused(draw):
+    with pytest.raises(ValueError, match="nothing to draw"):
+        draw({})

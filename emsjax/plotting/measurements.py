@@ -1,10 +1,12 @@
-"""Figures of measurements; matplotlib is imported where one is drawn."""
+"""Figures of measurements."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-PANEL_INCHES = (4.2, 3.2)
+import numpy as np
+from jaxtyping import Float
+
+from emsjax.plotting.canvas import PANEL_INCHES, matplotlib_module, new_figure
 
 
 def draft_length_figure(results: Mapping[str, Any]):
@@ -20,16 +22,13 @@ def draft_length_figure(results: Mapping[str, Any]):
         ImportError: matplotlib is missing.
         ValueError: no entries.
     """
-    figure_module = _matplotlib("figure")
     entries = {(entry["workload"], entry["batch"]): entry for entry in results["entries"]}
     if not entries:
         raise ValueError("results hold no entries: nothing to draw")
     workloads = list(dict.fromkeys(workload for workload, _ in entries))
     batches = sorted({batch for _, batch in entries})
     width, height = PANEL_INCHES
-    figure = figure_module.Figure(
-        figsize=(width * len(batches), height * len(workloads) + 0.6), layout="constrained"
-    )
+    figure = new_figure(width * len(batches), height * len(workloads) + 0.6)
     for (workload, batch), entry in entries.items():
         place = workloads.index(workload) * len(batches) + batches.index(batch) + 1
         axes = figure.add_subplot(len(workloads), len(batches), place)
@@ -56,7 +55,7 @@ def ems_sd_figure(results: Mapping[str, Any]):
     if not results["entries"]:
         raise ValueError("results hold no entries: nothing to draw")
     width, height = PANEL_INCHES
-    figure = _matplotlib("figure").Figure(figsize=(2 * width, height + 0.6), layout="constrained")
+    figure = new_figure(2 * width, height + 0.6)
     entries = sorted(results["entries"], key=lambda entry: entry["batch"])
     titles = {"tokens_per_s": "whole run", "live_tokens_per_s": "all samples live"}
     for place, (which, title) in enumerate(titles.items(), start=1):
@@ -65,11 +64,7 @@ def ems_sd_figure(results: Mapping[str, Any]):
             of = [entry for entry in entries if method in entry["methods"]]
             speed_ups = [entry["methods"][method][which]["speed_up"] for entry in of]
             axes.plot([entry["batch"] for entry in of], speed_ups, marker=".", label=method)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks([entry["batch"] for entry in entries], labels=None, minor=False)
-        axes.xaxis.set_major_formatter("{x:.0f}")
-        axes.minorticks_off()
-        axes.set_xlabel("batch size")
+        _batch_axis(axes, [entry["batch"] for entry in entries])
         axes.set_ylabel("speed over plain decoding")
         axes.set_title(title)
         axes.set_ylim(bottom=0)
@@ -94,7 +89,7 @@ def distillation_figure(results: Mapping[str, Any]):
         ImportError: matplotlib is missing.
     """
     width, height = PANEL_INCHES
-    figure = _matplotlib("figure").Figure(figsize=(2 * width, height), layout="constrained")
+    figure = new_figure(2 * width, height)
     loss, acceptance = (figure.add_subplot(1, 2, place) for place in (1, 2))
     loss.plot(range(1, len(results["losses"]) + 1), results["losses"], color="black")
     loss.set_xlabel("step")
@@ -110,16 +105,57 @@ def distillation_figure(results: Mapping[str, Any]):
     return figure
 
 
-def check_format(path: Path) -> None:
-    """Whether a figure can be saved under this name.
+def synergy_figure(curves: Mapping[int, Float[np.ndarray, "k1"]]):
+    """How the best draft length follows from the batch size.
+
+    Args:
+        curves: ms per token of a sample by draft length 0..k, for each batch size: see
+            `emsjax.step_costs.synergy_ms`.
+
+    Returns:
+        A matplotlib `Figure`: speed over that without drafts by draft length, with each batch
+        size's best length marked, and that length by batch size.
 
     Raises:
         ImportError: matplotlib is missing.
-        ValueError: an unknown kind of file.
+        ValueError: no curves.
+
+    Reference: The Synergy of Speculative Decoding and Batching, arXiv 2310.18813.
     """
-    known = _matplotlib("backend_bases").FigureCanvasBase.get_supported_filetypes()
-    if path.suffix.removeprefix(".").lower() not in known:
-        raise ValueError(f"--plot: {path} must end in one of .{', .'.join(sorted(known))}")
+    if not curves:
+        raise ValueError("curves are empty: nothing to draw")
+    width, height = PANEL_INCHES
+    figure = new_figure(2 * width, height)
+    speed, best = (figure.add_subplot(1, 2, place) for place in (1, 2))
+    sizes = sorted(curves)
+    lengths = {batch: int(np.argmin(curves[batch])) for batch in sizes}
+    colours = matplotlib_module("colormaps")["viridis"](np.linspace(0, 0.9, len(sizes)))
+    for batch, colour in zip(sizes, colours, strict=True):
+        gains = curves[batch][0] / np.asarray(curves[batch])
+        speed.plot(np.arange(len(gains)), gains, color=colour, label=f"batch {batch}")
+        speed.plot(lengths[batch], gains[lengths[batch]], "o", color=colour)
+    speed.axhline(1, color="grey", linewidth=0.8, linestyle="--")
+    speed.set_xlabel("draft length (tokens)")
+    speed.set_ylabel("speed over no drafts")
+    speed.set_ylim(bottom=0)
+    speed.legend(fontsize="small")
+    best.plot(sizes, [lengths[batch] for batch in sizes], color="black", zorder=1)
+    best.scatter(sizes, [lengths[batch] for batch in sizes], color=colours, zorder=2)
+    _batch_axis(best, sizes)
+    best.set_ylabel("best draft length (tokens)")
+    best.set_ylim(bottom=0)
+    for axis in (speed.xaxis, best.yaxis):
+        axis.get_major_locator().set_params(integer=True)
+    return figure
+
+
+def _batch_axis(axes, sizes) -> None:
+    """Batch sizes across, by powers of two."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, labels=None, minor=False)
+    axes.xaxis.set_major_formatter("{x:.0f}")
+    axes.minorticks_off()
+    axes.set_xlabel("batch size")
 
 
 def _draw(axes, entry: Mapping[str, Any]) -> None:
@@ -139,12 +175,3 @@ def _draw(axes, entry: Mapping[str, Any]) -> None:
     axes.set_xlabel("draft length (tokens)")
     axes.set_ylabel("speed (tokens/s)" if whole else "speed, all live (tokens/s)")
     axes.set_ylim(bottom=0)
-
-
-def _matplotlib(module: str):
-    try:
-        import matplotlib.backend_bases
-        import matplotlib.figure
-    except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'emsjax[plots]'") from error
-    return getattr(matplotlib, module)

@@ -1,0 +1,193 @@
+"""Pictures of a step: its rows and the cache, cell by cell, drawn from the arrays themselves.
+
+A colour is a sample. The axes are those of `emsjax.packing`.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from jaxtyping import Int32
+
+from emsjax.cache import Cache, SharedIndexCache
+from emsjax.packing import PackedRows
+from emsjax.plotting.canvas import matplotlib_module, new_figure
+
+CELL_INCHES = 0.3
+COLOURS = ("#4477aa", "#ee7733", "#228833", "#cc6677", "#66ccee", "#aa8800", "#aa3377", "#777777")
+PADDING, FREE, LINE = "#e4e4e4", "#ffffff", "#999999"
+
+
+def packed_rows_figure(
+    layouts: Mapping[str, PackedRows],
+    *,
+    texts: Sequence[Sequence[str]] | None = None,
+    num_kept: Int32[np.ndarray, "b"] | None = None,
+):
+    """The rows that one step feeds to the model, in each of several layouts.
+
+    A cell is a row: the number in it is its position, the colour its sample. Padding is hatched:
+    rows of no sample, and those that a padded layout feeds beyond a sample's own.
+
+    Args:
+        layouts: rows by the name of the layout.
+        texts: texts[s][i] is written above row i of sample s: the token it feeds, say.
+        num_kept: rows of each sample that were committed; the others are crossed out. None: it
+            is not shown.
+
+    Returns:
+        A matplotlib `Figure` with a panel for each layout, one above the other.
+
+    Raises:
+        ImportError: matplotlib is missing.
+        ValueError: no layouts.
+    """
+    if not layouts:
+        raise ValueError("layouts are empty: nothing to draw")
+    longest = max(map(len, (text for row in texts or () for text in row)), default=0)
+    above = 0.3 + 0.23 * longest  # cells
+    width = max(len(rows.segment_ids) for rows in layouts.values())
+    height = len(layouts) * (1.9 + above)
+    figure = new_figure(CELL_INCHES * (width + 2), CELL_INCHES * height)
+    for place, (name, rows) in enumerate(layouts.items(), start=1):
+        axes = figure.add_subplot(len(layouts), 1, place)
+        counts, offsets = np.asarray(rows.counts), np.asarray(rows.offsets)
+        num_real = 0
+        for row, (sample, position) in enumerate(
+            zip(np.asarray(rows.segment_ids), np.asarray(rows.positions), strict=True)
+        ):
+            within = row - offsets[sample] if sample < len(counts) else None
+            if within is None or within >= counts[sample]:
+                _cell(axes, row, 0, PADDING, hatch="////")
+                continue
+            num_real += 1
+            kept = num_kept is None or within < num_kept[sample]
+            _cell(axes, row, 0, _colour(sample), faint=not kept)
+            axes.text(row + 0.5, 0.5, str(position), ha="center", va="center", fontsize="small")
+            if not kept:
+                axes.plot([row + 0.1, row + 0.9], [0.9, 0.1], color="black", linewidth=1)
+            if texts is not None:
+                axes.text(
+                    row + 0.5,
+                    1.15,
+                    texts[sample][within],
+                    ha="center",
+                    va="bottom",
+                    rotation="vertical",
+                    fontsize="small",
+                    family="monospace",
+                )
+        padding = len(rows.segment_ids) - num_real
+        _frame(axes, width, -0.1, 1 + above, f"{name}: {num_real} rows and {padding} of padding")
+    _legend(figure, len(counts), {"padding": (PADDING, "////")})
+    return figure
+
+
+def cache_figure(
+    caches: Mapping[str, Cache], *, before: Mapping[str, Cache] | None = None, start: int = 0
+):
+    """Which places of the KV cache hold tokens of each sample, before and after a step.
+
+    A cell is a place. Full colour: written since `before`; pale: held before; hatched: a gap
+    that stays masked for good, as only the padded method leaves; white: free.
+
+    Args:
+        caches: by the name of the panel.
+        before: the caches of the same names at an earlier time; None: all cells are of full
+            colour.
+        start: the first place drawn. Free places are drawn up to the longest sample's end.
+
+    Returns:
+        A matplotlib `Figure` with a panel for each cache, one above the other.
+
+    Raises:
+        ImportError: matplotlib is missing.
+        ValueError: no caches.
+    """
+    if not caches:
+        raise ValueError("caches are empty: nothing to draw")
+    held = {name: _held(cache) for name, cache in caches.items()}
+    stop = max(map(_end, caches.values())) + 1
+    batch = max(len(of) for of in held.values())
+    # Samples go downwards; each panel has room for its title and its axis.
+    height = len(caches) * (batch + 2.4)
+    figure = new_figure(CELL_INCHES * (stop - start + 3), CELL_INCHES * (height + 1))
+    for place, (name, of) in enumerate(held.items(), start=1):
+        axes = figure.add_subplot(len(caches), 1, place)
+        old = np.zeros_like(of) if before is None else _held(before[name])
+        masked = _masked(caches[name])
+        for sample, places in enumerate(of[:, start:stop]):
+            for at, holds in enumerate(places, start=start):
+                if holds:
+                    _cell(axes, at, sample, _colour(sample), faint=bool(old[sample, at]))
+                elif masked[sample, at]:
+                    _cell(axes, at, sample, PADDING, hatch="////")
+                else:
+                    _cell(axes, at, sample, FREE)
+        new = int((of & ~old).sum())
+        title = name if before is None else f"{name}: {new} written"
+        if masked.any():
+            title += f", {masked.sum()} masked"
+        _frame(axes, stop, batch, 0, title, start=start)
+        axes.set_yticks(np.arange(batch) + 0.5, labels=[f"sample {s}" for s in range(batch)])
+        axes.set_xticks(np.arange(start, stop, 4) + 0.5, labels=np.arange(start, stop, 4))
+        axes.set_xlabel("place in the cache")
+    return figure
+
+
+def _held(cache: Cache) -> np.ndarray:
+    """Places that hold a token, bool [b, l]."""
+    if isinstance(cache, SharedIndexCache):
+        return np.asarray(cache.mask)
+    places = np.arange(cache.layers.keys[0].shape[1])
+    return places < np.asarray(cache.lengths)[:, None]
+
+
+def _masked(cache: Cache) -> np.ndarray:
+    """Places that the samples' common index has passed without a token, bool [b, l]."""
+    held = _held(cache)
+    if not isinstance(cache, SharedIndexCache):
+        return np.zeros_like(held)
+    return ~held & (np.arange(held.shape[1]) < int(cache.index))
+
+
+def _end(cache: Cache) -> int:
+    """The first place that no sample has reached."""
+    return int(cache.index if isinstance(cache, SharedIndexCache) else np.max(cache.lengths))
+
+
+def _colour(sample: int) -> str:
+    return COLOURS[sample % len(COLOURS)]
+
+
+def _cell(axes, x: int, y: int, colour: str, *, hatch: str = "", faint: bool = False) -> None:
+    """A square; a faint one is in a pale colour of the same hue."""
+    patches, colors = matplotlib_module("patches"), matplotlib_module("colors")
+    face = np.array(colors.to_rgb(colour))
+    face = 1 - (1 - face) * (0.3 if faint else 0.75)
+    square = patches.Rectangle(
+        (x + 0.04, y + 0.04), 0.92, 0.92, facecolor=face, edgecolor=LINE, linewidth=0.5, hatch=hatch
+    )
+    axes.add_patch(square)
+
+
+def _frame(axes, stop: float, bottom: float, top: float, title: str, start: float = 0) -> None:
+    axes.set_xlim(start - 0.1, stop + 0.1)
+    axes.set_ylim(bottom, top)
+    axes.set_aspect("equal")
+    axes.set_title(title, loc="left", fontsize="medium")
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.tick_params(length=0)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+
+
+def _legend(figure, batch: int, others: Mapping[str, tuple[str, str]]) -> None:
+    """Below everything: the samples' colours, and what else there is."""
+    patch = matplotlib_module("patches").Patch
+    handles = [patch(facecolor=_colour(s), alpha=0.75, label=f"sample {s}") for s in range(batch)]
+    handles += [
+        patch(facecolor=face, hatch=hatch, edgecolor=LINE, label=label)
+        for label, (face, hatch) in others.items()
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize="small")
