@@ -2,6 +2,7 @@
 
 from emsjax import vanilla, verification
 from emsjax.decoding import DecodeState, StepInfo, step
+from emsjax.device import best_dtype
 from emsjax.draft_length import (
     BassHeuristic,
     BatchSizeTable,
@@ -38,6 +39,7 @@ __all__ = [
     "StepCosts",
     "StepInfo",
     "StepView",
+    "best_dtype",
     "generate",
     "init_state",
     "rank_by_mean_logprob",

@@ -64,13 +64,20 @@ EMBEDDED = {"prompt-lookup": Workload("prompt-lookup", 64), "model": Workload("m
 
 
 class ScriptedModels:
-    """Models of a large shape with random weights, of which the target says a known text."""
+    """Models of a large shape with random weights, of which the target says a known text.
+
+    Args:
+        dtype: None: bfloat16.
+        prompt_tokens: least and most tokens of a prompt; None: 700 and 1100.
+    """
 
     workloads = SCRIPTED
     batch_sizes = (1, 8, 24, 64)
     dtype = jnp.bfloat16
 
-    def __init__(self, shape: str, draft_shape: str):
+    def __init__(self, shape: str, draft_shape: str, dtype=None, prompt_tokens=None):
+        self.dtype = self.dtype if dtype is None else dtype
+        self.prompt_tokens = prompt_tokens or PROMPT_TOKENS
         self.config, self.draft_config = MODELS[shape], MODELS[draft_shape]
         self.describe = {"shape": shape, "draft_shape": draft_shape}
 
@@ -94,7 +101,7 @@ class ScriptedModels:
             raise ValueError(
                 f"--max-new-tokens {max_new_tokens} leaves no room in {positions} positions"
             )
-        low, high = (min(length, room) for length in PROMPT_TOKENS)
+        low, high = (min(length, room) for length in self.prompt_tokens)
         rng = np.random.default_rng(2)
         lengths = (
             rng.integers(low, high, batch, endpoint=True) if batch > 1 else [(low + high) // 2]

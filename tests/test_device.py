@@ -1,0 +1,26 @@
+"""The type that a model is loaded in follows from the device."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import emsjax
+
+
+@pytest.mark.parametrize(
+    ("backend", "capability", "expected"),
+    [
+        ("cpu", None, jnp.float32),
+        ("gpu", "7.5", jnp.float16),
+        ("gpu", "8.0", jnp.bfloat16),
+        ("gpu", "9.0", jnp.bfloat16),
+        ("gpu", "gfx942", jnp.float16),
+        ("tpu", None, jnp.bfloat16),
+    ],
+)
+def test_each_device_gets_a_type_that_it_computes_in(monkeypatch, backend, capability, expected):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(compute_capability=capability)])
+    assert emsjax.best_dtype() == expected

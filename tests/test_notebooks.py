@@ -1,0 +1,194 @@
+"""The notebooks are complete as they are committed; `notebooks/run.py` executes them."""
+
+import ast
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import emsjax
+import pallas_kernels
+from emsjax import plotting, verification
+
+FOLDER = Path(__file__).parents[1] / "notebooks"
+PATHS = sorted(FOLDER.glob("*.ipynb"))
+MACHINE = re.compile(r"(?<![\w:/.])/(?:work|home|root|usr|tmp|opt|mnt|var|Users|content)/|[A-Z]:\\")
+MAX_BYTES = 300_000
+
+
+def load_runner():
+    spec = importlib.util.spec_from_file_location("run_notebooks", FOLDER / "run.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+run = load_runner()
+
+
+def source_of(cell) -> str:
+    return "".join(cell["source"])
+
+
+def tree_of(cell) -> ast.Module:
+    """Of its Python: lines for IPython left out."""
+    lines = source_of(cell).splitlines()
+    return ast.parse("\n".join(re.sub(r"^(\s*)%.*", r"\1pass", line) for line in lines))
+
+
+def code_cells(notebook) -> list:
+    return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+def shows_something(cell) -> bool:
+    """Whether it prints, or ends in a value."""
+    body = tree_of(cell).body
+    calls = [node.func for node in ast.walk(tree_of(cell)) if isinstance(node, ast.Call)]
+    prints = any(isinstance(f, ast.Name) and f.id in ("print", "show") for f in calls)
+    return prints or (isinstance(body[-1], ast.Expr) and "update" not in ast.dump(body[-1]))
+
+
+def defined_names(cell) -> set[str]:
+    """Those that the cell gives to something of its own."""
+    names = set()
+    for node in ast.walk(tree_of(cell)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
+
+
+def problems(notebook, path) -> list[str]:
+    """What a committed notebook must not have."""
+    found = []
+    cells = code_cells(notebook)
+    if notebook != run.stamp(notebook, path):
+        found.append("badge or install cell: run `python notebooks/run.py --stamp`")
+    if notebook != run.normalise(notebook):
+        found.append("something of a machine or a run: run `python notebooks/run.py --write`")
+    if [cell["execution_count"] for cell in cells] != list(range(1, len(cells) + 1)):
+        found.append("not executed from top to bottom")
+    exported = {*emsjax.__all__, *pallas_kernels.__all__, *plotting.__all__}
+    exported |= {name for name, of in vars(verification).items() if callable(of)}
+    for number, cell in enumerate(cells, start=1):
+        if shows_something(cell) != bool(cell["outputs"]) and number > 1:
+            found.append(f"cell {number}: outputs and what it shows do not go together")
+        if taken := defined_names(cell) & exported:
+            found.append(f"cell {number} defines {taken}, which the library exports")
+        for output in cell["outputs"]:
+            if output["output_type"] == "error" or output.get("name") == "stderr":
+                found.append(f"cell {number}: an error or a warning")
+    # Pictures are base64: not text.
+    shown = [{**cell, "outputs": [texts_of(o) for o in cell.get("outputs", ())]} for cell in cells]
+    texts = [source_of(cell) for cell in notebook["cells"]] + [
+        str(cell["outputs"]) for cell in shown
+    ]
+    if any(MACHINE.search(text) for text in texts):
+        found.append("a path of a machine")
+    if not 10 <= len(notebook["cells"]) <= 24:
+        found.append(f"{len(notebook['cells'])} cells")
+    return found
+
+
+def texts_of(output) -> str:
+    data = output.get("data", {})
+    return "".join([*output.get("text", ()), *data.get("text/plain", ())])
+
+
+def test_all_notebooks_are_found():
+    assert [path.name[:3] for path in PATHS] == [f"0{n}_" for n in range(1, 7)]
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_a_notebook_is_complete(path):
+    assert problems(run.load(path), path) == []
+    assert path.stat().st_size < MAX_BYTES
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_a_badge_opens_the_notebook_itself(path):
+    first = source_of(run.load(path)["cells"][0]).splitlines()[0]
+    assert f"/{run.REPOSITORY}/blob/{run.BRANCH}/notebooks/{path.name})" in first
+
+
+def test_the_repository_is_named_in_one_place(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "REPOSITORY", "some/where")
+    monkeypatch.setattr(run, "INSTALL", run.INSTALL.replace("emsjax/emsjax", "some/where"))
+    for path in PATHS:
+        text = json.dumps(run.stamp(run.load(path), path))
+        assert text.count("some/where") == 2
+        assert "emsjax/emsjax" not in text
+
+
+def test_the_costs_behind_the_synergy_curve_are_the_measured_ones():
+    (cell,) = (c for c in code_cells(run.load(PATHS[4])) if "COSTS = " in source_of(c))
+    names = {"emsjax": emsjax}
+    exec(ast.unparse(tree_of(cell).body[0]), names)
+    measured = json.loads((FOLDER.parent / "benchmarks" / "h200-profile.json").read_text())["costs"]
+    costs = names["COSTS"]
+    for at, values, known in (
+        (costs.rows, costs.row_ms, measured["row_ms"]),
+        (costs.batches, costs.draft_ms, measured["draft_ms"]),
+    ):
+        assert len(at) > 3
+        for x, ms in zip(at, values, strict=True):
+            assert ms == pytest.approx(known[str(int(x))], abs=0.005)
+    assert costs.token_ms == pytest.approx(measured["token_ms"], rel=0.01)
+
+
+def no_badge(notebook, cells):
+    notebook["cells"][0]["source"] = ["# A title\n"]
+
+
+def other_install(notebook, cells):
+    cells[0]["source"].append("\nimport os")
+
+
+def not_executed(notebook, cells):
+    cells[1]["execution_count"] = None
+
+
+def another_kernel(notebook, cells):
+    notebook["metadata"] = {"kernelspec": {"name": "mine"}}
+
+
+def a_timestamp(notebook, cells):
+    cells[1]["metadata"] = {"execution": {"iopub.execute_input": "2030-01-01"}}
+
+
+def lost_output(notebook, cells):
+    next(cell for cell in cells[1:] if cell["outputs"])["outputs"] = []
+
+
+def copied_code(notebook, cells):
+    cells[1]["source"].append("\ndef generate():\n    pass")
+
+
+def a_path(notebook, cells):
+    next(cell for cell in cells[1:] if cell["outputs"])["outputs"].append(
+        {"output_type": "stream", "name": "stdout", "text": ["in /home/someone/emsjax\n"]}
+    )
+
+
+def a_warning(notebook, cells):
+    cells[1]["outputs"].append({"output_type": "stream", "name": "stderr", "text": ["Beware"]})
+
+
+def an_error(notebook, cells):
+    cells[1]["outputs"].append(
+        {"output_type": "error", "ename": "E", "evalue": "", "traceback": []}
+    )
+
+
+FAULTS = [no_badge, other_install, not_executed, another_kernel, a_timestamp, lost_output]
+FAULTS += [copied_code, a_path, a_warning, an_error]
+
+
+@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
+def test_a_planted_fault_is_found(plant):
+    notebook = run.load(PATHS[0])
+    plant(notebook, code_cells(notebook))
+    assert problems(notebook, PATHS[0])
