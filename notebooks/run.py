@@ -41,8 +41,6 @@ SURROUNDINGS = {
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
 }
-# Where outputs are not kept: they compile much and compute little.
-QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
 def paths() -> list[Path]:
@@ -111,8 +109,6 @@ def run(path: Path, write: bool, limit: int = LIMIT_S) -> float:
     import nbformat
 
     os.environ |= SURROUNDINGS
-    if not write:
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK}"
     notebook = nbformat.reads(json.dumps(normalise(stamp(load(path), path))), as_version=4)
     begin = time.monotonic()
     client = nbclient.NotebookClient(
