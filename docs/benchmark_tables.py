@@ -419,6 +419,12 @@ def surroundings(name: str, results: Results) -> str:
     return "\n".join([where, "```bash", *commands, "```"])
 
 
+def picture(results: Path) -> list[str]:
+    """The figure beside a file of results, if there is one."""
+    image = results.with_suffix(".png")
+    return [f"![{image.stem}](../benchmarks/{image.name})"] if image.exists() else []
+
+
 def page(folder: Path = FOLDER) -> str:
     """The sections of all files, in Markdown."""
     files = {path.name: json.loads(path.read_bytes()) for path in sorted(folder.glob("*.json"))}
@@ -427,7 +433,7 @@ def page(folder: Path = FOLDER) -> str:
         mine = {name: of for name, of in files.items() if kind_of(of) is kind}
         parts += [f"## {kind.title}", kind.about] if mine else []
         for name, results in mine.items():
-            parts += [*kind.body(results), surroundings(name, results)]
+            parts += [*kind.body(results), *picture(folder / name), surroundings(name, results)]
     others = {name: of for name, of in files.items() if kind_of(of) is None}
     parts += ["## Other results"] if others else []
     parts += [surroundings(name, results) for name, results in others.items()]

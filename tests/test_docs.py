@@ -203,6 +203,16 @@ def test_files_that_are_not_there_have_no_section(tables, tmp_path):
     assert tables.page(tmp_path).count("| 24 x 8 |") == 2
 
 
+def test_a_figure_stands_beside_its_results(tables, tmp_path):
+    shutil.copy(examples.ROOT / "benchmarks" / "h200-step.json", tmp_path / "a.json")
+    assert "![" not in tables.page(tmp_path)
+    (tmp_path / "a.png").touch()
+    assert "![a](../benchmarks/a.png)" in tables.page(tmp_path)
+    shown = re.findall(r"!\[.*\]\((.*)\)", tables.page())
+    assert shown
+    assert all((DOCS / path).exists() for path in shown)
+
+
 def test_a_file_of_another_kind_is_listed_without_figures(tables, tmp_path):
     (tmp_path / "other.json").write_text(json.dumps({"command": "make it", "commit": "abc"}))
     page = tables.page(tmp_path)
