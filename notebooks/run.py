@@ -32,8 +32,8 @@ import subprocess
 if importlib.util.find_spec("emsjax") is None:
     query = "nvidia-smi --query-gpu=driver_version --format=csv,noheader"
     driver = subprocess.getoutput(query).partition(".")[0]  # no number without a GPU
-    jax = ("cuda" if int(driver) >= 580 else "cuda12") if driver.isdecimal() else "plots"
-    %pip install --quiet "emsjax[plots,{{jax}}] @ git+https://github.com/{REPOSITORY}@{BRANCH}"
+    extra = ("cuda" if int(driver) >= 580 else "cuda12") if driver.isdecimal() else "plots"
+    %pip install --quiet "emsjax[plots,{{extra}}] @ git+https://github.com/{REPOSITORY}@{BRANCH}"
 """
 # Nothing of the machine is to show in outputs; what a library advises is not about the notebook.
 SURROUNDINGS = {

@@ -55,6 +55,12 @@ def test_all_methods_say_the_text(entry):
     assert 8 <= entry["mean_prompt_tokens"] <= 12
 
 
+def test_scripted_models_have_the_type_and_the_prompts_asked_for():
+    models = workloads.ScriptedModels("tiny", "tiny", jnp.float16, prompt_tokens=(3, 5))
+    assert models.model.dtype == jnp.float16
+    assert {len(prompt) for prompt in models.prompts(64, NEW)} == {3, 4, 5}
+
+
 def test_other_tokens_are_noticed(source):
     ((task,),) = source.rounds(BATCH, 1)
     wrong = dataclasses.replace(task, expected=task.expected + 1)

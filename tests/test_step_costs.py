@@ -17,7 +17,7 @@ from emsjax.benchmarks import runs
 from emsjax.benchmarks import step_costs as measured
 from emsjax.benchmarks.step_costs import Measurement, Point
 from emsjax.packing import row_buckets
-from emsjax.step_costs import FORMAT, accepted_at_rate, along, synergy_lengths
+from emsjax.step_costs import FORMAT, accepted_at_rate, along, synergy_lengths, synergy_ms
 
 pytestmark = pytest.mark.usefixtures("unchecked_annotations")
 
@@ -416,3 +416,11 @@ def test_policies_read_the_measured_profile(profile):
 def test_a_rate_that_leaves_nothing_to_fit_is_refused(rate):
     with pytest.raises(ValueError, match=f"must be between 0 and 1, not {rate}"):
         measured.profile(MEASUREMENT, rate, print)
+
+
+def test_the_synergy_model_is_step_and_drafting_time_by_emitted_tokens():
+    costs = emsjax.StepCosts.of({1: 2.0}, token_ms=0.01, draft_ms=0.5)
+    accepted, drafted = np.array([0, 1, 1.5]), np.arange(3.0)
+    ms = synergy_ms(costs, 2, 100, accepted, drafted)
+    np.testing.assert_allclose(ms, [4, 4.5 / 2, 5 / 2.5], rtol=1e-6)
+    assert synergy_lengths(costs, [2], 100, accepted, drafted) == {2: 2}
