@@ -91,7 +91,7 @@ def assert_lossless(
     faults = [one for one in found if exact or not one.is_near_tie]
     if faults:
         lengths = [len(prompts[one.sequence]) for one in faults]
-        told = [_explain(one, n, greedy) for one, n in zip(faults, lengths, strict=True)]
+        told = [_explain(one, n, greedy, exact) for one, n in zip(faults, lengths, strict=True)]
         more = ["..."] if len(told) > EXPLAINED else []
         count = f"{len(faults)} of {len(prompts)} sequences are not those of plain decoding:"
         raise AssertionError("\n".join([count, *told[:EXPLAINED], *more]))
@@ -130,7 +130,7 @@ def _draws(drafter: Drafter, state: DecodeState) -> bool:
     return found[0]
 
 
-def _explain(of: Divergence, prompt_tokens: int, greedy: bool) -> str:
+def _explain(of: Divergence, prompt_tokens: int, greedy: bool, exact: bool) -> str:
     """Where, what, and which of both runs float32 agrees with."""
     where = (
         f"  sequence {of.sequence}, new token {of.position} (position "
@@ -138,6 +138,9 @@ def _explain(of: Divergence, prompt_tokens: int, greedy: bool) -> str:
     )
     if not greedy:
         return f"{where}, drawn under the same key"
+    allowed = f"up to {NEAR_TIE:.2%} is a near-tie, which 16-bit rounding may decide"
+    if exact:
+        allowed = "a float32 model's tokens must be equal, however near"
     first, second = of.likeliest
     verdicts = {
         of.expected: "plain decoding is right: look at what the other run's attention reads",
@@ -147,7 +150,7 @@ def _explain(of: Divergence, prompt_tokens: int, greedy: bool) -> str:
         [
             where,
             f"in float32 their logits are {of.margin:.4g} apart, {of.margin / of.largest:.2%} of "
-            f"the largest; up to {NEAR_TIE:.2%} is a near-tie, which 16-bit rounding may decide",
+            f"the largest; {allowed}",
             f"the likeliest tokens in float32 are {first} and {second}, {of.lead:.4g} apart: "
             + verdicts.get(first, "neither run is right"),
         ]
