@@ -102,7 +102,7 @@ class BassState(NamedTuple):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class BassHeuristic:
-    """One length for all samples: longer after a whole draft stood, otherwise shorter.
+    """One length for all samples: longer after a step in which one accepted so many, else shorter.
 
     After a step in which some sample accepted as many tokens as the length it grows by
     `increment`, up to `limit`. Otherwise it shrinks by a `divisor`-th, rounded up, and by one
@@ -179,13 +179,20 @@ class BatchSizeTable:
 
     @classmethod
     def from_profile(
-        cls, profile: str | PathLike | Mapping[str, Any], acceptance: Any = None
+        cls,
+        profile: str | PathLike | Mapping[str, Any],
+        acceptance: Any = None,
+        *,
+        free: bool = False,
     ) -> "BatchSizeTable":
-        """The table that `emsjax profile` found: from its file, or what that holds.
+        """The table that `emsjax profile` found.
 
         Args:
+            profile: its file, or what that holds.
             acceptance: the probability that a draft token stands, or the `stats` of a run
                 that drafted as much as it could; None: the rate that the profile assumed.
+            free: proposing takes no time, as with prompt lookup: what the profile's draft model
+                costs is left out.
 
         Raises:
             ValueError: not such a profile, or a probability outside 0..1.
@@ -194,7 +201,9 @@ class BatchSizeTable:
         if "table" not in profile or "settings" not in profile:
             raise ValueError("the profile holds no table of lengths by batch size")
         if acceptance is None:
-            return cls({int(size): k for size, k in profile["table"]["lengths"].items()})
+            if not free:
+                return cls({int(size): k for size, k in profile["table"]["lengths"].items()})
+            acceptance = profile["table"]["acceptance_rate"]
         if isinstance(acceptance, numbers.Real):
             if not 0 <= acceptance <= 1:
                 raise ValueError(f"acceptance must be in 0..1, not {acceptance}")
@@ -205,6 +214,8 @@ class BatchSizeTable:
         context = profile["settings"]["context"]
         sizes = map(int, profile["table"]["lengths"])
         costs = StepCosts.from_profile(profile)
+        if free:
+            costs = costs.without_drafting()
         return cls(synergy_lengths(costs, sizes, context, accepted, drafted))
 
     def tree_flatten(self):

@@ -2,7 +2,7 @@
 
 The padded method shares one place among all samples twice. A step feeds every sample as many
 rows as the one with the longest draft has, and commits at one position of the cache for all,
-which moves on by the most that any sample accepted; what is left open behind the others stays
+which moves on by the most that any sample emits; what is left open behind the others stays
 masked. Nothing else differs, so decoding has one step and one loop for both.
 
 Reference: the vanilla method and the two ablations of EMS-SD, arXiv 2405.07542.

@@ -79,6 +79,10 @@ class StepCosts:
         table = lambda name: {int(at): ms for at, ms in costs[name].items()}
         return cls.of(table("row_ms"), costs["token_ms"], table("draft_ms"))
 
+    def without_drafting(self) -> "StepCosts":
+        """The same where proposing takes no time."""
+        return dataclasses.replace(self, draft_ms=0 * self.draft_ms)
+
     def step_ms(self, rows: Float[Array, "*n"], cached_tokens: Float[Array, ""]):
         """Milliseconds of steps with so many packed rows, padding included, without drafting.
 

@@ -31,7 +31,7 @@ def generate(
 
     A step feeds every sample, those that have finished too, as many rows as the sample with
     the longest draft has (of drafts above 9 tokens: the next of about ten row counts). All write
-    at one position of the cache, which moves on by the most that any of them accepted; the
+    at one position of the cache, which moves on by the most that any of them emits; the
     others' gaps are masked for good, and take room: up to min(batch, draft + 1) places for
     each new token.
 

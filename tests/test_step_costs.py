@@ -98,7 +98,7 @@ def entries(table) -> dict[int, int]:
     return dict(zip(table.sizes.tolist(), table.draft_lengths.tolist(), strict=True))
 
 
-def fastest_length(batch, accepted, drafted) -> int:
+def fastest_length(batch, accepted, drafted, draft_ms=DRAFT_MS) -> int:
     """The s with the least T(b, s), one by one."""
     buckets, ms_per_token = row_buckets(batch, len(accepted)), []
     for s in range(len(accepted)):
@@ -107,7 +107,7 @@ def fastest_length(batch, accepted, drafted) -> int:
             bucket = min(b for b in buckets if b >= batch + n * s)
             probability = math.comb(batch, n) * share**n * (1 - share) ** (batch - n)
             verify += probability * np.interp(bucket, list(ROW_MS), list(ROW_MS.values()))
-        draft = s * np.interp(batch, list(DRAFT_MS), list(DRAFT_MS.values()))
+        draft = s * np.interp(batch, list(draft_ms), list(draft_ms.values()))
         ms_per_token.append((verify + draft) / (accepted[s] + 1))
     return min(range(len(accepted)), key=ms_per_token.__getitem__)
 
@@ -142,6 +142,16 @@ def test_a_table_of_a_run_has_the_fastest_lengths(histogram, longest):
     found = entries(emsjax.BatchSizeTable.from_profile(PROFILE, stats))
     assert found == {b: fastest_length(b, accepted, drafted) for b in (1, 3, 8)}
     assert found[8] == longest
+
+
+@pytest.mark.parametrize("rate", [None, 0.6])
+def test_a_table_for_free_drafts_leaves_out_what_the_draft_model_costs(rate):
+    # With no rate given, that of the profile.
+    profile = PROFILE | {"table": PROFILE["table"] | {"acceptance_rate": 0.6}}
+    found = entries(emsjax.BatchSizeTable.from_profile(profile, rate, free=True))
+    accepted = [sum(0.6**i for i in range(1, s + 1)) for s in range(5)]
+    wanted = {b: fastest_length(b, accepted, range(5), {1: 0.0}) for b in (1, 3, 8)}
+    assert found == wanted != entries(emsjax.BatchSizeTable.from_profile(profile, 0.6))
 
 
 @pytest.mark.parametrize("written", [False, True], ids=["dict", "file"])

@@ -72,10 +72,7 @@ class Bench:
         workload = self.models.workloads[name]
         tokens = self.max_new_tokens or workload.max_new_tokens
         drafters = self.models.drafters(workload, self.batch, self.k, self.repeats)
-        if is_free(drafters[0]):
-            costs = dataclasses.replace(self.costs, draft_ms=0 * self.costs.draft_ms)
-        else:
-            costs = self.costs
+        costs = self.costs.without_drafting() if is_free(drafters[0]) else self.costs
         fixed = policies(self.k, costs, dict.fromkeys(range(1, self.batch + 1), 0))
         run = self.start(workload, drafters[0], OneOf(*fixed["fixed 0"]))
         limit(run, tokens)
