@@ -116,8 +116,8 @@ class PlainRun(Run):
         shared = {name: getattr(state, name) for name in names if hasattr(state, name)}
         super().__init__(model, PlainState(**shared, num_steps=jnp.int32(0)), attention)
 
-    def decode(self, steps: int) -> PlainState:
-        return plain_loop(self.model, self.state, steps, attention=self.attention)
+    def call(self, steps: int):
+        return plain_loop, (self.model, self.state, steps), {"attention": self.attention}
 
 
 def compare(base: str, runs: Mapping[str, Run]) -> dict[str, Any]:
