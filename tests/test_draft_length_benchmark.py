@@ -163,10 +163,10 @@ def test_the_counters_of_a_figure_fit(measured, name):
         assert figure["rows"] == figure["sample_steps"] + figure["drafted"]
         assert figure["rows"] + figure["padding_rows"] == ROWS * figure["steps"]
         emitted = figure["sample_steps"] + figure["accepted"]
-        assert emitted == figure["tokens" if workload.whole else "live_tokens"]
+        assert emitted == figure["live_tokens" if workload.live else "tokens"]
         assert figure["mean_acceptance_length"] == pytest.approx(emitted / figure["sample_steps"])
-        assert figure["tokens"] == (ALL_TOKENS if workload.whole else 0)
-        for which, timed in (("", workload.whole), ("live_", workload.live)):
+        assert figure["tokens"] == (0 if workload.live else ALL_TOKENS)
+        for which, timed in (("", not workload.live), ("live_", workload.live)):
             speed = figure[f"{which}tokens"] / figure[f"{which}seconds"] if timed else None
             assert figure[f"{which}tokens_per_s"] == speed
     plain = entry["plain"]
@@ -210,7 +210,7 @@ def test_fixed_lengths_count_what_each_repeat_drew(measured, name):
         # Until one sample has finished, or all have.
         live = [[s[: min(map(len, samples))] for s in samples] for samples in runs_of_samples]
         live, whole = (np.concatenate([*chain(*runs)]) for runs in (live, runs_of_samples))
-        counted = whole if workload.whole else live
+        counted = live if workload.live else whole
         figure = measured.entries[name]["policies"][f"fixed {n}"]
         assert figure["sample_steps"] == len(counted)
         assert [figure["drafted"], figure["accepted"]] == counted.sum(axis=0).tolist()

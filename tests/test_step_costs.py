@@ -390,8 +390,10 @@ def compilations():
     found = []
     note = lambda name, seconds, **_: found.append(seconds) if "backend_compile" in name else None
     jax.monitoring.register_event_duration_secs_listener(note)
-    yield found
-    jax.monitoring.unregister_event_duration_listener(note)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
 
 
 def test_the_draft_model_drafts_at_the_context_in_every_timed_step():

@@ -83,10 +83,8 @@ class Bench:
             curves = measured_acceptance(run, drafters[0], OneOf(*fixed[f"fixed {self.k}"]))
         context = float(np.mean(run.lengths)) + tokens / 2
         lengths = synergy_lengths(costs, range(1, self.batch + 1), context, *curves)
-        # One sample is live until the run is over.
-        live = workload.live and not (workload.whole and self.batch == 1)
         chosen = {which: OneOf(*one) for which, one in policies(self.k, costs, lengths).items()}
-        figures = time_policies(run, drafters, chosen, expected, whole=workload.whole, live=live)
+        figures = time_policies(run, drafters, chosen, expected, live=workload.live)
         return {
             "workload": name,
             "batch": self.batch,

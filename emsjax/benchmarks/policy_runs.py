@@ -79,32 +79,32 @@ def time_policies(
     policies: Mapping[str, OneOf],
     expected: np.ndarray,
     *,
-    whole: bool,
     live: bool,
 ) -> dict[str, dict[str, Any]]:
-    """Speed over all drafters' draws, with which the policies take turns, and their counters."""
+    """Speed over all drafters' draws, with which the policies take turns, and their counters.
+
+    Args:
+        live: runs end when the first sample has finished, not when all have.
+    """
+    which = "live_" if live else ""
     totals = {name: Counter() for name in policies}
     identical = dict.fromkeys(policies, True)
     for drafter in drafters:
         for name, policy in policies.items():
             run.drafter, run.draft_length = drafter, policy
             run.advance(1)  # compiles, the first time of all
-            if live:
-                seconds = run.advance(steps_until_one_has_finished(run))
-                totals[name].update(live_seconds=seconds, live_tokens=int(emitted(run).sum()))
-                identical[name] &= says(run, expected)
-            if whole:
-                seconds = run.advance(ALL_STEPS)
-                totals[name].update(seconds=seconds, tokens=int(emitted(run).sum()))
-                identical[name] &= says(run, expected)
+            seconds = run.advance(steps_until_one_has_finished(run) if live else ALL_STEPS)
+            tokens = int(emitted(run).sum())
+            totals[name].update({f"{which}seconds": seconds, f"{which}tokens": tokens})
+            identical[name] &= says(run, expected)
             totals[name].update(counted(run))
-    speed = lambda of, what: of[f"{what}tokens"] / of[f"{what}seconds"]
+    untimed = dict.fromkeys(("seconds", "live_seconds", "tokens", "live_tokens"), 0)
+    untimed |= dict.fromkeys(("tokens_per_s", "live_tokens_per_s"))
     return {
         name: {
-            **dict.fromkeys(("seconds", "live_seconds", "tokens", "live_tokens"), 0),
+            **untimed,
             **of,
-            "tokens_per_s": speed(of, "") if whole else None,
-            "live_tokens_per_s": speed(of, "live_") if live else None,
+            f"{which}tokens_per_s": of[f"{which}tokens"] / of[f"{which}seconds"],
             "mean_acceptance_length": 1 + of["accepted"] / of["sample_steps"],
             "identical": identical[name],
         }

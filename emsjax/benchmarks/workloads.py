@@ -34,14 +34,12 @@ class Workload:
         source: "prompt-lookup" or "model": whose drafting is paid for.
         max_new_tokens: of every sample.
         profile: of acceptance; None: the source's own drafts.
-        whole: whether to time the run until every sample has finished.
-        live: whether to time it until the first sample has.
+        live: whether to time the run until the first sample has finished, not until all have.
     """
 
     source: str
     max_new_tokens: int
     profile: Profile | None = None
-    whole: bool = True
     live: bool = False
 
 
@@ -54,7 +52,6 @@ SCRIPTED = {
         "prompt-lookup",
         256,
         Mixed(TokenAcceptance(0.95, 16), TokenAcceptance(0.1, 16)),
-        whole=False,
         live=True,
     ),
     "draft-model": Workload("model", 128, TokenAcceptance(0.8, 16)),
