@@ -98,7 +98,7 @@ class Goodput:
         # Where there are too few tokens for a bucket, the step takes a smaller one.
         most_rows = num_active + jnp.sum(available, axis=1, keepdims=True).astype(jnp.float32)
         used = smallest_bucket(sizes, jnp.minimum(buckets, most_rows))
-        ms = self.costs.step_ms(buckets, cached_tokens(view))[used]
+        ms = self.costs.step_ms(buckets, jnp.sum(cached_tokens(view)))[used]
         if not view.drafted:
             ms = ms + self.costs.draft_step_ms(batch) * longest[:, None].astype(jnp.float32)
         # No bucket is too small for the active samples' own rows.
@@ -156,7 +156,8 @@ class CostCapped:
         rows = num_active + jnp.sum(capped, axis=1, dtype=jnp.float32)
         sizes = row_buckets(batch, k + 1)
         rows = jnp.array(sizes, jnp.float32)[smallest_bucket(sizes, rows)]
-        ms = self.costs.step_ms(rows, cached_tokens(view))
+        read = self.costs.tokens_read(cached_tokens(view), capped + 1)
+        ms = self.costs.step_ms(rows, jnp.sum(read, axis=1))
         if not view.drafted:
             longest = jnp.max(capped, axis=1).astype(jnp.float32)
             ms = ms + self.costs.draft_step_ms(batch) * longest
@@ -174,6 +175,6 @@ class CostCapped:
         return jnp.clip(self.policy.lengths(inner, view), 0, view.available)
 
 
-def cached_tokens(view: StepView) -> Float[Array, ""]:
-    """What a step reads from the cache, in tokens."""
-    return jnp.sum(jnp.where(view.active, view.lengths - 1, 0)).astype(jnp.float32)
+def cached_tokens(view: StepView) -> Float[Array, "b"]:
+    """What a step reads from the cache for each sample, in tokens."""
+    return jnp.where(view.active, view.lengths - 1, 0).astype(jnp.float32)

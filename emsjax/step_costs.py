@@ -11,11 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from emsjax.packing import row_buckets
 
-FORMAT = "emsjax profile 1"
+FORMAT = "emsjax profile 2"
+TILE_ROWS = 16  # of a sample for which the attention reads its cache once
 
 
 @jax.tree_util.register_dataclass
@@ -27,6 +28,8 @@ class StepCosts:
         rows: packed rows, ascending; between them the cost is interpolated.
         row_ms: of a step of so many rows whose samples have nothing cached.
         token_ms: for each token that is cached for an active sample.
+        reread: what reading a sample's cache once more, for each `TILE_ROWS` rows after its
+            first, takes of that: about 0 where all of its rows read it at once.
         batches: slots, ascending.
         draft_ms: of one step of the draft model with so many slots; 0 without a draft model.
     """
@@ -34,6 +37,7 @@ class StepCosts:
     rows: Float[Array, "n"]
     row_ms: Float[Array, "n"]
     token_ms: Float[Array, ""]
+    reread: Float[Array, ""]
     batches: Float[Array, "m"]
     draft_ms: Float[Array, "m"]
 
@@ -43,6 +47,7 @@ class StepCosts:
         row_ms: Mapping[int, float],
         token_ms: float = 0.0,
         draft_ms: float | Mapping[int, float] = 0.0,
+        reread: float = 0.0,
     ) -> "StepCosts":
         """From plain numbers.
 
@@ -50,20 +55,21 @@ class StepCosts:
             row_ms: ms of a step, by packed rows.
             token_ms: ms for each cached token.
             draft_ms: ms of a draft step, by slots where it depends on them.
+            reread: share of `token_ms`, see above.
 
         Raises:
-            ValueError: no rows, or times that are not above 0 (`row_ms`) or below it.
+            ValueError: no rows, or numbers that are not above 0 (`row_ms`) or below it.
         """
         if not isinstance(draft_ms, Mapping):
             draft_ms = {1: draft_ms}
         if not row_ms or not draft_ms:
             raise ValueError("row_ms and draft_ms must each hold at least one time")
-        at_least_0 = [token_ms, *draft_ms.values()]
-        if not (all(ms > 0 for ms in row_ms.values()) and all(ms >= 0 for ms in at_least_0)):
-            raise ValueError("row_ms must be above 0, token_ms and draft_ms at least 0")
+        at_least_0 = [token_ms, reread, *draft_ms.values()]
+        if not (all(ms > 0 for ms in row_ms.values()) and all(x >= 0 for x in at_least_0)):
+            raise ValueError("row_ms must be above 0, token_ms, draft_ms and reread at least 0")
         column = lambda values: np.array(list(values), np.float32)
         knots = lambda table: (column(sorted(table)), column(table[at] for at in sorted(table)))
-        return cls(*knots(row_ms), np.float32(token_ms), *knots(draft_ms))
+        return cls(*knots(row_ms), np.float32(token_ms), np.float32(reread), *knots(draft_ms))
 
     @classmethod
     def from_profile(cls, profile: str | PathLike | Mapping[str, Any]) -> "StepCosts":
@@ -77,7 +83,7 @@ class StepCosts:
         """
         costs = read_profile(profile)["costs"]
         table = lambda name: {int(at): ms for at, ms in costs[name].items()}
-        return cls.of(table("row_ms"), costs["token_ms"], table("draft_ms"))
+        return cls.of(table("row_ms"), costs["token_ms"], table("draft_ms"), costs["reread"])
 
     def without_drafting(self) -> "StepCosts":
         """The same where proposing takes no time."""
@@ -91,6 +97,16 @@ class StepCosts:
         [4.5 5. ]
         """
         return along(rows, self.rows, self.row_ms) + self.token_ms * cached_tokens
+
+    def tokens_read(self, cached_tokens: Float[Array, "..."], rows: Int[Array, "..."]):
+        """Cached tokens of samples with so many rows each, those read again counted again.
+
+        >>> costs = StepCosts.of({16: 4.0}, reread=0.5)
+        >>> print(costs.tokens_read(jnp.array([900.0, 900.0]), jnp.array([16, 17])))
+        [ 900. 1350.]
+        """
+        further = (jnp.maximum(rows - 1, 0) // TILE_ROWS).astype(jnp.float32)
+        return cached_tokens * (1 + self.reread * further)
 
     def draft_step_ms(self, slots: float) -> Float[Array, ""]:
         """Milliseconds of one step of the draft model."""
@@ -139,13 +155,16 @@ def synergy_ms(
     """
     length = np.arange(len(accepted))
     buckets = np.array(row_buckets(batch, len(length)))
-    cached = jnp.float32(batch * context)
-    bucket_ms = np.asarray(costs.step_ms(jnp.array(buckets, jnp.float32), cached))
+    bucket_ms = np.asarray(costs.step_ms(jnp.array(buckets, jnp.float32), jnp.float32(0)))
     drafting = np.arange(batch + 1)  # samples
     rows = batch + length[:, None] * drafting  # [k1, b + 1]
     share = np.clip(drafted / np.maximum(length, 1), 0, 1)
     weights = np.stack([binomial(batch, probability) for probability in share])
-    verify_ms = (weights * bucket_ms[np.searchsorted(buckets, rows)]).sum(axis=1)
+    rows_ms = (weights * bucket_ms[np.searchsorted(buckets, rows)]).sum(axis=1)
+    cached = batch * context
+    again = np.asarray(costs.tokens_read(jnp.float32(cached), jnp.array(length) + 1)) - cached
+    # Those that draft have more rows than one.
+    verify_ms = rows_ms + float(costs.token_ms) * (cached + share * again)
     ms = verify_ms + length * float(costs.draft_step_ms(batch))
     return ms / (accepted + 1)
 

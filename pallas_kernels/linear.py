@@ -35,7 +35,7 @@ TILINGS = {
     16: (_WIDE._replace(num_warps=8), _WIDE._replace(splits=4)),
     32: (_WIDE, _WIDE._replace(splits=4)),
     64: (_WIDE, Tiling(columns=64, depth=128, splits=2, num_warps=4, num_stages=5)),
-    128: (_WIDE._replace(num_warps=8, num_stages=4), _WIDE._replace(splits=4, num_stages=4)),
+    128: (_WIDE, Tiling(columns=64, depth=64, splits=2, num_warps=4, num_stages=6)),
 }
 # Where these would be too few programs, narrower ones: their columns, and warps.
 NARROWER = ((64, 4), (32, 2))

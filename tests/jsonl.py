@@ -64,7 +64,7 @@ def profile_of(model, draft_model=None, dtype="float32", row_ms=None, draft_ms=0
     return {
         "format": FORMAT,
         "subject": profile_store.subject(*configs, dtype),
-        "costs": {"row_ms": row_ms, "token_ms": 0.0, "draft_ms": {1: draft_ms}},
+        "costs": {"row_ms": row_ms, "token_ms": 0.0, "reread": 0.0, "draft_ms": {1: draft_ms}},
     }
 
 

@@ -33,7 +33,12 @@ def short(monkeypatch):
 
 def profile_of(models):
     subject = profile_store.subject(models.config, models.draft_config, models.dtype)
-    costs = {"row_ms": {"1": 1.0, "100": 2.0}, "token_ms": 0.0, "draft_ms": {"1": 0.1}}
+    costs = {
+        "row_ms": {"1": 1.0, "100": 2.0},
+        "token_ms": 0.0,
+        "reread": 0.0,
+        "draft_ms": {"1": 0.1},
+    }
     return {"format": FORMAT, "subject": subject, "costs": costs}
 
 

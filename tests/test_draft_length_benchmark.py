@@ -277,7 +277,7 @@ def test_sources_may_draft_for_themselves(source, small, monkeypatch):
 
 PROFILE = {
     "format": FORMAT,
-    "costs": {"row_ms": {"1": 1.0}, "token_ms": 0.0, "draft_ms": {"1": 0.0}},
+    "costs": {"row_ms": {"1": 1.0}, "token_ms": 0.0, "reread": 0.0, "draft_ms": {"1": 0.0}},
 }
 
 

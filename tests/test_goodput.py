@@ -49,7 +49,7 @@ def situations(draw) -> SimpleNamespace:
 class Problem:
     """A situation at a shape: what a policy sees, and what any lengths are worth by it."""
 
-    def __init__(self, shape, situation, monkeypatch):
+    def __init__(self, shape, situation, monkeypatch, reread=0.0):
         (batch, k), self.buckets = shape, np.array(SHAPES[shape])
         monkeypatch.setattr(goodput, "row_buckets", lambda *asked: SHAPES[(asked[0], asked[1] - 1)])
         trials = situation.trials[:batch, :k].astype(np.float32)
@@ -59,13 +59,15 @@ class Problem:
         self.survival = np.asarray(survival, np.float64)
         self.expected = np.pad(np.cumsum(self.survival, axis=1), ((0, 0), (1, 0)))  # [b, k1]
         row_ms = dict(zip(SHAPES[shape], situation.row_ms, strict=False))
-        self.costs = emsjax.StepCosts.of(row_ms, situation.token_ms, situation.draft_ms)
+        more = situation.token_ms, situation.draft_ms, reread
+        self.costs = emsjax.StepCosts.of(row_ms, *more)
         active = np.array(situation.active[:batch])
         self.available = np.where(active, np.minimum(situation.available[:batch], k), 0)
         self.num_active, self.draft_ms = active.sum(), situation.draft_ms
         self.wanted = np.array(situation.wanted[:batch])
-        cached = np.sum(np.array([0, 8, 100])[:batch][active])
-        self.bucket_ms = np.array(list(row_ms.values())) + situation.token_ms * cached
+        cached = np.array([0, 8, 100])[:batch] * active
+        self.bucket_ms = np.array(list(row_ms.values())) + situation.token_ms * cached.sum()
+        self.reread_ms = reread * situation.token_ms * cached
         as_int32 = lambda values: jnp.array(values, jnp.int32)
         self.view = StepView(
             jnp.asarray(active),
@@ -80,6 +82,7 @@ class Problem:
         gained = self.expected[np.arange(lengths.shape[-1]), lengths].sum(axis=-1)
         rows = self.num_active + lengths.sum(axis=-1)
         ms = self.bucket_ms[np.searchsorted(self.buckets, rows)]
+        ms = ms + (self.reread_ms * (lengths >= 16)).sum(axis=-1)
         if not self.view.drafted:
             ms = ms + self.draft_ms * lengths.max(axis=-1)
         return (self.num_active + gained) / ms
@@ -135,7 +138,7 @@ class Asking:
 @settings(max_examples=20)
 @given(situation=situations())
 def test_a_policy_is_cut_to_the_length_that_is_worth_the_most(shape, situation, monkeypatch):
-    problem = Problem(shape, situation, monkeypatch)
+    problem = Problem(shape, situation, monkeypatch, reread=0.4)
     policy = emsjax.CostCapped(Asking(problem.wanted), problem.costs)
     lengths = problem.lengths(policy, ((), problem.verdicts))
     wanted = np.clip(problem.wanted, 0, problem.available)

@@ -124,7 +124,7 @@ def bench(tmp_path, monkeypatch):
 
     monkeypatch.setattr(draft_length, "run", run)
     output = tmp_path / "before.json"
-    costs = {"row_ms": {"1": 1.0}, "token_ms": 0.0, "draft_ms": {"1": 0.0}}
+    costs = {"row_ms": {"1": 1.0}, "token_ms": 0.0, "reread": 0.0, "draft_ms": {"1": 0.0}}
     output.write_text(json.dumps({"settings": {"costs": costs}}))
     monkeypatch.setattr(
         "emsjax.commands.draft_length.resume", lambda s, results, o: results.update(entries=[])

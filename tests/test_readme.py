@@ -20,7 +20,7 @@ COMPARED = ["prompt lookup", "draft model", "lookup, 4 samples"]  # in the demo
 
 
 def test_the_examples_give_the_tokens_of_plain_decoding(capsys, tmp_path, monkeypatch):
-    costs = {"row_ms": {16: 1.0, 64: 1.5}, "token_ms": 0.0, "draft_ms": {1: 0.1}}
+    costs = {"row_ms": {16: 1.0, 64: 1.5}, "token_ms": 0.0, "reread": 0.0, "draft_ms": {1: 0.1}}
     (tmp_path / "profile.json").write_text(json.dumps({"format": FORMAT, "costs": costs}))
     monkeypatch.chdir(tmp_path)
     shown = examples.python_examples(README)

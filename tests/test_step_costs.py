@@ -52,6 +52,13 @@ def test_a_step_costs_its_rows_and_its_cached_tokens():
     assert costs.draft_step_ms(14) == 0.75
 
 
+def test_caches_of_samples_with_many_rows_are_read_again():
+    costs = emsjax.StepCosts.of({1: 1.0}, 0.01, reread=0.25)
+    rows = jnp.array([[0, 1, 16], [17, 32, 33]])
+    read = costs.tokens_read(jnp.array([100.0, 100.0, 200.0]), rows)
+    np.testing.assert_allclose(read, [[100, 100, 200], [125, 125, 300]])
+
+
 def test_one_time_of_a_draft_step_serves_all_batch_sizes():
     costs = emsjax.StepCosts.of({1: 1.0}, draft_ms=0.5)
     assert costs.draft_step_ms(1) == costs.draft_step_ms(64) == 0.5
@@ -65,9 +72,12 @@ def test_one_time_of_a_draft_step_serves_all_batch_sizes():
         (lambda: emsjax.StepCosts.of({1: 1.0}, draft_ms={}), "must each hold at least one"),
         (lambda: emsjax.StepCosts.of({1: 1.0, 2: 0.0}), "row_ms must be above 0"),
         (lambda: emsjax.StepCosts.of({1: 1.0, 2: math.nan}), "row_ms must be above 0"),
-        (lambda: emsjax.StepCosts.of({1: 1.0}, -0.1), "token_ms and draft_ms at least 0"),
-        (lambda: emsjax.StepCosts.of({1: 1.0}, draft_ms=-1.0), "draft_ms at least 0"),
-        (lambda: emsjax.StepCosts.of({1: 1.0}, draft_ms={1: 0, 2: -1}), "draft_ms at least 0"),
+        (lambda: emsjax.StepCosts.of({1: 1.0}, -0.1), "token_ms, draft_ms and reread at least 0"),
+        (lambda: emsjax.StepCosts.of({1: 1.0}, draft_ms=-1.0), "draft_ms and reread at least 0"),
+        (
+            lambda: emsjax.StepCosts.of({1: 1.0}, draft_ms={1: 0, 2: -1}),
+            "draft_ms and reread at least 0",
+        ),
     ],
     ids=[
         "no rows",
@@ -89,7 +99,7 @@ TOKEN_MS, DRAFT_MS, CONTEXT = 0.001, {1: 0.1, 8: 0.15}, 50
 PROFILE = {
     "format": FORMAT,
     "settings": {"max_draft_tokens": 4, "context": CONTEXT},
-    "costs": {"row_ms": ROW_MS, "token_ms": TOKEN_MS, "draft_ms": DRAFT_MS},
+    "costs": {"row_ms": ROW_MS, "token_ms": TOKEN_MS, "reread": 0.5, "draft_ms": DRAFT_MS},
     "table": {"lengths": {1: 4, 3: 2, 8: 0}},
 }
 
@@ -179,7 +189,7 @@ def test_what_is_no_profile_is_refused(reader, tmp_path):
     for text, message in (
         ("rows", "other is no JSON"),
         (json.dumps([PROFILE]), "other is not of the format"),
-        (json.dumps(PROFILE | {"format": "emsjax profile 0"}), "other is not of the format"),
+        (json.dumps(PROFILE | {"format": "emsjax profile 1"}), "other is not of the format"),
     ):
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
@@ -190,7 +200,7 @@ def test_what_is_no_profile_is_refused(reader, tmp_path):
         with pytest.raises(ValueError, match="no table"):
             reader.from_profile({"format": FORMAT, "costs": PROFILE["costs"]})
     for other in ({}, {"costs": PROFILE["costs"]}):
-        with pytest.raises(ValueError, match="profile is not of the format 'emsjax profile 1'"):
+        with pytest.raises(ValueError, match="profile is not of the format 'emsjax profile 2'"):
             reader.from_profile(other)
 
 
@@ -208,9 +218,8 @@ def points_of(row_ms, token_ms, cached=(100.0, 50.0)) -> list[Point]:
 
 def of_points(points, draft_ms=None):
     costs, errors = measured.fit(points, draft_ms or {})
-    fitted = [
-        float(costs.step_ms(jnp.float32(p.rows), jnp.float32(p.cached_tokens))) for p in points
-    ]
+    read = lambda p: costs.tokens_read(jnp.float32(p.cached_tokens), jnp.array(p.sample_rows))
+    fitted = [float(costs.step_ms(jnp.float32(point.rows), read(point))) for point in points]
     relative = np.abs(np.array(fitted) / [point.ms for point in points] - 1)
     assert errors["mean_error"] == pytest.approx(relative.mean(), abs=1e-6)
     assert errors["max_error"] == pytest.approx(relative.max(), abs=1e-6)
@@ -225,6 +234,22 @@ def test_exact_times_are_fitted_exactly():
     assert costs.batches.tolist() == [1, 8]
     assert costs.draft_ms.tolist() == [0.25, 0.5]
     assert errors["max_error"] < 1e-9
+
+
+def test_what_reading_a_cache_again_takes_is_fitted_exactly():
+    row_ms, token_ms, reread = {16: 2.0, 32: 2.5, 64: 7.0}, 0.004, 0.4
+    places = [(16, 100, 16), (16, 50, 16), (32, 100, 17), (64, 100, 16), (64, 100, 33)]
+    times = [row_ms[rows] + token_ms * n * (1 + reread * ((m - 1) // 16)) for rows, n, m in places]
+    costs, errors = of_points(
+        [Point(1, rows, n, ms, m) for (rows, n, m), ms in zip(places, times, strict=True)]
+    )
+    assert costs.reread == pytest.approx(reread)
+    assert costs.row_ms.tolist() == pytest.approx(list(row_ms.values()))
+    assert errors["max_error"] < 1e-6
+
+
+def test_where_caches_are_read_once_reading_them_again_costs_nothing():
+    assert of_points(points_of({16: 2.0, 32: 2.5}, 0.004))[0].reread == 0
 
 
 def test_the_error_of_a_fit_is_relative_and_reported():
@@ -267,7 +292,7 @@ def test_further_layers_cost_what_those_between_the_slices_do(counts, ms, expect
 def test_a_synergy_of_its_own_model_is_fitted_exactly():
     verify = {1: (0.5, 4.0), 8: (1.5, 6.0)}
     points = [
-        Point(batch, batch * (s + 1), 100, alpha * s + beta)
+        Point(batch, 64, 100, alpha * s + beta, s + 1)
         for batch, (alpha, beta) in verify.items()
         for s in (0, 1, 3)
     ]
@@ -283,7 +308,7 @@ def test_a_synergy_of_its_own_model_is_fitted_exactly():
 
 
 def test_a_synergy_fit_says_how_far_it_is_off():
-    points = [Point(1, rows, 9, ms) for rows, ms in ((1, 4.0), (2, 4.0), (3, 6.0))]
+    points = [Point(1, rows, 9, ms, rows) for rows, ms in ((1, 4.0), (2, 4.0), (3, 6.0))]
     found = measured.fit_synergy(points, accepted_at_rate(0.7, 8))
     verify, accepted = found["verify"][1], found["accepted"]
     off = [(verify["alpha_ms"] * s + verify["beta_ms"]) / ms - 1 for s, ms in enumerate((4, 4, 6))]
@@ -329,6 +354,27 @@ def test_points_are_steps_of_every_bucket_and_of_half_the_context(profile):
     assert profile["costs"]["token_ms"] >= 0
     assert profile["costs"]["draft_ms"].keys() == {"1", "2"}
     assert min(profile["costs"]["draft_ms"].values()) > 0
+
+
+def test_rows_up_to_which_caches_are_read_once_are_timed_beside_more_of_the_same_bucket():
+    fed = []
+
+    class Timed(Measurement):
+        def time_point(self, runs, rows):
+            fed.append(rows)
+
+    counts = lambda batch, k1: SimpleNamespace(shape=(batch, k1), lengths=np.array([9] * batch))
+    for shape, expected in (((8, 17), 17), ((64, 17), 17), ((8, 16), 16), ((1, 17), 17)):
+        fed.clear()
+        list(Timed(**vars(MEASUREMENT)).time_rows([counts(*shape)]))
+        *whole, half = fed
+        assert whole == sorted(set(whole))
+        assert half == whole[0]
+        assert whole[-1] == expected
+        assert 16 in whole
+        buckets = np.array(row_buckets(*shape))
+        reached = buckets[np.searchsorted(buckets, shape[0] * np.array(whole))]
+        assert set(reached) == set(buckets)
 
 
 def test_of_a_deep_model_two_slices_take_turns(monkeypatch):
@@ -436,3 +482,12 @@ def test_the_synergy_model_is_step_and_drafting_time_by_emitted_tokens():
     ms = synergy_ms(costs, 2, 100, accepted, drafted)
     np.testing.assert_allclose(ms, [4, 4.5 / 2, 5 / 2.5], rtol=1e-6)
     assert synergy_lengths(costs, [2], 100, accepted, drafted) == {2: 2}
+
+
+def test_in_the_synergy_model_long_drafts_read_the_cache_again():
+    costs = emsjax.StepCosts.of({1: 2.0}, token_ms=0.01, reread=0.5)
+    # Of 2 samples with 100 cached tokens each a quarter drafts.
+    ms = synergy_ms(costs, 2, 100, np.arange(34.0), np.arange(34.0) / 4)
+    further = [0] * 16 + [1] * 16 + [2] * 2
+    expected = [(4 + 0.25 * n) / (s + 1) for s, n in enumerate(further)]
+    np.testing.assert_allclose(ms, expected, rtol=1e-6)

@@ -22,7 +22,7 @@ import emsjax
 from emsjax.benchmarks import kernel_times, kernels_per_step
 from emsjax.cache import KVCache
 from emsjax.config import OPTConfig
-from emsjax.decoding import DecodeState, decode_loop
+from emsjax.decoding import DecodeState, Flat, decode_loop
 from emsjax.drafting.replay import Overriding
 from emsjax.layout import UNPADDED
 from emsjax.packing import round_up_length
@@ -117,8 +117,9 @@ class Run(abc.ABC):
     def advance(self, steps: int) -> float:
         """Run so many steps from the prompts on; seconds."""
         self.state = jax.block_until_ready(self.rewind())
+        function, arguments, options = self.call(steps)
         start = time.perf_counter()
-        self.state = jax.block_until_ready(self.decode(steps))
+        self.state = jax.block_until_ready(function(*arguments, **options))
         return time.perf_counter() - start
 
 
@@ -135,10 +136,11 @@ class LoopRun(Run):
 
     def __init__(self, model, drafter, state: DecodeState, attention, draft_length=None):
         self.drafter, self.draft_length = drafter, draft_length
+        self.weights = Flat.of(model)
         super().__init__(model, state, attention)
 
     def call(self, steps: int):
-        arguments = (self.model, self.drafter, self.state, self.draft_length, steps)
+        arguments = (self.weights, Flat.of(self.drafter), self.state, self.draft_length, steps)
         options = {"attention_implementation": self.attention, "layout": self.layout}
         return decode_loop, arguments, options
 

@@ -3,8 +3,8 @@
 Random weights of the model's configuration: their values do not change times. Of a deep model
 two slices of a few layers are timed, and every further layer taken to cost what the layers
 between them do. A step's time is modelled as a cost of its packed rows plus one of each cached
-token; a draft model's is timed by itself, at some more batch sizes, for it costs no compilation
-of the target.
+token that is read, some of them once more where a sample has many rows; a draft model's is timed
+by itself, at some more batch sizes, for it costs no compilation of the target.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from emsjax.benchmarks import at_once
 from emsjax.benchmarks.runs import LONG, SHORT, DraftRun, Run, StepRun, random_model, time_steps
 from emsjax.config import OPTConfig
 from emsjax.packing import row_buckets
-from emsjax.step_costs import FORMAT, StepCosts, accepted_at_rate, synergy_lengths
+from emsjax.step_costs import FORMAT, TILE_ROWS, StepCosts, accepted_at_rate, synergy_lengths
 
 SLICES = (2, 6)  # layers
 SECONDS, REPETITIONS = 0.5, 25  # of a point's measurement, and at most
@@ -38,6 +38,7 @@ class Point:
     rows: int  # packed, padding included
     cached_tokens: float
     ms: float
+    sample_rows: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,17 +70,20 @@ class Measurement:
             for count in self.slices
         ]
         draft_ms = self.time_drafting(say) if self.draft_config is not None else {}
+        # One slice after the other: for its products the second takes the kernels that XLA has
+        # chosen for the first. With others the difference between them would say nothing.
+        runs = [started(functools.partial(self.start, model), self.batch_sizes) for model in slices]
         points = []
-        for batch in self.batch_sizes:
-            for point in self.time_rows(started(functools.partial(self.start, batch), slices)):
+        for batch, of_slices in zip(self.batch_sizes, zip(*runs, strict=True), strict=True):
+            for point in self.time_rows(of_slices):
                 points.append(point)
                 say(
-                    f"batch {batch}: {point.rows} rows, "
+                    f"batch {batch}: {point.rows} rows ({point.sample_rows} of a sample), "
                     f"{point.cached_tokens:.0f} cached tokens: {point.ms:.3f} ms"
                 )
         return points, draft_ms
 
-    def start(self, batch: int, model: emsjax.OPT) -> StepRun:
+    def start(self, model: emsjax.OPT, batch: int) -> StepRun:
         return StepRun(
             model,
             batch,
@@ -94,11 +98,15 @@ class Measurement:
         """Every row bucket at the context, and the smallest at half of it; of the slices' runs."""
         batch, k1 = runs[0].shape
         buckets, before = row_buckets(batch, k1), 0
+        # The most with which caches are read once: beside more in the same bucket.
+        counts = {min(TILE_ROWS, k1)}
         for bucket in buckets:
             rows = min(bucket // batch, k1)
             if batch * rows > before:  # or this bucket is out of reach
-                yield self.time_point(runs, rows)
+                counts.add(rows)
                 before = bucket
+        for rows in sorted(counts):
+            yield self.time_point(runs, rows)
         for run in runs:
             run.lengths = np.maximum(run.lengths // 2, 1)
         yield self.time_point(runs, max(buckets[0] // batch, 1))
@@ -110,7 +118,7 @@ class Measurement:
         fed = [run.fed() for run in runs][-1]
         packed = round(fed["rows_per_step"] + fed["padding_rows_per_step"])
         batch = runs[0].shape[0]
-        return Point(batch, packed, batch * fed["mean_context"], ms)
+        return Point(batch, packed, batch * fed["mean_context"], ms, rows)
 
     def time_drafting(self, say: Callable[[str], None]) -> dict[int, float]:
         """Milliseconds that each token of a draft takes, by batch size."""
@@ -170,7 +178,7 @@ def extrapolate(counts: Sequence[int], ms: Sequence[float], layers: int) -> floa
 
 
 def fit(points: Sequence[Point], draft_ms: dict[int, float]) -> tuple[StepCosts, dict[str, float]]:
-    """Costs of rows and of a cached token by least squares of the relative error; that error.
+    """Costs of rows and of cached tokens by least squares of the relative error; that error.
 
     Neither more rows nor more tokens make a step faster: where times say so, it is noise.
     """
@@ -178,14 +186,15 @@ def fit(points: Sequence[Point], draft_ms: dict[int, float]) -> tuple[StepCosts,
     ms = np.array([point.ms for point in points])
     rows = np.array([point.rows for point in points])
     tokens = np.array([point.cached_tokens for point in points])
-    # What the fewest rows cost, what each knot adds, and what a token does.
-    columns = np.column_stack([rows[:, None] >= knots, tokens]).astype(float)
+    again = tokens * [(point.sample_rows - 1) // TILE_ROWS for point in points]
+    # What the fewest rows cost, what each knot adds, and what a token does, read and read again.
+    columns = np.column_stack([rows[:, None] >= knots, tokens, again]).astype(float)
     solution, _ = scipy.optimize.nnls(columns / ms[:, None], np.ones(len(ms)))
     errors = np.abs(columns @ solution / ms - 1)
-    row_ms = np.maximum(np.cumsum(solution[:-1]), 1e-6).tolist()
-    costs = StepCosts.of(
-        dict(zip(knots, row_ms, strict=True)), float(solution[-1]), draft_ms or 0.0
-    )
+    *added_ms, token_ms, again_ms = solution.tolist()
+    row_ms = np.maximum(np.cumsum(added_ms), 1e-6).tolist()
+    reread = again_ms / token_ms if token_ms > 0 else 0.0
+    costs = StepCosts.of(dict(zip(knots, row_ms, strict=True)), token_ms, draft_ms or 0.0, reread)
     return costs, {"mean_error": float(errors.mean()), "max_error": float(errors.max())}
 
 
@@ -201,7 +210,7 @@ def fit_synergy(points: Sequence[Point], accepted: np.ndarray) -> dict[str, Any]
     for batch in sorted({point.batch for point in points}):
         full = max(point.cached_tokens for point in points if point.batch == batch)
         chosen = [p for p in points if p.batch == batch and p.cached_tokens == full]
-        s = np.array([point.rows / batch - 1 for point in chosen])
+        s = np.array([point.sample_rows - 1 for point in chosen])
         ms = np.array([point.ms for point in chosen])
         columns = np.column_stack([s, np.ones(len(s))]) / ms[:, None]
         alpha, beta = np.linalg.lstsq(columns, np.ones(len(s)), rcond=None)[0]
@@ -245,6 +254,7 @@ def profile(
         "costs": {
             "row_ms": whole(costs.rows, costs.row_ms),
             "token_ms": float(costs.token_ms),
+            "reread": float(costs.reread),
             "draft_ms": whole(costs.batches, costs.draft_ms),
         },
         "fit": {**errors, "synergy": fit_synergy(points, accepted)},
