@@ -43,19 +43,23 @@ class Verdicts(NamedTuple):
         samples, over the overall odds; at each level verdicts of the level above, at the top
         of `prior_rate`, fill up one's own. There are `prior_weight` of them, but for samples
         and for positions as many fewer or more as their rates are seen to differ or to agree.
+        To a token it speaks for its sample that the tokens before it stand: these are verdicts
+        too. Where little is known of a sample, it may be one whose long drafts stand.
         """
         total = lambda axis: (jnp.sum(x, axis, keepdims=True) for x in (self.hits, self.trials))
 
         def filled(hits, trials, rate, weight):
             return (hits + weight * rate) / (trials + weight)
 
-        def of_groups(axis):
+        def of_groups(axis, seen=0.0):
             hits, trials = total(axis)
-            return filled(hits, trials, overall, group_weight(hits, trials, overall, prior_weight))
+            weight = group_weight(hits, trials, overall, prior_weight)
+            return filled(hits + seen, trials + seen, overall, weight)
 
         odds = lambda rate: rate / (1 - rate)
         overall = filled(*total((0, 1)), prior_rate, prior_weight)
-        expected = odds(of_groups(1)) * odds(of_groups(0)) / odds(overall)
+        before = jnp.arange(self.trials.shape[1], dtype=jnp.float32)
+        expected = odds(of_groups(1, seen=before)) * odds(of_groups(0)) / odds(overall)
         rates = filled(self.hits, self.trials, expected / (1 + expected), prior_weight)
         up_to = jnp.tri(rates.shape[1], dtype=bool)
         return jnp.prod(jnp.where(up_to, rates[:, None, :], 1), axis=2)

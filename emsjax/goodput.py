@@ -17,7 +17,7 @@ from emsjax.packing import row_buckets, smallest_bucket
 from emsjax.step_costs import StepCosts
 
 LIMIT = 15  # with the last emitted token before it a draft fills a tile of 16 rows
-PRIOR_RATE, PRIOR_WEIGHT, MEMORY = 0.7, 48.0, 0.98
+PRIOR_RATE, PRIOR_WEIGHT, MEMORY = 0.7, 16.0, 0.98
 
 
 @jax.tree_util.register_dataclass

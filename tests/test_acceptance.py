@@ -34,9 +34,13 @@ def test_a_verdict_is_one_on_all_that_stood_and_the_first_that_fell(steps, memor
     assert verdicts.hits.tolist() == [hits]
 
 
-def test_before_any_verdict_each_token_stands_at_the_prior_rate():
+def test_before_any_verdict_samples_may_have_any_rate_around_the_prior():
     survival = Verdicts.init(2, 3).survival(0.7, 16.0)
-    np.testing.assert_allclose(survival, [[0.7, 0.49, 0.343]] * 2, rtol=1e-6)
+    np.testing.assert_allclose(survival, np.cumprod([[0.7, 12.2 / 17, 13.2 / 18]] * 2, 1), 1e-6)
+    # The share of drafts that stand up to there where each sample has a rate of its own.
+    rates = np.random.default_rng(0).beta(0.7 * 16, 0.3 * 16, 10**6)
+    shares = [np.mean(rates**n) for n in (1, 2, 3)]
+    np.testing.assert_allclose(survival[0], shares, rtol=2e-3)
 
 
 def test_survival_after_one_verdict_by_hand():
