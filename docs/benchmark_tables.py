@@ -135,7 +135,8 @@ def profile(results: Results) -> list[str]:
         f"{of['dtype']}, mean context {results['settings']['context']} tokens. Measured in "
         f"{results['seconds']:.0f} s. The cost model is off by {fit['mean_error']:.1%} on average "
         f"and {fit['max_error']:.1%} at most. A cached token takes {1e6 * costs['token_ms']:.0f} "
-        "ns.",
+        f"ns, and {costs['reread']:.0%} of that again for every 16 rows of its sample after the "
+        "first.",
         table(["packed rows", "ms"], [[n, number(ms)] for n, ms in costs["row_ms"].items()]),
     ]
     if of["draft_model"] is not None:

@@ -137,6 +137,7 @@ def test_the_costs_behind_the_synergy_curve_are_the_measured_ones():
         for x, ms in zip(at, values, strict=True):
             assert ms == pytest.approx(known[str(int(x))], abs=0.005)
     assert costs.token_ms == pytest.approx(measured["token_ms"], rel=0.01)
+    assert costs.reread == pytest.approx(measured["reread"], abs=0.005)
 
 
 def no_badge(notebook, cells):

@@ -65,7 +65,6 @@ class Bench:
         )
         self.prompts = models.prompts(batch, self.longest)
         self.runs: dict[str, LoopRun] = {}
-        self.plain: dict[int, dict[str, Any]] = {}
 
     def measure(self, name: str) -> dict[str, Any]:
         """One workload's figures, as they stand in the JSON file."""
@@ -116,30 +115,28 @@ class Bench:
 
     def time_plain(self, run: LoopRun, tokens: int) -> dict[str, Any]:
         """Plain decoding from the run's own prompts; beside its figures the tokens."""
-        if tokens not in self.plain:
-            state = run.rewind()
-            bare = {"drafter_state": (), "policy_state": ()}
-            counters = Counters.init(self.batch, 0)
-            plain = LoopRun(
-                run.model,
-                None,
-                dataclasses.replace(state, counters=counters, **bare),
-                self.attention,
-            )
-            expected = self.models.expected(plain.lengths, tokens)
-            plain.advance(1)  # compiles
-            seconds = sum(plain.advance(ALL_STEPS) for _ in range(self.repeats))
-            said = new_tokens(plain, tokens)
-            run.state = dataclasses.replace(
-                plain.state, **{name: getattr(state, name) for name in (*bare, "counters")}
-            )
-            self.plain[tokens] = {
-                "tokens": said if expected is None else expected,
-                "seconds": seconds,
-                "tokens_per_s": self.repeats * said.size / seconds,
-                "identical": expected is None or bool(np.array_equal(said, expected)),
-            }
-        return dict(self.plain[tokens])
+        state = run.rewind()
+        bare = {"drafter_state": (), "policy_state": ()}
+        counters = Counters.init(self.batch, 0)
+        plain = LoopRun(
+            run.model,
+            None,
+            dataclasses.replace(state, counters=counters, **bare),
+            self.attention,
+        )
+        expected = self.models.expected(plain.lengths, tokens)
+        plain.advance(1)  # compiles
+        seconds = sum(plain.advance(ALL_STEPS) for _ in range(self.repeats))
+        said = new_tokens(plain, tokens)
+        run.state = dataclasses.replace(
+            plain.state, **{name: getattr(state, name) for name in (*bare, "counters")}
+        )
+        return {
+            "tokens": said if expected is None else expected,
+            "seconds": seconds,
+            "tokens_per_s": self.repeats * said.size / seconds,
+            "identical": expected is None or bool(np.array_equal(said, expected)),
+        }
 
 
 def best_fixed(figures: Mapping[str, Mapping[str, Any]], which: str) -> tuple[str, float]:
