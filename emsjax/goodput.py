@@ -1,6 +1,7 @@
 """Draft lengths from what is accepted and from what a step costs."""
 
 import dataclasses
+import numbers
 from collections.abc import Mapping
 from os import PathLike
 from typing import Any
@@ -14,10 +15,11 @@ from emsjax.acceptance import Verdicts, check_estimates
 from emsjax.checks import check_at_least
 from emsjax.draft_length import DraftLength, StepView
 from emsjax.packing import row_buckets, smallest_bucket
-from emsjax.step_costs import StepCosts
+from emsjax.step_costs import TILE_ROWS, StepCosts
 
-LIMIT = 15  # with the last emitted token before it a draft fills a tile of 16 rows
+LIMIT = TILE_ROWS - 1  # with the last emitted token before it a draft fills a tile
 PRIOR_RATE, PRIOR_WEIGHT, MEMORY = 0.7, 16.0, 0.98
+LEAST_GAIN = 0.05
 
 
 @jax.tree_util.register_dataclass
@@ -37,17 +39,23 @@ class Goodput:
         prior_weight: how many verdicts of its own a sample needs to count as much as what
             is known of the others, before they are seen to differ much or little.
         memory: what a verdict weighs after each further step, relative to before.
-        limit: the largest length; also `DraftModel`'s limit where its user set none.
+        least_gain: share by which drafts that make the step longer must raise the expected
+            tokens per second. Costs and estimates err; and by unequal luck samples finish
+            apart, while a batch takes as long as its last one.
+        limit: the largest length; also `DraftModel`'s limit where its user set none. Above
+            the default a sample's cache is read more than once, which is not priced here.
 
     Raises:
         ValueError: a `limit` that is no integer or below 1; where decoding begins, a `prior_rate`
-            not between 0 and 1, a `prior_weight` that is not above 0, or a `memory` outside 0..1.
+            not between 0 and 1, a `prior_weight` that is not above 0, a `memory` outside 0..1, or
+            a `least_gain` below 0.
     """
 
     costs: StepCosts
     prior_rate: float = PRIOR_RATE
     prior_weight: float = PRIOR_WEIGHT
     memory: float = MEMORY
+    least_gain: float = LEAST_GAIN
     limit: int = dataclasses.field(default=LIMIT, metadata={"static": True})
 
     def __post_init__(self):
@@ -73,6 +81,7 @@ class Goodput:
     def init(self, batch: int, max_draft_tokens: int) -> Verdicts:
         # Not where it is made: a pytree is made of anything.
         check_estimates(self.prior_rate, self.prior_weight, self.memory)
+        check_gain(self.least_gain)
         return Verdicts.init(batch, max_draft_tokens)
 
     def lengths(self, state: Verdicts, view: StepView) -> Int32[Array, "b"]:
@@ -98,12 +107,13 @@ class Goodput:
         # Where there are too few tokens for a bucket, the step takes a smaller one.
         most_rows = num_active + jnp.sum(available, axis=1, keepdims=True).astype(jnp.float32)
         used = smallest_bucket(sizes, jnp.minimum(buckets, most_rows))
-        ms = self.costs.step_ms(buckets, jnp.sum(cached_tokens(view)))[used]
+        bucket_ms = self.costs.step_ms(buckets, jnp.sum(cached_tokens(view)))
+        ms, without_ms = bucket_ms[used], bucket_ms[smallest_bucket(sizes, num_active)]
         if not view.drafted:
             ms = ms + self.costs.draft_step_ms(batch) * longest[:, None].astype(jnp.float32)
         # No bucket is too small for the active samples' own rows.
-        tokens_per_ms = (num_active + gained) / ms
-        n, m = jnp.unravel_index(jnp.argmax(tokens_per_ms), tokens_per_ms.shape)
+        value = worth(num_active + gained, ms, without_ms, self.least_gain)
+        n, m = jnp.unravel_index(jnp.argmax(value), value.shape)
         taken = jnp.zeros(batch * k, bool).at[places[n]].set(fits[m], unique_indices=True)
         taken &= gains[n] > 0
         return jnp.sum(taken.reshape(batch, k), axis=1, dtype=jnp.int32)
@@ -124,7 +134,7 @@ class CostCapped:
     Args:
         policy: the other one.
         costs: of a step on this device.
-        prior_rate, prior_weight, memory: as for `Goodput`.
+        prior_rate, prior_weight, memory, least_gain: as for `Goodput`.
 
     Raises:
         ValueError: as `Goodput` does.
@@ -135,6 +145,7 @@ class CostCapped:
     prior_rate: float = PRIOR_RATE
     prior_weight: float = PRIOR_WEIGHT
     memory: float = MEMORY
+    least_gain: float = LEAST_GAIN
 
     @property
     def max_draft_tokens(self) -> int | None:
@@ -142,6 +153,7 @@ class CostCapped:
 
     def init(self, batch: int, max_draft_tokens: int) -> tuple[Any, Verdicts]:
         check_estimates(self.prior_rate, self.prior_weight, self.memory)
+        check_gain(self.least_gain)
         return self.policy.init(batch, max_draft_tokens), Verdicts.init(batch, max_draft_tokens)
 
     def lengths(self, state: tuple[Any, Verdicts], view: StepView) -> Int32[Array, "b"]:
@@ -161,7 +173,7 @@ class CostCapped:
         if not view.drafted:
             longest = jnp.max(capped, axis=1).astype(jnp.float32)
             ms = ms + self.costs.draft_step_ms(batch) * longest
-        return capped[jnp.argmax((num_active + gained) / ms)]
+        return capped[jnp.argmax(worth(num_active + gained, ms, ms[0], self.least_gain))]
 
     def update(self, state: tuple[Any, Verdicts], view: StepView, num_drafted, num_accepted):
         inner, verdicts = state
@@ -173,6 +185,23 @@ class CostCapped:
 
     def _wanted(self, inner: Any, view: StepView) -> Int32[Array, "b"]:
         return jnp.clip(self.policy.lengths(inner, view), 0, view.available)
+
+
+def worth(
+    tokens: Float[Array, "*n"], ms: Float[Array, "*n"], without_ms: Float[Array, ""], least_gain
+) -> Float[Array, "*n"]:
+    """Tokens per millisecond; a step that takes longer than one without drafts has to earn it."""
+    return tokens / jnp.where(ms > without_ms, (1 + least_gain) * ms, ms)
+
+
+def check_gain(least_gain: Any) -> None:
+    """Traced values are taken as they are.
+
+    Raises:
+        ValueError: below 0.
+    """
+    if isinstance(least_gain, numbers.Real) and not least_gain >= 0:
+        raise ValueError(f"least_gain must be at least 0, not {least_gain}")
 
 
 def cached_tokens(view: StepView) -> Float[Array, "b"]:

@@ -43,6 +43,7 @@ def situations(draw) -> SimpleNamespace:
         available=draw(some(st.integers(0, 20), 3)),
         wanted=draw(some(st.integers(-1, 22), 3)),
         drafted=draw(st.booleans()),
+        least_gain=draw(st.sampled_from([0, 0.05, 0.5])),
     )
 
 
@@ -64,6 +65,7 @@ class Problem:
         active = np.array(situation.active[:batch])
         self.available = np.where(active, np.minimum(situation.available[:batch], k), 0)
         self.num_active, self.draft_ms = active.sum(), situation.draft_ms
+        self.least_gain = situation.least_gain
         self.wanted = np.array(situation.wanted[:batch])
         cached = np.array([0, 8, 100])[:batch] * active
         self.bucket_ms = np.array(list(row_ms.values())) + situation.token_ms * cached.sum()
@@ -76,8 +78,8 @@ class Problem:
             situation.drafted,
         )
 
-    def tokens_per_ms(self, lengths) -> np.ndarray:
-        """Of lengths [..., b]."""
+    def worth(self, lengths) -> np.ndarray:
+        """Tokens per millisecond with lengths [..., b], less what a longer step must gain."""
         lengths = np.asarray(lengths)
         gained = self.expected[np.arange(lengths.shape[-1]), lengths].sum(axis=-1)
         rows = self.num_active + lengths.sum(axis=-1)
@@ -85,7 +87,8 @@ class Problem:
         ms = ms + (self.reread_ms * (lengths >= 16)).sum(axis=-1)
         if not self.view.drafted:
             ms = ms + self.draft_ms * lengths.max(axis=-1)
-        return (self.num_active + gained) / ms
+        longer = ms > self.bucket_ms[np.searchsorted(self.buckets, self.num_active)]
+        return (self.num_active + gained) / ms / (1 + self.least_gain * longer)
 
     def lengths(self, policy, state) -> np.ndarray:
         lengths = np.asarray(policy.lengths(state, self.view))
@@ -99,10 +102,11 @@ class Problem:
 @given(situation=situations())
 def test_no_lengths_are_worth_more_than_goodputs(shape, situation, monkeypatch):
     problem = Problem(shape, situation, monkeypatch)
-    lengths = problem.lengths(emsjax.Goodput(problem.costs, limit=20), problem.verdicts)
+    policy = emsjax.Goodput(problem.costs, least_gain=situation.least_gain, limit=20)
+    lengths = problem.lengths(policy, problem.verdicts)
     every = np.array(list(itertools.product(*(range(n + 1) for n in problem.available))))
-    best = problem.tokens_per_ms(every).max()
-    assert problem.tokens_per_ms(lengths) == pytest.approx(best, rel=1e-5)
+    best = problem.worth(every).max()
+    assert problem.worth(lengths) == pytest.approx(best, rel=1e-5)
 
 
 @each_shape
@@ -111,7 +115,8 @@ def test_no_lengths_are_worth_more_than_goodputs(shape, situation, monkeypatch):
 def test_no_bucket_is_left_half_empty(shape, situation, monkeypatch):
     problem = Problem(shape, situation, monkeypatch)
     assume((problem.survival > 0).all())  # in float32
-    lengths = problem.lengths(emsjax.Goodput(problem.costs, limit=20), problem.verdicts)
+    policy = emsjax.Goodput(problem.costs, least_gain=situation.least_gain, limit=20)
+    lengths = problem.lengths(policy, problem.verdicts)
     # Or all is taken: what was found, what may be drafted in as many steps of the draft model.
     longest = problem.available.max() if situation.drafted else lengths.max()
     everything = np.minimum(problem.available, longest)
@@ -139,13 +144,14 @@ class Asking:
 @given(situation=situations())
 def test_a_policy_is_cut_to_the_length_that_is_worth_the_most(shape, situation, monkeypatch):
     problem = Problem(shape, situation, monkeypatch, reread=0.4)
-    policy = emsjax.CostCapped(Asking(problem.wanted), problem.costs)
+    gain = {"least_gain": situation.least_gain}
+    policy = emsjax.CostCapped(Asking(problem.wanted), problem.costs, **gain)
     lengths = problem.lengths(policy, ((), problem.verdicts))
     wanted = np.clip(problem.wanted, 0, problem.available)
     cuts = np.minimum(wanted, np.arange(shape[1] + 1)[:, None])
     assert lengths.tolist() in cuts.tolist()
-    best = problem.tokens_per_ms(cuts).max()
-    assert problem.tokens_per_ms(lengths) == pytest.approx(best, rel=1e-5)
+    best = problem.worth(cuts).max()
+    assert problem.worth(lengths) == pytest.approx(best, rel=1e-5)
 
 
 @pytest.mark.parametrize("limit", [7, 32])
@@ -270,6 +276,8 @@ def test_a_policy_is_off_while_drafts_fall_and_on_again_once_that_is_forgotten(p
         ({"prior_weight": float("nan")}, "prior_weight must be above 0, not nan"),
         ({"memory": 1.5}, "memory must be in 0..1, not 1.5"),
         ({"memory": -0.1}, "memory must be in 0..1, not -0.1"),
+        ({"least_gain": -0.1}, "least_gain must be at least 0, not -0.1"),
+        ({"least_gain": float("nan")}, "least_gain must be at least 0, not nan"),
         ({"limit": 0}, "limit must be at least 1, not 0"),
         ({"limit": 2.0}, "limit must be an integer"),
     ],
