@@ -7,7 +7,6 @@ from itertools import chain
 from types import SimpleNamespace
 from unittest import mock
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from emsjax.benchmarks import draft_length as bench
 from emsjax.benchmarks import policy_runs, resume, runs, workloads
 from emsjax.benchmarks.workloads import ScriptedModels, Workload, source_of
 from emsjax.decoding import decode_loop
-from emsjax.draft_length import StepView
 from emsjax.step_costs import FORMAT, synergy_lengths
 
 BATCH, K, NEW_TOKENS, REPEATS = 2, 3, 8, 2
@@ -31,38 +29,13 @@ NAMES = ["fixed 0", "fixed 1", "fixed 2", "fixed 3"]
 NAMES += ["bass", "bass, cost-capped", "synergy", "goodput"]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_one_of_many_policies_behaves_as_it_does_alone(name):
-    index, policies = policy_runs.policies(K, COSTS, TABLE)[name]
-    alone, together = policies[index], policy_runs.OneOf(index, policies)
-    rng = np.random.default_rng(0)
-    state, states = alone.init(3, K), together.init(3, K)
-    before = states
-
-    @jax.jit
-    def advance(policy, state, available, accepted):
-        view = StepView(available > 0, 9 + available, available, drafted=False)
-        lengths = jnp.clip(policy.lengths(state, view), 0, available)
-        return lengths, policy.update(state, view, lengths, jnp.minimum(accepted, lengths))
-
-    for _ in range(9):
-        counts = jnp.array(rng.integers(0, K + 1, (2, 3)), jnp.int32)
-        lengths, state = advance(alone, state, *counts)
-        chosen, states = advance(together, states, *counts)
-        assert chosen.tolist() == lengths.tolist()
-        jax.tree.map(np.testing.assert_array_equal, states[index], state)
-    others = lambda states: (*states[:index], *states[index + 1 :])
-    jax.tree.map(np.testing.assert_array_equal, others(states), others(before))
-
-
 def test_every_fixed_length_and_policy_is_compared():
     chosen = policy_runs.policies(K, COSTS, TABLE)
     assert list(chosen) == NAMES
-    of = {name: policies[index] for name, (index, policies) in chosen.items()}
-    assert [of[f"fixed {n}"].k for n in range(K + 1)] == [0, 1, 2, 3]
+    assert [chosen[f"fixed {n}"].k for n in range(K + 1)] == [0, 1, 2, 3]
     kinds = [emsjax.BassHeuristic, emsjax.CostCapped, emsjax.BatchSizeTable, emsjax.Goodput]
-    assert [type(of[name]) for name in NAMES[4:]] == kinds
-    assert of["synergy"].draft_lengths.tolist() == [3, 1]
+    assert [type(chosen[name]) for name in NAMES[4:]] == kinds
+    assert chosen["synergy"].draft_lengths.tolist() == [3, 1]
 
 
 class OwnDrafts(ScriptedModels):
@@ -79,7 +52,7 @@ class OwnDrafts(ScriptedModels):
 
 
 @pytest.fixture(scope="module")
-def small():
+def small(unchecked_annotations):
     """What makes a comparison small: the shape of the models, prompts, repeats."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(runs.MODELS, "small", tiny_model(num_hidden_layers=1).config)
@@ -107,9 +80,10 @@ def measured(small):
     return SimpleNamespace(entries=entries, compiled=compiled, prefilled=prefill.call_count)
 
 
-def test_all_lengths_policies_and_workloads_of_a_source_share_one_compilation(measured):
-    # Beside it plain decoding's, once.
-    assert measured.compiled == [2, 0, 1]
+def test_all_lengths_and_all_workloads_of_a_source_share_compilations(measured):
+    # Beside one for all fixed lengths one for each other policy, and once plain decoding's.
+    policies = len(NAMES) - K
+    assert measured.compiled == [policies + 1, 0, policies]
     assert measured.prefilled == 2
 
 
@@ -134,18 +108,20 @@ def test_workloads_of_other_lengths_start_at_the_same_prompts(small, monkeypatch
     assert bench.all_identical({"entries": entries})
 
 
-def test_policies_take_turns(small, monkeypatch):
+def test_policies_take_turns_once_each_loop_has_run(small, monkeypatch):
     turns, advance = [], runs.LoopRun.advance
 
     def noted(run, steps):
         if steps == policy_runs.ALL_STEPS and run.drafter is not None:
-            turns.append((run.draft_length.index, id(run.drafter)))
+            turns.append((type(run.draft_length).__name__, id(run.drafter)))
         return advance(run, steps)
 
     monkeypatch.setattr(runs.LoopRun, "advance", noted)
     start(ScriptedModels("small", "small")).measure("draft-model")
-    first, second = turns[: len(NAMES)], turns[len(NAMES) :]
-    assert [index for index, _ in first] == [index for index, _ in second] == [0] * 4 + [1, 2, 3, 4]
+    policies = [type(policy).__name__ for policy in policy_runs.policies(K, COSTS, TABLE).values()]
+    untimed, first, second = turns[:5], turns[5:-8], turns[-8:]
+    assert [policy for policy, _ in untimed] == policies[3:]
+    assert [policy for policy, _ in first] == [policy for policy, _ in second] == policies
     assert len({drafter for _, drafter in first}) == len({drafter for _, drafter in second}) == 1
     assert first[0] != second[0]
 

@@ -1,10 +1,9 @@
 """`emsjax bench draft-length`: draft-length policies beside every fixed length, and plain decoding.
 
-All policies and lengths of a batch size run in one compiled loop, from the same prefilled
-prompts: a policy of policies chooses among them by a number. Times are of decoding alone,
-until every sample has its tokens (`tokens_per_s`), and until the first one has
-(`live_tokens_per_s`: all slots are busy, as where finished samples are replaced). Tokens are
-compared with what they must be.
+All policies and lengths of a batch size start at the same prefilled prompts. Fixed lengths run in
+one compiled loop, every other policy in a loop of its own. Times are of decoding alone, until
+every sample has its tokens (`tokens_per_s`) or until the first one has (`live_tokens_per_s`: all
+slots are busy, as where finished samples are replaced). Tokens are compared with what they must be.
 """
 
 import dataclasses
@@ -18,7 +17,7 @@ import emsjax
 from emsjax.benchmarks import save
 from emsjax.benchmarks.policy_runs import (
     ALL_STEPS,
-    OneOf,
+    compile_loops,
     limit,
     measured_acceptance,
     new_tokens,
@@ -72,17 +71,18 @@ class Bench:
         tokens = self.max_new_tokens or workload.max_new_tokens
         drafters = self.models.drafters(workload, self.batch, self.k, self.repeats)
         costs = self.costs.without_drafting() if is_free(drafters[0]) else self.costs
-        fixed = policies(self.k, costs, dict.fromkeys(range(1, self.batch + 1), 0))
-        run = self.start(workload, drafters[0], OneOf(*fixed["fixed 0"]))
+        sizes = range(1, self.batch + 1)
+        chosen = policies(self.k, costs, dict.fromkeys(sizes, 0))
+        run = self.start(workload, drafters[0], chosen)
         limit(run, tokens)
         plain = self.time_plain(run, tokens)
         expected = plain.pop("tokens")
         curves = self.models.acceptance(workload, self.batch, self.k)
         if curves is None:
-            curves = measured_acceptance(run, drafters[0], OneOf(*fixed[f"fixed {self.k}"]))
+            curves = measured_acceptance(run, drafters[0], chosen[f"fixed {self.k}"])
         context = float(np.mean(run.lengths)) + tokens / 2
-        lengths = synergy_lengths(costs, range(1, self.batch + 1), context, *curves)
-        chosen = {which: OneOf(*one) for which, one in policies(self.k, costs, lengths).items()}
+        lengths = synergy_lengths(costs, sizes, context, *curves)
+        chosen = policies(self.k, costs, lengths)
         figures = time_policies(run, drafters, chosen, expected, live=workload.live)
         return {
             "workload": name,
@@ -95,10 +95,11 @@ class Bench:
             "policies": figures,
         }
 
-    def start(self, workload: Workload, drafter, policy: OneOf) -> LoopRun:
-        """The run of this source; all its workloads share the prefilled prompts."""
+    def start(self, workload: Workload, drafter, policies: Mapping[str, Any]) -> LoopRun:
+        """The run of this source: all its workloads share prefilled prompts and compiled loops."""
         if workload.source not in self.runs:
             self.runs.clear()  # two runs' caches need not exist at once
+            policy = policies["fixed 0"]
             state = emsjax.init_state(
                 self.models.model,
                 drafter,
@@ -108,9 +109,9 @@ class Bench:
                 eos_token_ids=(),
                 attention_implementation=self.attention,
             )
-            self.runs[workload.source] = LoopRun(
-                self.models.model, drafter, state, self.attention, policy
-            )
+            run = LoopRun(self.models.model, drafter, state, self.attention, policy)
+            compile_loops(run, policies.values())
+            self.runs[workload.source] = run
         return self.runs[workload.source]
 
     def time_plain(self, run: LoopRun, tokens: int) -> dict[str, Any]:

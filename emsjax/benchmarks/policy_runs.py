@@ -1,65 +1,50 @@
-"""Draft-length policies in turns on one compiled loop, from the same prefilled prompts."""
+"""Draft-length policies in turns, from the same prefilled prompts; each as users would run it."""
 
+import copy
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 import emsjax
+from emsjax.benchmarks import at_once
 from emsjax.benchmarks.runs import LoopRun
 from emsjax.step_costs import StepCosts
 
 ALL_STEPS = np.iinfo(np.int32).max // 2
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class OneOf:
-    """The policy policies[index]; another index needs no new compilation."""
-
-    index: Any
-    policies: tuple
-
-    def init(self, batch, max_draft_tokens):
-        return tuple(policy.init(batch, max_draft_tokens) for policy in self.policies)
-
-    def lengths(self, states, view):
-        choices = [
-            lambda policy=policy, state=state: jnp.asarray(policy.lengths(state, view), jnp.int32)
-            for policy, state in zip(self.policies, states, strict=True)
-        ]
-        return lax.switch(self.index, choices)
-
-    def update(self, states, view, num_drafted, num_accepted):
-        def choice(i: int):
-            updated = self.policies[i].update(states[i], view, num_drafted, num_accepted)
-            return (*states[:i], updated, *states[i + 1 :])
-
-        choices = [lambda i=i: choice(i) for i in range(len(states))]
-        return lax.switch(self.index, choices)
-
-
-def policies(
-    k: int, costs: StepCosts, lengths: Mapping[int, int]
-) -> dict[str, tuple[int, tuple[Any, ...]]]:
-    """What is compared, by name: an index and the policies of `OneOf`."""
+def policies(k: int, costs: StepCosts, lengths: Mapping[int, int]) -> dict[str, Any]:
+    """What is compared, by name."""
     bass = emsjax.BassHeuristic()
-    adaptive = {
+    return {f"fixed {n}": emsjax.FixedLength(n) for n in range(k + 1)} | {
         "bass": bass,
         "bass, cost-capped": emsjax.CostCapped(bass, costs),
         "synergy": emsjax.BatchSizeTable(lengths),
         "goodput": emsjax.Goodput(costs),
     }
-    rest = tuple(adaptive.values())
-    fixed = {f"fixed {n}": (0, (emsjax.FixedLength(n), *rest)) for n in range(k + 1)}
-    default = (emsjax.FixedLength(k), *rest)
-    return fixed | {name: (i, default) for i, name in enumerate(adaptive, start=1)}
+
+
+def kinds(policies: Iterable[Any]) -> list[Any]:
+    """One policy of each kind: those of a kind differ in numbers and share a compiled loop."""
+    return list({jax.tree.structure(policy): policy for policy in policies}.values())
+
+
+def compile_loops(run: LoopRun, policies: Iterable[Any]) -> None:
+    """Compile a loop for each kind of policy, all at once."""
+
+    def compile_loop(policy: Any) -> None:
+        loop = copy.copy(run)
+        loop.draft_length = policy
+        loop.state = loop.rewind()
+        loop.compile()
+
+    at_once(compile_loop, kinds(policies))
 
 
 def limit(run: LoopRun, tokens: int) -> None:
@@ -76,7 +61,7 @@ def new_tokens(run: LoopRun, count: int) -> np.ndarray:
 def time_policies(
     run: LoopRun,
     drafters: Sequence[Any],
-    policies: Mapping[str, OneOf],
+    policies: Mapping[str, Any],
     expected: np.ndarray,
     *,
     live: bool,
@@ -87,12 +72,15 @@ def time_policies(
         live: runs end when the first sample has finished, not when all have.
     """
     which = "live_" if live else ""
+    for policy in kinds(policies.values()):
+        run.drafter, run.draft_length = drafters[0], policy
+        run.advance(ALL_STEPS)  # a device loads and records kernels when it first runs them
     totals = {name: Counter() for name in policies}
     identical = dict.fromkeys(policies, True)
     for drafter in drafters:
         for name, policy in policies.items():
             run.drafter, run.draft_length = drafter, policy
-            run.advance(1)  # compiles, the first time of all
+            run.advance(1)
             seconds = run.advance(steps_until_one_has_finished(run) if live else ALL_STEPS)
             tokens = int(emitted(run).sum())
             totals[name].update({f"{which}seconds": seconds, f"{which}tokens": tokens})
@@ -146,7 +134,7 @@ def says(run: LoopRun, expected: np.ndarray) -> bool:
     return bool((~there | (new_tokens(run, count) == expected)).all())
 
 
-def measured_acceptance(run: LoopRun, drafter, policy: OneOf):
+def measured_acceptance(run: LoopRun, drafter, policy: Any):
     """Mean accepted and drafted tokens by draft length, from one run with the longest."""
     run.drafter, run.draft_length = drafter, policy
     run.advance(ALL_STEPS)
