@@ -15,11 +15,10 @@ from emsjax.acceptance import Verdicts, check_estimates
 from emsjax.checks import check_at_least
 from emsjax.draft_length import DraftLength, StepView
 from emsjax.packing import row_buckets, smallest_bucket
-from emsjax.step_costs import TILE_ROWS, StepCosts
+from emsjax.step_costs import LEAST_GAIN, TILE_ROWS, StepCosts
 
 LIMIT = TILE_ROWS - 1  # with the last emitted token before it a draft fills a tile
 PRIOR_RATE, PRIOR_WEIGHT, MEMORY = 0.7, 16.0, 0.98
-LEAST_GAIN = 0.05
 
 
 @jax.tree_util.register_dataclass
@@ -40,8 +39,7 @@ class Goodput:
             is known of the others, before they are seen to differ much or little.
         memory: what a verdict weighs after each further step, relative to before.
         least_gain: share by which drafts that make the step longer must raise the expected
-            tokens per second. Costs and estimates err; and by unequal luck samples finish
-            apart, while a batch takes as long as its last one.
+            tokens per second: see `emsjax.step_costs.LEAST_GAIN`.
         limit: the largest length; also `DraftModel`'s limit where its user set none. Above
             the default a sample's cache is read more than once, which is not priced here.
 

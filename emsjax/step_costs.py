@@ -16,7 +16,11 @@ from jaxtyping import Array, Float, Int
 from emsjax.packing import row_buckets
 
 FORMAT = "emsjax profile 2"
+COSTS = ("row_ms", "token_ms", "reread", "draft_ms")
 TILE_ROWS = 16  # of a sample for which the attention reads its cache once
+# Share by which drafts must raise the expected tokens per second. Costs and estimates err; and
+# by unequal luck samples finish apart, while a batch takes as long as its last one.
+LEAST_GAIN = 0.05
 
 
 @jax.tree_util.register_dataclass
@@ -128,8 +132,12 @@ def read_profile(profile: str | PathLike | Mapping[str, Any]) -> Mapping[str, An
             raise ValueError(f"{name} is no JSON: not written by emsjax profile") from error
     if not isinstance(profile, Mapping) or profile.get("format") != FORMAT:
         raise ValueError(f"{name} is not of the format {FORMAT!r} that emsjax profile writes")
-    if "costs" not in profile:
-        raise ValueError(f"{name} holds no costs: not written by emsjax profile")
+    costs = profile.get("costs")
+    missing = ["costs"]
+    if isinstance(costs, Mapping):
+        missing = [field for field in COSTS if field not in costs]
+    if missing:
+        raise ValueError(f"{name} holds no {', '.join(missing)}: not written by emsjax profile")
     return profile
 
 
@@ -176,8 +184,16 @@ def synergy_lengths(
     accepted: Float[np.ndarray, "k1"],
     drafted: Float[np.ndarray, "k1"],
 ) -> dict[int, int]:
-    """The draft length with the most tokens per second, for each batch size: see `synergy_ms`."""
-    best = lambda batch: int(np.argmin(synergy_ms(costs, batch, context, accepted, drafted)))
+    """The draft length with the most tokens per second, for each batch size: see `synergy_ms`.
+
+    One with which a step takes longer must be `LEAST_GAIN` ahead of none.
+    """
+
+    def best(batch: int) -> int:
+        ms = synergy_ms(costs, batch, context, accepted, drafted)
+        longer = ms * (accepted + 1) > ms[0] * (1 + 1e-6)
+        return int(np.argmin(ms * np.where(longer, 1 + LEAST_GAIN, 1)))
+
     return {batch: best(batch) for batch in batches}
 
 
