@@ -17,7 +17,16 @@ from emsjax.benchmarks import runs
 from emsjax.benchmarks import step_costs as measured
 from emsjax.benchmarks.step_costs import Measurement, Point
 from emsjax.packing import row_buckets
-from emsjax.step_costs import FORMAT, accepted_at_rate, along, synergy_lengths, synergy_ms
+from emsjax.step_costs import (
+    FORMAT,
+    LEAST_GAIN,
+    TILE_ROWS,
+    accepted_at_rate,
+    along,
+    synergy_lengths,
+    synergy_ms,
+)
+from pallas_kernels import ragged_attention_triton
 
 pytestmark = pytest.mark.usefixtures("unchecked_annotations")
 
@@ -194,8 +203,12 @@ def test_what_is_no_profile_is_refused(reader, tmp_path):
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
             reader.from_profile(path)
-    with pytest.raises(ValueError, match="holds no"):
-        reader.from_profile({"format": FORMAT})
+    for none in ({}, {"costs": [1]}):
+        with pytest.raises(ValueError, match="profile holds no costs"):
+            reader.from_profile({"format": FORMAT} | none)
+    some = {name: PROFILE["costs"][name] for name in ("row_ms", "draft_ms")}
+    with pytest.raises(ValueError, match="profile holds no token_ms, reread"):
+        reader.from_profile(PROFILE | {"costs": some})
     if reader is emsjax.BatchSizeTable:
         with pytest.raises(ValueError, match="no table"):
             reader.from_profile({"format": FORMAT, "costs": PROFILE["costs"]})
@@ -377,20 +390,42 @@ def test_rows_up_to_which_caches_are_read_once_are_timed_beside_more_of_the_same
         assert set(reached) == set(buckets)
 
 
+def test_a_tile_of_rows_is_the_attentions():
+    assert ragged_attention_triton.DECODE.rows == TILE_ROWS
+    assert emsjax.Goodput(emsjax.StepCosts.of({1: 1.0})).limit == TILE_ROWS - 1
+
+
+@pytest.mark.parametrize(
+    ("positions", "context", "steps"),
+    [(2048, 900, 43), (941, 900, 43), (925, 900, 36), (64, 24, 16)],
+)
+def test_slices_run_long_where_there_is_room(positions, context, steps):
+    config = dataclasses.replace(MEASUREMENT.config, max_position_embeddings=positions)
+    deep = dataclasses.replace(MEASUREMENT, config=config, context=context)
+    assert deep.steps == steps
+
+
 def test_of_a_deep_model_two_slices_take_turns(monkeypatch):
-    turns = []
+    turns, compiled = [], []
+    compile_run = runs.StepRun.compile
 
     def take_turns(runs, repetitions):
         turns.append([run.model.config.num_hidden_layers for run in runs.values()])
         return {name: {"best_ms": 10.0 + n} for name, n in zip(runs, turns[-1], strict=True)}
 
+    def noted(run):
+        compiled.append(run.model.config.num_hidden_layers)
+        compile_run(run)
+
     monkeypatch.setattr(measured, "SLICES", (1, 2))
     monkeypatch.setattr(measured, "time_steps", take_turns)
+    monkeypatch.setattr(runs.StepRun, "compile", noted)
     config = dataclasses.replace(MEASUREMENT.config, num_hidden_layers=5)
-    deep = dataclasses.replace(MEASUREMENT, config=config, draft_config=None, batch_sizes=(1,))
+    deep = dataclasses.replace(MEASUREMENT, config=config, draft_config=None, batch_sizes=(1, 2))
     points, draft_ms = deep.run(lambda line: None)
-    assert turns == [[1, 2]] * 2
-    assert [point.ms for point in points] == [15.0] * 2
+    assert compiled == [1, 1, 2, 2]
+    assert turns == [[1, 2]] * 4
+    assert [point.ms for point in points] == [15.0] * 4
     assert draft_ms == {}
     assert points[0].cached_tokens > points[1].cached_tokens + 5
 
@@ -482,6 +517,16 @@ def test_the_synergy_model_is_step_and_drafting_time_by_emitted_tokens():
     ms = synergy_ms(costs, 2, 100, accepted, drafted)
     np.testing.assert_allclose(ms, [4, 4.5 / 2, 5 / 2.5], rtol=1e-6)
     assert synergy_lengths(costs, [2], 100, accepted, drafted) == {2: 2}
+
+
+@pytest.mark.parametrize(
+    ("gain", "first", "length"), [(-0.01, 0, 0), (0.01, 0, 2), (-0.01, 0.001, 1), (0.01, 0.001, 2)]
+)
+def test_drafts_with_which_steps_take_longer_must_gain_something(gain, first, length):
+    costs = emsjax.StepCosts.of({16: 1.0, 24: 1.5 / (1 + LEAST_GAIN + gain)})
+    # 8 samples have 16 rows with one draft token each, and then no fewer without: 16 is the least.
+    found = synergy_lengths(costs, [8], 100, np.array([0, first, 0.5]), np.arange(3.0))
+    assert found == {8: length}
 
 
 def test_in_the_synergy_model_long_drafts_read_the_cache_again():

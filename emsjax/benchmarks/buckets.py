@@ -59,6 +59,7 @@ class Side:
 
     run: LoopRun
     layout: Layout
+    long = LONG
 
     def advance(self, steps: int) -> float:
         self.run.layout = self.layout

@@ -88,7 +88,10 @@ class Run(abc.ABC):
     Attributes:
         state: has `lengths` and a `cache`, as `emsjax.DecodeState` does.
         lengths: of the prompts.
+        long: steps of the longer one of two runs whose difference is timed.
     """
+
+    long = LONG
 
     def __init__(self, model: emsjax.OPT, state: Any, attention):
         self.model, self.state, self.attention = model, state, attention
@@ -117,6 +120,7 @@ class Run(abc.ABC):
     def advance(self, steps: int) -> float:
         """Run so many steps from the prompts on; seconds."""
         self.state = jax.block_until_ready(self.rewind())
+        # Outside the time: `generate` takes a model apart once, and not for each of its calls.
         function, arguments, options = self.call(steps)
         start = time.perf_counter()
         self.state = jax.block_until_ready(function(*arguments, **options))
@@ -171,6 +175,7 @@ class StepRun(LoopRun):
         sampling: None: greedy.
         draft_length: makes fewer rows possible: see `feed`.
         max_new_tokens: a sample's room in the cache, beside the prompt.
+        long: see `Run`.
 
     Raises:
         ValueError: too short a context, or what `emsjax.init_state` refuses.
@@ -188,10 +193,12 @@ class StepRun(LoopRun):
         sampling: emsjax.Sampling | None = None,
         draft_length: emsjax.FixedLength | None = None,
         max_new_tokens: int = MAX_NEW_TOKENS,
+        long: int = LONG,
     ):
+        self.long = long
         vocab = model.config.vocab_size
         # The middle of the timed steps, which follow SHORT others, is to have this context.
-        length = context - (SHORT + LONG) // 2 + 2
+        length = context - (SHORT + long) // 2 + 2
         if length < 1:
             raise ValueError(f"--context must be at least {context + 1 - length}, not {context}")
         prompts = np.random.default_rng(0).integers(5, vocab - 1, (batch, length))
@@ -202,7 +209,7 @@ class StepRun(LoopRun):
             drafter,
             list(prompts),
             draft_length=draft_length,
-            max_new_tokens=max(max_new_tokens, LONG + rows),
+            max_new_tokens=max(max_new_tokens, long + rows),
             sampling=sampling,
             key=jax.random.key(0),
             eos_token_ids=(),
@@ -234,13 +241,13 @@ class StepRun(LoopRun):
                 f"{calls} steps of shape {batch}x{rows} fed {counters.real_rows} rows, of which "
                 f"{accepted} drafts were accepted: their time is not that of the shape"
             )
-        ends = np.asarray(self.state.cache.lengths)  # after LONG steps
+        ends = np.asarray(self.state.cache.lengths)  # after `long` steps
         return {
             "steps_run": calls,
             "rows_per_step": int(counters.real_rows) / calls,
             "padding_rows_per_step": int(counters.padding_rows) / calls,
             "accepted_tokens": accepted,
-            "mean_context": float(ends.mean()) - (LONG - SHORT + 1) / 2,
+            "mean_context": float(ends.mean()) - (self.long - SHORT + 1) / 2,
             "cache_length": self.state.tokens.shape[1],
         }
 
@@ -300,15 +307,15 @@ def time_steps(runs: Mapping[Any, Run], repetitions: int = REPETITIONS) -> dict[
     seconds = {name: [] for name in runs}
     for _ in range(repetitions):
         for name, run in runs.items():
-            seconds[name].append([run.advance(steps) for steps in (SHORT, LONG)])
-    return {name: _step_times(np.array(of_run)) for name, of_run in seconds.items()}
+            seconds[name].append([run.advance(steps) for steps in (SHORT, run.long)])
+    return {name: _step_times(np.array(seconds[name]), run.long) for name, run in runs.items()}
 
 
-def _step_times(seconds: np.ndarray) -> dict[str, Any]:
-    ms, steps = 1e3 * seconds, LONG - SHORT
+def _step_times(seconds: np.ndarray, long: int) -> dict[str, Any]:
+    ms, steps = 1e3 * seconds, long - SHORT
     # Not the least difference: a slow short run would make that too small.
     return {
-        "runs_ms": {str(n): ms[:, i].tolist() for i, n in enumerate((SHORT, LONG))},
+        "runs_ms": {str(n): ms[:, i].tolist() for i, n in enumerate((SHORT, long))},
         "best_ms": float(np.diff(ms.min(axis=0))[0]) / steps,
         "median_ms": float(np.median(np.diff(ms))) / steps,
     }
@@ -316,5 +323,5 @@ def _step_times(seconds: np.ndarray) -> dict[str, Any]:
 
 def profile(run: Run, top: int) -> dict[str, Any]:
     """Device time of a step by kernel class, and its `top` longest kernels."""
-    short, long = (kernel_times(lambda n=n: run.advance(n)) for n in (SHORT, LONG))
-    return kernels_per_step(short, long, LONG - SHORT, top)
+    short, long = (kernel_times(lambda n=n: run.advance(n)) for n in (SHORT, run.long))
+    return kernels_per_step(short, long, run.long - SHORT, top)

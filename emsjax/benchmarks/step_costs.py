@@ -25,6 +25,9 @@ from emsjax.packing import row_buckets
 from emsjax.step_costs import FORMAT, TILE_ROWS, StepCosts, accepted_at_rate, synergy_lengths
 
 SLICES = (2, 6)  # layers
+# Of a run, if there is room. A GPU takes a while to slow down to what its power allows: slices
+# that ran for 13 steps at a time took up to 5 % less than their layers do in the whole model.
+STEPS = 43
 SECONDS, REPETITIONS = 0.5, 25  # of a point's measurement, and at most
 MUCH = 0.3  # of the time of a draft step, from one batch size to the next
 DRAFTED = 8  # tokens of a draft that is timed; fewer if no more are allowed
@@ -59,6 +62,12 @@ class Measurement:
         layers = self.config.num_hidden_layers
         return SLICES if layers > SLICES[-1] else (layers,)
 
+    @property
+    def steps(self) -> int:
+        """Of a run of slices: `LONG` where neither positions nor half the context have room."""
+        behind = self.config.max_position_embeddings - self.context - self.max_draft_tokens
+        return int(np.clip(2 * min(behind, self.context // 2) - 8, LONG, STEPS))
+
     def run(self, say: Callable[[str], None]) -> tuple[list[Point], dict[int, float]]:
         """Points for every batch size, and milliseconds of a draft step by batch size.
 
@@ -70,8 +79,8 @@ class Measurement:
             for count in self.slices
         ]
         draft_ms = self.time_drafting(say) if self.draft_config is not None else {}
-        # One slice after the other: for its products the second takes the kernels that XLA has
-        # chosen for the first. With others the difference between them would say nothing.
+        # One slice after the other. XLA chooses kernels for products by timing them: compiled side
+        # by side, slices had different ones for the same product, and a bucket was 14 % too dear.
         runs = [started(functools.partial(self.start, model), self.batch_sizes) for model in slices]
         points = []
         for batch, of_slices in zip(self.batch_sizes, zip(*runs, strict=True), strict=True):
@@ -91,7 +100,8 @@ class Measurement:
             self.context,
             self.attention,
             draft_length=emsjax.FixedLength(self.max_draft_tokens),
-            max_new_tokens=LONG + self.max_draft_tokens + 1,
+            max_new_tokens=self.steps + self.max_draft_tokens + 1,
+            long=self.steps,
         )
 
     def time_rows(self, runs: Sequence[StepRun]) -> Iterator[Point]:
@@ -147,7 +157,7 @@ def started(start: Callable[[Any], Run], subjects: Sequence[Any]) -> list[Run]:
     runs = at_once(start, subjects)
     at_once(lambda run: run.compile(), runs)
     for run in runs:
-        run.advance(LONG)
+        run.advance(run.long)
     return runs
 
 
@@ -163,7 +173,7 @@ def means_between(found: dict[int, float]) -> list[int]:
 
 def best_ms(runs: Sequence[Run]) -> list[float]:
     """Milliseconds of a step of each run; they take turns, as clocks may change meanwhile."""
-    seconds = max(run.advance(SHORT) + run.advance(LONG) for run in runs)
+    seconds = max(run.advance(SHORT) + run.advance(run.long) for run in runs)
     repetitions = int(np.clip(SECONDS / seconds, 3, REPETITIONS))
     times = time_steps(dict(enumerate(runs)), repetitions)
     return [of_run["best_ms"] for of_run in times.values()]
