@@ -5,7 +5,7 @@ from pathlib import Path
 
 import emsjax
 
-sys.path.insert(0, str(Path(__file__).parent))  # benchmark_tables
+sys.path.insert(0, str(Path(__file__).parent))  # for benchmark_tables
 
 project = "emsjax"
 copyright = "the authors of emsjax, Apache-2.0"
