@@ -17,7 +17,7 @@ from emsjax.step_costs import FORMAT, StepCosts
 pytestmark = pytest.mark.usefixtures("unchecked_annotations")
 
 SIZES = ["--batch-sizes", "2", "--max-draft-tokens", "2", "--max-new-tokens", "4"]
-TINY = ["--shape", "tiny", "--draft-shape", "tiny", "--workloads", "llma,poor-draft-model"]
+TINY = ["--shape", "tiny", "--draft-shape", "tiny", "--workloads", "llma,mixed"]
 POLICIES = list(policy_runs.policies(2, StepCosts.of({1: 1.0}), {1: 0}))
 ADAPTIVE = [name for name in POLICIES if not name.startswith("fixed ")]
 
@@ -92,7 +92,7 @@ def test_results_say_what_was_measured_and_every_policy_says_the_text(stored, tm
         "costs": stored["costs"],
     }
     pairs = [(entry["workload"], entry["batch"]) for entry in results["entries"]]
-    assert sorted(pairs) == [("llma", 2), ("poor-draft-model", 2)]
+    assert sorted(pairs) == [("llma", 2), ("mixed", 2)]
     for entry in results["entries"]:
         assert list(entry["policies"]) == POLICIES
         assert all(of["identical"] for of in entry["policies"].values())
@@ -100,7 +100,7 @@ def test_results_say_what_was_measured_and_every_policy_says_the_text(stored, tm
 
     shown = capsys.readouterr()
     assert "stored profile" in shown.err
-    for pair in ("llma, batch 2", "poor-draft-model, batch 2"):
+    for pair in ("llma, batch 2", "mixed, batch 2"):
         assert pair in shown.out
     for row in ("plain", "fixed ", *ADAPTIVE):
         assert shown.out.count(f"\n {row}") >= 2
@@ -136,7 +136,7 @@ def test_a_run_that_was_broken_off_goes_on_with_its_costs(
     before, fake_entries[:] = list(fake_entries), []
     assert bench(*TINY, *sizes, "--output", output) == 0
     assert sorted(before + fake_entries) == [
-        (name, batch) for name in ("llma", "poor-draft-model") for batch in (1, 2)
+        (name, batch) for name in ("llma", "mixed") for batch in (1, 2)
     ]
     assert len(fake_entries) == 1
     content = output.read_bytes()

@@ -207,7 +207,7 @@ def test_a_draft_model_that_does_not_suit_is_refused(make, message):
         emsjax.generate(tiny_model(), PROMPTS, drafter=make(), max_new_tokens=10)
 
 
-SEQUENCES, TOKENS, CELLS = 10_000, 3, 4  # a vocabulary of four: 64 joint outcomes
+SEQUENCES, TOKENS, CELLS = 50_000, 3, 4  # a vocabulary of four: 64 joint outcomes
 SAMPLING = emsjax.Sampling(0.9, top_p=0.95)
 
 
@@ -261,7 +261,7 @@ def chi_square(model, drafter):
         max_new_tokens=TOKENS,
         sampling=SAMPLING,
         num_sequences=SEQUENCES,
-        batch_size=SEQUENCES // 10,
+        batch_size=SEQUENCES // 50,
         key=jax.random.key(11),
     )
     observed = np.zeros((CELLS,) * TOKENS)
