@@ -106,11 +106,12 @@ class Goodput:
         most_rows = num_active + jnp.sum(available, axis=1, keepdims=True).astype(jnp.float32)
         used = smallest_bucket(sizes, jnp.minimum(buckets, most_rows))
         bucket_ms = self.costs.step_ms(buckets, jnp.sum(cached_tokens(view)))
-        ms, without_ms = bucket_ms[used], bucket_ms[smallest_bucket(sizes, num_active)]
+        ms = bucket_ms[used]
         if not view.drafted:
             ms = ms + self.costs.draft_step_ms(batch) * longest[:, None].astype(jnp.float32)
         # No bucket is too small for the active samples' own rows.
-        value = worth(num_active + gained, ms, without_ms, self.least_gain)
+        # The smallest bucket has a row for each sample.
+        value = worth(num_active + gained, ms, bucket_ms[0], self.least_gain)
         n, m = jnp.unravel_index(jnp.argmax(value), value.shape)
         taken = jnp.zeros(batch * k, bool).at[places[n]].set(fits[m], unique_indices=True)
         taken &= gains[n] > 0

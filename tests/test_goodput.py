@@ -154,6 +154,17 @@ def test_a_policy_is_cut_to_the_length_that_is_worth_the_most(shape, situation, 
     assert problem.worth(lengths) == pytest.approx(best, rel=1e-5)
 
 
+@pytest.mark.parametrize(("reread", "length"), [(0.0, 20), (1.0, 15)])
+def test_a_policy_is_cut_before_caches_are_read_again_if_that_costs_more(reread, length):
+    costs = emsjax.StepCosts.of({1: 1.0}, token_ms=0.01, reread=reread)
+    trials = jnp.full((1, 20), 1e6)
+    verdicts = Verdicts(trials, 0.95 * trials)
+    view = StepView(jnp.ones(1, bool), jnp.array([101]), jnp.array([20]), drafted=True)
+    # 11.2 tokens in 2 ms with 15; with 20 13.2 in 2 ms, or in 3.
+    policy = emsjax.CostCapped(emsjax.FixedLength(20), costs)
+    assert policy.lengths(((), verdicts), view).tolist() == [length]
+
+
 @pytest.mark.parametrize("limit", [7, 32])
 def test_a_policy_does_not_learn_from_what_was_cut(limit):
     """Cut drafts that stand are not whole ones to BASS, which would shrink from step to step."""

@@ -410,6 +410,7 @@ def test_of_a_deep_model_two_slices_take_turns(monkeypatch):
     compile_run = runs.StepRun.compile
 
     def take_turns(runs, repetitions):
+        assert {run.long for run in runs.values()} == {deep.steps}
         turns.append([run.model.config.num_hidden_layers for run in runs.values()])
         return {name: {"best_ms": 10.0 + n} for name, n in zip(runs, turns[-1], strict=True)}
 
