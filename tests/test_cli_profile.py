@@ -22,6 +22,7 @@ from jsonl import (
 import emsjax
 from emsjax import batch_output, profile_store
 from emsjax.cli import main
+from emsjax.step_costs import COSTS, FORMAT
 
 pytestmark = pytest.mark.usefixtures("unchecked_annotations")
 
@@ -140,7 +141,7 @@ BAD_PROFILES = {
     "dtype": (lambda model, draft: profile_of(model, draft, "bfloat16"), "dtype: bfloat16, not"),
     "format": (lambda model, draft: {"format": "emsjax profile 0"}, "format"),
     "subject": (
-        lambda model, draft: {"format": profile_store.FORMAT, "costs": {}},
+        lambda model, draft: {"format": FORMAT, "costs": dict.fromkeys(COSTS)},
         "does not say what",
     ),
     "object": (lambda model, draft: [], "format"),
