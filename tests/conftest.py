@@ -1,6 +1,8 @@
 """Shapes in annotations are checked at run time: the library promises what it documents."""
 
 import os
+import shutil
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,6 +34,7 @@ CHECKED = [
     "verdict",
     "verification",
 ]
+CACHE = "JAX_COMPILATION_CACHE_DIR"
 jaxtyping.install_import_hook([f"emsjax.{name}" for name in CHECKED], "beartype.beartype")
 
 from hypothesis import HealthCheck, settings  # noqa: E402
@@ -46,6 +49,15 @@ settings.load_profile("emsjax")
 
 
 def pytest_configure(config):
+    # What one worker has compiled the others, and the processes they start, need not compile again.
+    if not hasattr(config, "workerinput") and CACHE not in os.environ:
+        folder = tempfile.mkdtemp()
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        everything = {
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+        os.environ.update({CACHE: folder, **everything})
     if config.option.markexpr == "gpu" and not runs_triton():
         raise pytest.UsageError("-m gpu needs a GPU of compute capability 8.0 or newer")
 
