@@ -38,10 +38,10 @@ class Goodput:
         prior_weight: how many verdicts of its own a sample needs to count as much as what
             is known of the others, before they are seen to differ much or little.
         memory: what a verdict weighs after each further step, relative to before.
-        least_gain: share by which drafts that make the step longer must raise the expected
-            tokens per second: see `emsjax.step_costs.LEAST_GAIN`.
         limit: the largest length; also `DraftModel`'s limit where its user set none. Above
             the default a sample's cache is read more than once, which is not priced here.
+        least_gain: share by which drafts that make the step longer must raise the expected
+            tokens per second: see `emsjax.step_costs.LEAST_GAIN`.
 
     Raises:
         ValueError: a `limit` that is no integer or below 1; where decoding begins, a `prior_rate`
@@ -53,8 +53,8 @@ class Goodput:
     prior_rate: float = PRIOR_RATE
     prior_weight: float = PRIOR_WEIGHT
     memory: float = MEMORY
-    least_gain: float = LEAST_GAIN
     limit: int = dataclasses.field(default=LIMIT, metadata={"static": True})
+    least_gain: float = LEAST_GAIN
 
     def __post_init__(self):
         check_at_least("limit", self.limit, 1)
