@@ -1,18 +1,16 @@
 """Shapes in annotations are checked at run time: the library promises what it documents."""
 
 import os
-import shutil
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
 # Tests compile much and compute little. Above all the CPU's newer fusion emitters, which go through
 # MLIR, take twice as long as all the rest; without them a decoding loop compiles in a third.
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "")
-    + " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    + " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true"
-    + " --xla_cpu_parallel_codegen_split_count=1"
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        *Path(__file__).with_name("xla_flags.txt").read_text().split(),
+    ]
 )
 
 import jax
@@ -34,7 +32,6 @@ CHECKED = [
     "verdict",
     "verification",
 ]
-CACHE = "JAX_COMPILATION_CACHE_DIR"
 jaxtyping.install_import_hook([f"emsjax.{name}" for name in CHECKED], "beartype.beartype")
 
 from hypothesis import HealthCheck, settings  # noqa: E402
@@ -49,15 +46,6 @@ settings.load_profile("emsjax")
 
 
 def pytest_configure(config):
-    # What one worker has compiled the others, and the processes they start, need not compile again.
-    if not hasattr(config, "workerinput") and CACHE not in os.environ:
-        folder = tempfile.mkdtemp()
-        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-        everything = {
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        }
-        os.environ.update({CACHE: folder, **everything})
     if config.option.markexpr == "gpu" and not runs_triton():
         raise pytest.UsageError("-m gpu needs a GPU of compute capability 8.0 or newer")
 
