@@ -109,8 +109,7 @@ class Goodput:
         ms = bucket_ms[used]
         if not view.drafted:
             ms = ms + self.costs.draft_step_ms(batch) * longest[:, None].astype(jnp.float32)
-        # No bucket is too small for the active samples' own rows.
-        # The smallest bucket has a row for each sample.
+        # Without drafts the smallest bucket is enough: it has a row for each sample.
         value = worth(num_active + gained, ms, bucket_ms[0], self.least_gain)
         n, m = jnp.unravel_index(jnp.argmax(value), value.shape)
         taken = jnp.zeros(batch * k, bool).at[places[n]].set(fits[m], unique_indices=True)
@@ -187,7 +186,10 @@ class CostCapped:
 
 
 def worth(
-    tokens: Float[Array, "*n"], ms: Float[Array, "*n"], without_ms: Float[Array, ""], least_gain
+    tokens: Float[Array, "*n"],
+    ms: Float[Array, "*n"],
+    without_ms: Float[Array, ""],
+    least_gain: float,
 ) -> Float[Array, "*n"]:
     """Tokens per millisecond; a step that takes longer than one without drafts has to earn it."""
     return tokens / jnp.where(ms > without_ms, (1 + least_gain) * ms, ms)

@@ -1,4 +1,4 @@
-"""The draft-length comparison: a policy of policies, figures that fit, one compilation."""
+"""The draft-length comparison: one loop per kind of policy, and figures that fit."""
 
 import copy
 import dataclasses

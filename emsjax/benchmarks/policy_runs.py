@@ -74,7 +74,7 @@ def time_policies(
     which = "live_" if live else ""
     for policy in kinds(policies.values()):
         run.drafter, run.draft_length = drafters[0], policy
-        run.advance(ALL_STEPS)  # a device loads and records kernels when it first runs them
+        run.advance(ALL_STEPS)  # untimed: a device loads and records kernels as it first runs them
     totals = {name: Counter() for name in policies}
     identical = dict.fromkeys(policies, True)
     for drafter in drafters:
