@@ -17,24 +17,41 @@ class Verdicts(NamedTuple):
     Attributes:
         trials: verdicts on position i of a draft whose earlier tokens all stood.
         hits: those of them by which it stood too.
+        waited: steps since a sample drafted.
     """
 
     trials: Float[Array, "b k"]
     hits: Float[Array, "b k"]
+    waited: Float[Array, ""]
 
     @classmethod
     def init(cls, batch: int, max_draft_tokens: int) -> "Verdicts":
-        return cls(*jnp.zeros((2, batch, max_draft_tokens), jnp.float32))
+        zeros = lambda *shape: jnp.zeros(shape, jnp.float32)
+        return cls(zeros(batch, max_draft_tokens), zeros(batch, max_draft_tokens), zeros())
 
     def update(
-        self, num_drafted: Int32[Array, "b"], num_accepted: Int32[Array, "b"], memory
+        self,
+        num_drafted: Int32[Array, "b"],
+        num_accepted: Int32[Array, "b"],
+        memory,
+        *,
+        free: bool,
     ) -> "Verdicts":
-        """After a step; what was counted before weighs `memory` of what it did."""
+        """After a step; what was counted before weighs `memory` of what it did.
+
+        A drafter that is not `free` pays for another try: a draft model has to see all that was
+        emitted while it waited. The longer it waits, the more slowly its verdicts are forgotten:
+        not exponentially, but like a power of the wait.
+        """
         position = jnp.arange(self.trials.shape[1])
         hit = position < num_accepted[:, None]
         tried = (position <= num_accepted[:, None]) & (position < num_drafted[:, None])
-        count = lambda old, new: memory * old + new.astype(jnp.float32)
-        return Verdicts(count(self.trials, tried), count(self.hits, hit))
+        forgotten = 1 - memory
+        if not free:
+            forgotten = forgotten / (1 + forgotten * self.waited)
+        count = lambda old, new: (1 - forgotten) * old + new.astype(jnp.float32)
+        waited = jnp.where(jnp.any(num_drafted > 0), 0, self.waited + 1)
+        return Verdicts(count(self.trials, tried), count(self.hits, hit), waited)
 
     def survival(self, prior_rate, prior_weight) -> Float[Array, "b k"]:
         """Estimated probability that a sample's draft stands up to each position, included.

@@ -30,7 +30,8 @@ class Goodput:
     the sample's own recent verdicts and those of the others. For every row bucket the
     worthiest tokens that fill it are taken; the bucket with the most expected tokens per
     millisecond wins, together with the longest draft where drafting takes time. All
-    lengths may be 0; as verdicts are forgotten, drafts are tried again.
+    lengths may be 0; as verdicts are forgotten, drafts are tried again, those of a draft model
+    less often.
 
     Args:
         costs: of a step on this device.
@@ -117,7 +118,7 @@ class Goodput:
         return jnp.sum(taken.reshape(batch, k), axis=1, dtype=jnp.int32)
 
     def update(self, state: Verdicts, view, num_drafted, num_accepted) -> Verdicts:
-        return state.update(num_drafted, num_accepted, self.memory)
+        return state.update(num_drafted, num_accepted, self.memory, free=view.drafted)
 
 
 @jax.tree_util.register_dataclass
@@ -179,7 +180,8 @@ class CostCapped:
         own = jnp.all(num_drafted == self._wanted(inner, view))
         updated = self.policy.update(inner, view, num_drafted, num_accepted)
         inner = jax.tree.map(lambda new, old: jnp.where(own, new, old), updated, inner)
-        return inner, verdicts.update(num_drafted, num_accepted, self.memory)
+        verdicts = verdicts.update(num_drafted, num_accepted, self.memory, free=view.drafted)
+        return inner, verdicts
 
     def _wanted(self, inner: Any, view: StepView) -> Int32[Array, "b"]:
         return jnp.clip(self.policy.lengths(inner, view), 0, view.available)

@@ -7,12 +7,12 @@ import pytest
 from emsjax.acceptance import Verdicts, group_weight
 
 
-def verdicts_after(*steps, batch=1, k=3, memory=1.0) -> Verdicts:
+def verdicts_after(*steps, batch=1, k=3, memory=1.0, free=True) -> Verdicts:
     """Of (drafted, accepted) tokens by sample."""
     verdicts = Verdicts.init(batch, k)
     for drafted, accepted in steps:
         counts = (jnp.array(counts, jnp.int32) for counts in (drafted, accepted))
-        verdicts = verdicts.update(*counts, memory)
+        verdicts = verdicts.update(*counts, memory, free=free)
     return verdicts
 
 
@@ -32,6 +32,20 @@ def test_a_verdict_is_one_on_all_that_stood_and_the_first_that_fell(steps, memor
     verdicts = verdicts_after(*steps, memory=memory)
     assert verdicts.trials.tolist() == [trials]
     assert verdicts.hits.tolist() == [hits]
+
+
+def test_what_a_draft_model_did_is_forgotten_the_more_slowly_the_longer_it_waits():
+    nothing = ([0, 0], [0, 0])
+    steps = [([3, 1], [3, 0]), nothing, nothing, nothing]
+    verdicts = verdicts_after(*steps, batch=2, memory=0.5, free=False)
+    # Of the first step's verdicts 1/2 is left, then 2/3 and 3/4 of that.
+    np.testing.assert_allclose(verdicts.trials, np.array([[1, 1, 1], [1, 0, 0]]) / 4, rtol=1e-6)
+    assert float(verdicts.waited) == 3
+    drafted = verdicts.update(*jnp.array([[0, 1], [0, 1]]), 0.5, free=False)
+    assert float(drafted.waited) == 0  # one of the samples is enough
+    assert drafted.trials[0].tolist() == pytest.approx([0.2] * 3)
+    free = verdicts_after(*steps, batch=2, memory=0.5)
+    np.testing.assert_allclose(free.trials, np.array([[1, 1, 1], [1, 0, 0]]) / 8)
 
 
 def test_before_any_verdict_samples_may_have_any_rate_around_the_prior():

@@ -55,7 +55,7 @@ class Problem:
         monkeypatch.setattr(goodput, "row_buckets", lambda *asked: SHAPES[(asked[0], asked[1] - 1)])
         trials = situation.trials[:batch, :k].astype(np.float32)
         hits = (trials * situation.rates[:batch]).astype(np.float32)
-        self.verdicts = Verdicts(jnp.asarray(trials), jnp.asarray(hits))
+        self.verdicts = Verdicts(jnp.asarray(trials), jnp.asarray(hits), jnp.float32(0))
         survival = self.verdicts.survival(*PRIOR)
         self.survival = np.asarray(survival, np.float64)
         self.expected = np.pad(np.cumsum(self.survival, axis=1), ((0, 0), (1, 0)))  # [b, k1]
@@ -158,7 +158,7 @@ def test_a_policy_is_cut_to_the_length_that_is_worth_the_most(shape, situation, 
 def test_a_policy_is_cut_before_caches_are_read_again_if_that_costs_more(reread, length):
     costs = emsjax.StepCosts.of({1: 1.0}, token_ms=0.01, reread=reread)
     trials = jnp.full((1, 20), 1e6)
-    verdicts = Verdicts(trials, 0.95 * trials)
+    verdicts = Verdicts(trials, 0.95 * trials, jnp.float32(0))
     view = StepView(jnp.ones(1, bool), jnp.array([101]), jnp.array([20]), drafted=True)
     # 11.2 tokens in 2 ms with 15; with 20 13.2 in 2 ms, or in 3.
     policy = emsjax.CostCapped(emsjax.FixedLength(20), costs)
@@ -182,11 +182,36 @@ def test_a_policy_does_not_learn_from_what_was_cut(limit):
     assert drafted[-1] == [7] * 4
 
 
+@pytest.mark.parametrize("drafted", [False, True])
+def test_what_did_not_pay_is_tried_again_and_kept_once_it_pays(drafted):
+    costs = emsjax.StepCosts.of({16: 1.0, 32: 1.2, 144: 3.0}, draft_ms=0.1)
+    policy = emsjax.Goodput(costs)
+    whole = lambda n: jnp.full(16, n, jnp.int32)
+    view = StepView(jnp.ones(16, bool), whole(9), whole(8), drafted=drafted)
+
+    @jax.jit
+    def step(state, share):
+        lengths = policy.lengths(state, view)
+        return lengths, policy.update(state, view, lengths, share * lengths)
+
+    state, tries = policy.init(16, 8), []
+    for i in range(700):
+        lengths, state = step(state, 0)
+        tries += [i] if lengths.any() else []
+    between = np.diff(tries)
+    # Ever the same once what was known at first is forgotten; a draft model waits longer.
+    assert len(set(between[1:])) == 1
+    assert 40 < between[1] < 80 if drafted else 120 < between[1] < 240
+    for _ in range(between[1] + 20):
+        lengths, state = step(state, 1)
+    assert (lengths > 0).all()
+
+
 def test_the_longest_draft_and_the_bucket_are_chosen_together(monkeypatch):
     monkeypatch.setattr(goodput, "row_buckets", lambda *asked: (2, 4, 5, 8))
     costs = emsjax.StepCosts.of({2: 1.0, 4: 1.2, 5: 1.3, 8: 5.0}, draft_ms=0.2)
     trials = jnp.full((2, 3), 1e6)
-    verdicts = Verdicts(trials, trials * jnp.array([[0.95], [0.6]]))
+    verdicts = Verdicts(trials, trials * jnp.array([[0.95], [0.6]]), jnp.float32(0))
     many = jnp.array([3, 3], jnp.int32)
     view = StepView(jnp.ones(2, bool), many, many, drafted=False)
     # 4.45 tokens in 1.7 ms. A third token of the first sample, worth more than the second's

@@ -128,12 +128,9 @@ class DraftModel:
     ) -> tuple[Draft, KVCache]:
         batch, k = tokens.shape[0], self.max_draft_tokens
         draft_lengths = jnp.minimum(draft_lengths, k)
-        # Whoever is far behind comes up in chunks; the rest is a draft step's own rows.
-        wanted = jnp.where(draft_lengths > 0, lengths - CATCH_UP_ROWS, 0)
-        cache = self._prefill(state, tokens, jnp.maximum(state.lengths, wanted))
         vocab_size = self.vocab_size or self.draft_model.config.vocab_size
         probs = None if sampling is None else jnp.zeros((batch, k, vocab_size), jnp.float32)
-        start = (jnp.zeros((), jnp.int32), tokens, jnp.zeros((batch, k), jnp.int32), probs, cache)
+        start = (jnp.zeros((), jnp.int32), tokens, jnp.zeros((batch, k), jnp.int32), probs, state)
 
         def unfinished(carry):
             return carry[0] < jnp.max(draft_lengths)
@@ -154,7 +151,16 @@ class DraftModel:
             tokens = tokens.at[jnp.arange(batch), at].set(token, mode="drop")
             return step + 1, tokens, drafts.at[:, step].set(token), probs, cache
 
-        _, _, drafts, probs, cache = lax.while_loop(unfinished, advance, start)
+        def draft(carry):
+            step, tokens, drafts, probs, cache = carry
+            # Whoever is far behind comes up in chunks; the rest is a draft step's own rows.
+            wanted = jnp.where(draft_lengths > 0, lengths - CATCH_UP_ROWS, 0)
+            cache = self._prefill(cache, tokens, jnp.maximum(cache.lengths, wanted))
+            return lax.while_loop(unfinished, advance, (step, tokens, drafts, probs, cache))
+
+        # Once, or not at all: each loop's condition is waited for, and where nobody drafts one is
+        # enough.
+        _, _, drafts, probs, cache = lax.while_loop(unfinished, draft, start)
         return Draft(drafts, draft_lengths, probs), cache
 
     def commit(self, state: KVCache, lengths: Int32[Array, "b"]) -> KVCache:
