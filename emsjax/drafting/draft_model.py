@@ -159,7 +159,7 @@ class DraftModel:
             return lax.while_loop(unfinished, advance, (step, tokens, drafts, probs, cache))
 
         # Once, or not at all: each loop's condition is waited for, and where nobody drafts one is
-        # enough.
+        # enough. As a branch of `lax.cond` the cache would be copied.
         _, _, drafts, probs, cache = lax.while_loop(unfinished, draft, start)
         return Draft(drafts, draft_lengths, probs), cache
 
