@@ -122,8 +122,11 @@ def surroundings(name: str, results: Results) -> str:
     hardware, versions = results.get("hardware", {}), results.get("versions", {})
     device = hardware.get("device") or hardware.get("device_kind") or "an unknown device"
     packages = ", ".join(f"{package} {of}" for package, of in versions.items() if of)
-    commit = results.get("commit") or "unknown"
-    where = f"`benchmarks/{name}`: {device}; {packages}; commit `{commit}`."
+    last = results.get("commit") or "unknown"
+    # A resumed run may have gone on with other code.
+    commits = {entry.get("commit") or last for entry in results.get("entries", [])} or {last}
+    commits = ", ".join(f"`{commit}`" for commit in sorted(commits))
+    where = f"`benchmarks/{name}`: {device}; {packages}; commit {commits}."
     commands = str(results.get("command", "unknown")).split("; ")
     return "\n".join([where, "```bash", *commands, "```"])
 

@@ -295,9 +295,9 @@ def run(results, output, measured, said):
 
 def test_a_run_takes_over_what_an_earlier_one_measured(tmp_path):
     output, settings, said, measured = tmp_path / "bench.json", {"batch_sizes": (1, 8)}, [], []
-    results = {}
+    results = {"commit": "abc"}
     resume(settings, results, output)
-    assert results == {"settings": settings, "entries": []}
+    assert results == {"commit": "abc", "settings": settings, "entries": []}
     earlier = [entry_of(name, 1, bass=1.0) for name in ("draft-model", "llma", "mixed")]
     earlier.append(entry_of("mixed", 8, bass=1.0))
     output.write_text(json.dumps(results | {"entries": earlier}))
@@ -305,6 +305,7 @@ def test_a_run_takes_over_what_an_earlier_one_measured(tmp_path):
     run(results, output, measured, said)
     assert measured == [("draft-model", 8), ("llma", 8)]
     assert results["entries"][:4] == earlier
+    assert [entry["commit"] for entry in results["entries"][4:]] == ["abc", "abc"]
     assert json.loads(output.read_text()) == json.loads(json.dumps(results))
     assert len(said) == 4
 

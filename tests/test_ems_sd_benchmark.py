@@ -174,8 +174,11 @@ def test_the_command_writes_shows_and_goes_on(tmp_path, capsys, monkeypatch):
         return results["entries"][0] | {"batch": self.batch}
 
     monkeypatch.setattr(ems_sd.Bench, "measure", measure)
+    asked[-1] = "def"
     assert bench(*asked, "--batch-sizes", "1,2,4", "--plot", plot) == 0
     assert measured == [4]
+    results = json.loads(output.read_bytes())
+    assert [entry["commit"] for entry in results["entries"]] == ["abc", "abc", "def"]
     assert plot.stat().st_size > 0
     assert bench(*asked, "--rate", 0.5) == 2
     assert "--rate is no parameter of --draft llma" in capsys.readouterr().err

@@ -111,6 +111,12 @@ def save(results: Mapping[str, Any], output: Path | None) -> None:
         write_atomically(output, json.dumps(results, indent=1))
 
 
+def add_entry(entry: Mapping[str, Any], results: dict[str, Any], output: Path | None) -> None:
+    """Add what has been measured to the results, and write them: other commits may go on."""
+    results["entries"].append({**entry, "commit": results.get("commit")})
+    save(results, output)
+
+
 def resume(settings: Mapping[str, Any], results: dict[str, Any], output: Path | None) -> None:
     """Take over the entries that an earlier run with these settings has left in the file.
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import emsjax
-from emsjax.benchmarks import save
+from emsjax.benchmarks import add_entry
 from emsjax.benchmarks.policy_runs import (
     ALL_STEPS,
     compile_loops,
@@ -204,9 +204,9 @@ def run(
             continue
         bench = Bench(models, batch, costs, max_draft_tokens, max_new_tokens, attention, draws)
         for name in sorted(missing, key=by_source):
-            results["entries"].append(bench.measure(name))
-            for line in describe(results["entries"][-1]):
+            entry = bench.measure(name)
+            for line in describe(entry):
                 say(line)
-            save(results, output)
+            add_entry(entry, results, output)
         del bench
     return results

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 import emsjax
-from emsjax.benchmarks import Rates, at_once, save
+from emsjax.benchmarks import Rates, add_entry, at_once
 from emsjax.benchmarks.policy_runs import ALL_STEPS
 from emsjax.benchmarks.sources import Source, Task
 from emsjax.benchmarks.step import floor_ms, products
@@ -244,9 +244,8 @@ def run(
     for batch in batch_sizes:
         if batch not in done:
             bench = Bench(source, batch, rates, repeats)
-            results["entries"].append(bench.measure(methods, say))
+            add_entry(bench.measure(methods, say), results, output)
             del bench
-            save(results, output)
     return results
 
 

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 import emsjax
-from emsjax.benchmarks import save
+from emsjax.benchmarks import add_entry
 from emsjax.benchmarks.scripted import miscopied, scripted_model
 from emsjax.benchmarks.workloads import ScriptedModels
 from emsjax.checkpoint import stored_tensors, weights_of
@@ -232,8 +232,7 @@ def run(
     done = {entry["batch"] for entry in results["entries"]}
     for batch in batch_sizes:
         if batch not in done:
-            results["entries"].append(measure(subject, libraries, batch, repeats, say))
-            save(results, output)
+            add_entry(measure(subject, libraries, batch, repeats, say), results, output)
 
 
 def all_identical(results: Mapping[str, Any]) -> bool:
