@@ -261,7 +261,7 @@ def chi_square(model, drafter):
         max_new_tokens=TOKENS,
         sampling=SAMPLING,
         num_sequences=SEQUENCES,
-        batch_size=SEQUENCES // 50,
+        batch_size=SEQUENCES // 100,
         key=jax.random.key(11),
     )
     observed = np.zeros((CELLS,) * TOKENS)
