@@ -17,12 +17,14 @@ from emsjax.opt import OPT, OPTConfig
 from emsjax.output import GenerateOutput, Stats, rank_by_mean_logprob
 from emsjax.sampling import Sampling
 from emsjax.step_costs import StepCosts
+from emsjax.streaming import Completion, stream
 
 __version__ = "0.1.0"
 __all__ = [
     "OPT",
     "BassHeuristic",
     "BatchSizeTable",
+    "Completion",
     "CostCapped",
     "DecodeState",
     "Draft",
@@ -44,6 +46,7 @@ __all__ = [
     "init_state",
     "rank_by_mean_logprob",
     "step",
+    "stream",
     "vanilla",
     "verification",
 ]

@@ -5,7 +5,7 @@ import numbers
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 PRIOR_EVIDENCE = 100.0  # verdicts that the prior weight counts for
 GROUP_WEIGHTS = (4.0, 400.0)  # the least and the largest
@@ -52,6 +52,11 @@ class Verdicts(NamedTuple):
         count = lambda old, new: (1 - forgotten) * old + new.astype(jnp.float32)
         waited = jnp.where(jnp.any(num_drafted > 0), 0, self.waited + 1)
         return Verdicts(count(self.trials, tried), count(self.hits, hit), waited)
+
+    def admit(self, fresh: Bool[Array, "b"]) -> "Verdicts":
+        """Nothing is known of new sequences."""
+        forget = lambda counts: jnp.where(fresh[:, None], 0, counts)
+        return Verdicts(forget(self.trials), forget(self.hits), self.waited)
 
     def survival(self, prior_rate, prior_weight) -> Float[Array, "b k"]:
         """Estimated probability that a sample's draft stands up to each position, included.

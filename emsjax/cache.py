@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 import pallas_kernels
@@ -72,6 +73,19 @@ class KVCache:
     def fork(self, samples: Int32[Array, "n"]) -> "KVCache":
         """A cache whose slot i starts as a copy of this one's slot samples[i]."""
         return jax.tree.map(lambda x: jnp.take(x, samples, axis=0), self)
+
+    def copy_slots(self, sources: Int32[Array, "b"], copied: Bool[Array, "b"]) -> "KVCache":
+        """The cache with slot sources[s] in slot s, where that is to be `copied`; one by one,
+        so that the others stay where they are. Lengths are left as they are."""
+        slots = jnp.argsort(~copied)  # those first
+
+        def copy(i, layers: KeysValues) -> KeysValues:
+            slot, source = slots[i], sources[slots[i]]
+            one = lambda x: lax.dynamic_update_index_in_dim(x, x[source], slot, 0)
+            return jax.tree.map(one, layers)
+
+        layers = lax.fori_loop(0, jnp.sum(copied, dtype=jnp.int32), copy, self.layers)
+        return dataclasses.replace(self, layers=layers)
 
 
 @jax.tree_util.register_dataclass

@@ -1,6 +1,6 @@
 """One step of speculative decoding, and the device loop around it.
 
-state -> draft -> pack -> forward (cache is read-only) -> verify -> commit -> state
+state -> draft -> feed (cache is read-only) -> verify -> commit -> state
 """
 
 import dataclasses
@@ -13,16 +13,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, Key
 
-import pallas_kernels
 from emsjax.cache import Cache
 from emsjax.draft_length import DraftLength, StepView
 from emsjax.drafting import Draft, Drafter
 from emsjax.drafting.drafter import is_free, with_policys_limit
-from emsjax.kernels import Kernels, resolve_kernels
+from emsjax.feeding import feed, is_ready
+from emsjax.kernels import resolve_kernels
 from emsjax.layout import UNPADDED, Layout
 from emsjax.opt import OPT
 from emsjax.sampling import Sampling
-from emsjax.verdict import judge
 from emsjax.verification import accepted_counts, first_end, usable_counts
 
 
@@ -50,7 +49,8 @@ class Counters:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
-    """Everything the next step needs. `cache` always holds `lengths - 1` tokens of a sample.
+    """Everything the next step needs. `cache` holds `lengths - 1` tokens of a sample, or fewer of
+    one whose prompt is still to be fed.
 
     Attributes:
         tokens: prompt and emitted tokens; arbitrary from `lengths` on.
@@ -115,8 +115,9 @@ def step(
     draft_length: DraftLength | None = None,
     attention_implementation: str | Callable | None = None,
     layout: Layout = UNPADDED,
+    prompts: bool = False,
 ) -> tuple[DecodeState, StepInfo]:
-    """Draft, verify and commit once for every active sample; pure, to be traced.
+    """Draft, verify and commit once for every sample that decodes; pure, to be traced.
 
     Args:
         model: the target.
@@ -125,6 +126,7 @@ def step(
         draft_length: a policy that limits drafting; None: the drafter's own limit.
         attention_implementation: as for `generate`.
         layout: what is padded, as it was for `init_state`.
+        prompts: static: prompts may be left to cache; the step then also feeds of those.
 
     Returns:
         The next state, and what the step did.
@@ -134,36 +136,25 @@ def step(
     """
     kernels = resolve_kernels(attention_implementation)
     drafter = with_policys_limit(drafter, draft_length)
-    batch = state.lengths.shape[0]
-    draft, drafter_state, view = _propose(model, drafter, state, draft_length)
-    draft_rows = jnp.where(state.active, draft.counts, 0)
-    counts = jnp.where(state.active, draft_rows + 1, 0)
-
-    last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
-    block = jnp.concatenate([last, draft.tokens], axis=1)  # [b, k1]
-    buckets = layout.row_counts(batch, block.shape[1])
-    branches = [
-        functools.partial(
-            _forward_bucket, model, state, draft, block, counts, kernels, layout, num_rows, buckets
-        )
-        for num_rows in buckets
-    ]
-    bucket = layout.smallest(buckets, counts)
-    num_rows = jnp.asarray(buckets, jnp.int32)[bucket]
-    verdict, fresh = lax.switch(bucket, branches)
+    ready = is_ready(state) if prompts else state.active
+    draft, drafter_state, view = _propose(model, drafter, state, draft_length, ready)
+    draft_rows = jnp.where(ready, draft.counts, 0)
+    counts = jnp.where(ready, draft_rows + 1, 0)
+    fed = feed(model, state, draft, counts, kernels, layout, prompts=prompts)
+    verdict = fed.verdict
 
     k = draft.tokens.shape[1]
     num_accepted = accepted_counts(verdict.accepted[:, :k], draft_rows)
     stands = jnp.arange(k + 1) < num_accepted[:, None]
     tokens = jnp.where(stands, verdict.drafted, verdict.tokens)
     logprobs = jnp.where(stands, verdict.drafted_logprobs, verdict.logprobs)
-    num_emitted = jnp.where(state.active, num_accepted + 1, 0)
+    num_emitted = jnp.where(ready, num_accepted + 1, 0)
     num_emitted, ended = first_end(tokens, num_emitted, state.end_token_ids)
     num_accepted = jnp.minimum(num_accepted, num_emitted)
 
-    # A step commits exactly as many rows as it emits; rejected rows leave no trace.
-    rows = layout.pack(state.lengths - 1, counts, buckets[-1], num_rows)
-    cache = state.cache.commit(fresh, rows, num_emitted, kernels.update)
+    # A step commits as many rows as it emits, and prompts' own; rejected rows leave no trace.
+    committed = num_emitted + fed.prompt_counts
+    cache = state.cache.commit(fed.fresh, fed.rows, committed, kernels.update)
     lengths = state.lengths + num_emitted
     if drafter is not None:
         drafter_state = drafter.commit(drafter_state, lengths)
@@ -171,7 +162,7 @@ def step(
     if draft_length is not None:
         policy_state = draft_length.update(policy_state, view, draft_rows, num_accepted)
 
-    info = StepInfo(tokens, draft_rows, num_accepted, num_emitted, num_rows)
+    info = StepInfo(tokens, draft_rows, num_accepted, num_emitted, fed.num_rows)
     new_state = dataclasses.replace(
         state,
         tokens=_append(state.tokens, tokens, state.lengths, num_emitted),
@@ -182,7 +173,7 @@ def step(
         cache=cache,
         drafter_state=drafter_state,
         policy_state=policy_state,
-        counters=_count(state, info),
+        counters=_count(state, info, ready, fed.prompt_counts),
     )
     return new_state, info
 
@@ -250,13 +241,13 @@ class _Proposal(NamedTuple):
     view: StepView
 
 
-def _propose(model, drafter, state, draft_length) -> _Proposal:
+def _propose(model, drafter, state, draft_length, ready) -> _Proposal:
     """The step's draft, cut to what can be used."""
     batch = state.lengths.shape[0]
     k = state.counters.accepted_histogram.shape[1] - 1
     remaining = state.length_limits - state.lengths
-    limits = jnp.where(state.active, jnp.minimum(remaining - 1, k), 0)
-    view = StepView(state.active, state.lengths, limits, drafted=is_free(drafter))
+    limits = jnp.where(ready, jnp.minimum(remaining - 1, k), 0)
+    view = StepView(ready, state.lengths, limits, drafted=is_free(drafter))
     if drafter is None:
         draft = Draft(jnp.zeros((batch, 0), jnp.int32), jnp.zeros(batch, jnp.int32))
         return _Proposal(draft, (), view)
@@ -283,25 +274,6 @@ def _propose(model, drafter, state, draft_length) -> _Proposal:
     return _Proposal(dataclasses.replace(draft, counts=counts), drafter_state, view)
 
 
-def _forward_bucket(
-    model, state, draft, block, counts, kernels: Kernels, layout: Layout, num_rows, buckets
-):
-    """The target's verdict on every drafted token, and fresh K/V of buckets[-1] rows."""
-    width = block.shape[1]
-    rows = layout.pack(state.lengths - 1, counts, num_rows, num_rows)
-    hidden, fresh = model(
-        rows.gather(block),
-        rows,
-        state.cache,
-        attention=kernels.attention,
-        max_rows_per_sample=width,
-    )
-    verdict = judge(model.logits(hidden), rows, draft, state.keys, state.sampling)
-    arrays, structure = jax.tree.flatten(fresh)
-    fresh = structure.unflatten(pallas_kernels.extend_rows(arrays, buckets[-1]))
-    return jax.tree.map(lambda x: rows.scatter(x, width), verdict), fresh
-
-
 def _append(buffer, block, lengths, counts):
     """Write block[s, :counts[s]] into buffer[s] from lengths[s] on."""
     index = jnp.arange(block.shape[1])
@@ -311,13 +283,13 @@ def _append(buffer, block, lengths, counts):
     return buffer.at[sample, at].set(block, mode="drop", unique_indices=True)
 
 
-def _count(state: DecodeState, info: StepInfo) -> Counters:
-    old, active = state.counters, state.active.astype(jnp.int32)
+def _count(state: DecodeState, info: StepInfo, ready, prompt_counts) -> Counters:
+    old, decoding = state.counters, ready.astype(jnp.int32)
     k1 = old.accepted_histogram.shape[1]
-    hit = (jnp.arange(k1) == info.num_accepted[:, None]) & state.active[:, None]
-    real_rows = jnp.sum(info.num_drafted + active)
+    hit = (jnp.arange(k1) == info.num_accepted[:, None]) & ready[:, None]
+    real_rows = jnp.sum(info.num_drafted + decoding + prompt_counts)
     return Counters(
-        num_steps=old.num_steps + active,
+        num_steps=old.num_steps + decoding,
         num_drafted=old.num_drafted + info.num_drafted,
         num_accepted=old.num_accepted + info.num_accepted,
         accepted_histogram=old.accepted_histogram + hit.astype(jnp.int32),

@@ -1,8 +1,7 @@
 """`generate`: ragged prompts in, the target model's own continuations out."""
 
-import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import monotonic, perf_counter
 
 import jax
@@ -12,17 +11,15 @@ from emsjax.checks import check_at_least
 from emsjax.decoding import DecodeState, Flat, decode_loop
 from emsjax.draft_length import DraftLength
 from emsjax.drafting import Drafter
-from emsjax.drafting.drafter import is_free, with_policys_limit
-from emsjax.initial_state import init_group, max_draft_tokens_of, prompt_slots
+from emsjax.initial_state import init_group, served_by
 from emsjax.kernels import resolve_kernels
 from emsjax.layout import UNPADDED, Layout
-from emsjax.memory import check_fits
 from emsjax.opt import OPT
 from emsjax.output import GenerateOutput, assemble, collect
-from emsjax.requests import Requests, check_requests
+from emsjax.preparation import check, check_memory, drafter_for
+from emsjax.requests import Requests
 from emsjax.sampling import Sampling
-
-BUDGET_CHECK_STEPS = 16  # device steps between two looks at the clock
+from emsjax.slots import BUDGET_CHECK_STEPS, Slots, sequences_of, stacked
 
 
 def generate(
@@ -122,18 +119,50 @@ def complete(
     Raises:
         ValueError: a batch size below 1, a drafter that does not suit, or what does not fit.
     """
-    slots = requests.total_sequences
-    if batch_size is not None:
-        slots = check_at_least("batch_size", batch_size, 1)
+    total = requests.total_sequences
+    slots = total if batch_size is None else check_at_least("batch_size", batch_size, 1)
     resolve_kernels(attention_implementation)
+    if slots < total and layout == UNPADDED:
+        served = Slots.of(model, drafter, requests, draft_length, slots, attention_implementation)
+        rows = sorted(
+            served.serve(sequences_of(requests), deadline=deadline),
+            key=lambda row: row["sequence_ids"],
+        )
+        results = [stacked(rows) | served.totals()]
+    else:
+        results = in_groups(
+            model,
+            drafter,
+            requests,
+            slots,
+            draft_length=draft_length,
+            deadline=deadline,
+            attention_implementation=attention_implementation,
+            layout=layout,
+        )
+    return assemble(results, requests, pad_token_id=model.config.pad_token_id or 0)
+
+
+def in_groups(
+    model,
+    drafter,
+    requests: Requests,
+    slots: int,
+    *,
+    draft_length,
+    deadline,
+    layout: Layout,
+    **options,
+) -> list[Mapping[str, np.ndarray]]:
+    """The results of `slots` sequences at a time: a group ends with its last sequence."""
     groups = [
         np.arange(first, min(first + slots, requests.total_sequences))
         for first in range(0, requests.total_sequences, slots)
     ]
     # Every group is checked before the first one runs.
-    drafters = [_drafter_for(drafter, requests, group, slots) for group in groups]
-    cache_length = _check_memory(model, drafter, requests, slots, layout)
-    options = {"attention_implementation": attention_implementation, "layout": layout}
+    drafters = [drafter_for(drafter, *served_by(requests, group, slots)) for group in groups]
+    cache_length = check_memory(model, drafter, slots=slots, layout=layout, **requests.sizes)
+    options |= {"layout": layout}
     weights, results = Flat.of(model), []
     for group, group_drafter in zip(groups, drafters, strict=True):
         state = init_group(
@@ -158,7 +187,7 @@ def complete(
         jax.block_until_ready(state)
         results.append(collect(state, len(group), perf_counter() - started))
         del state  # two groups' caches must not exist at once
-    return assemble(results, requests, pad_token_id=model.config.pad_token_id or 0)
+    return results
 
 
 def init_state(
@@ -194,87 +223,14 @@ def init_state(
     slots = requests.total_sequences
     group = np.arange(slots)
     resolve_kernels(attention_implementation)
-    drafter = _drafter_for(drafter, requests, group, slots)
     return init_group(
         model,
-        drafter,
+        drafter_for(drafter, *served_by(requests, group, slots)),
         requests,
         group,
         slots,
         draft_length,
-        cache_length=_check_memory(model, drafter, requests, slots, layout),
+        cache_length=check_memory(model, drafter, slots=slots, layout=layout, **requests.sizes),
         attention_implementation=attention_implementation,
         layout=layout,
     )
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _ConstantDrafter:
-    """A drafter that is no pytree, as a constant of the compiled loop."""
-
-    drafter: Drafter
-
-    @property
-    def max_draft_tokens(self) -> int:
-        return self.drafter.max_draft_tokens
-
-    @property
-    def free(self) -> bool:
-        return is_free(self.drafter)
-
-    def init(self, *args):
-        return self.drafter.init(*args)
-
-    def propose(self, *args):
-        return self.drafter.propose(*args)
-
-    def commit(self, *args):
-        return self.drafter.commit(*args)
-
-
-def _drafter_for(drafter, requests: Requests, group: np.ndarray, slots: int):
-    """The drafter as it serves the group's prompts: a pytree for the compiled loop."""
-    if drafter is None:
-        return None
-    check_at_least("drafter.max_draft_tokens", drafter.max_draft_tokens, 1)
-    if hasattr(drafter, "for_prompts"):
-        # Idle slots of a partial group repeat the last prompt; they draft nothing.
-        served = np.minimum(group[0] + np.arange(slots), group[-1]) // requests.num_sequences
-        drafter = drafter.for_prompts(served, requests.num_prompts)
-    is_leaf = jax.tree_util.all_leaves([drafter])
-    return _ConstantDrafter(drafter) if is_leaf else drafter
-
-
-def check(
-    model: OPT, drafter: Drafter | None, draft_length: DraftLength | None, prompts, **asked
-) -> tuple[Requests, Drafter | None]:
-    """The checked requests, and the drafter with the policy's limit.
-
-    Raises:
-        ValueError: bad requests, or a drafter that cannot draft for this model and them.
-    """
-    requests = check_requests(model.config, prompts, **asked)
-    drafter = with_policys_limit(drafter, draft_length)
-    if hasattr(drafter, "check_target"):
-        drafter.check_target(model.config, requests.positions)
-    return requests, drafter
-
-
-def _check_memory(
-    model: OPT, drafter: Drafter | None, requests: Requests, slots: int, layout: Layout
-) -> int:
-    """The length of the cache; raises a ValueError if the run does not fit."""
-    state_bytes = getattr(drafter, "state_bytes", lambda max_len: 0)
-    most = int(requests.max_new_tokens.max())
-    max_len = layout.cache_length(requests.max_len, most, slots, max_draft_tokens_of(drafter) + 1)
-    check_fits(
-        model.config,
-        model.dtype,
-        slots=slots,
-        prompt_slots=prompt_slots(slots, requests.num_sequences),
-        max_len=max_len,
-        max_draft_tokens=max_draft_tokens_of(drafter),
-        drafter_bytes_per_slot=state_bytes(requests.max_len),
-    )
-    return max_len

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from emsjax.acceptance import Verdicts, check_estimates
 from emsjax.checks import check_at_least
@@ -120,6 +120,9 @@ class Goodput:
     def update(self, state: Verdicts, view, num_drafted, num_accepted) -> Verdicts:
         return state.update(num_drafted, num_accepted, self.memory, free=view.drafted)
 
+    def admit(self, state: Verdicts, fresh: Bool[Array, "b"]) -> Verdicts:
+        return state.admit(fresh)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -182,6 +185,12 @@ class CostCapped:
         inner = jax.tree.map(lambda new, old: jnp.where(own, new, old), updated, inner)
         verdicts = verdicts.update(num_drafted, num_accepted, self.memory, free=view.drafted)
         return inner, verdicts
+
+    def admit(self, state: tuple[Any, Verdicts], fresh: Bool[Array, "b"]):
+        inner, verdicts = state
+        if hasattr(self.policy, "admit"):
+            inner = self.policy.admit(inner, fresh)
+        return inner, verdicts.admit(fresh)
 
     def _wanted(self, inner: Any, view: StepView) -> Int32[Array, "b"]:
         return jnp.clip(self.policy.lengths(inner, view), 0, view.available)

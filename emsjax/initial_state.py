@@ -25,6 +25,15 @@ def prompt_slots(slots: int, num_sequences: int) -> int:
     return min(slots, (slots - 2) // num_sequences + 2)
 
 
+def served_by(requests: Requests, group: np.ndarray, slots: int) -> tuple[np.ndarray, int]:
+    """The prompt of each slot that serves this group of sequences, and how many prompts there are.
+
+    Idle slots of a partial group repeat the last prompt; they draft nothing.
+    """
+    served = np.minimum(group[0] + np.arange(slots), group[-1]) // requests.num_sequences
+    return served, requests.num_prompts
+
+
 def init_group(
     model,
     drafter,

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from emsjax.config import POSITION_OFFSET, OPTConfig
-from emsjax.packing import chunk_rows, row_buckets
+from emsjax.packing import chunk_rows, prompt_row_counts, row_buckets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +41,7 @@ class MemoryPlan:
         max_len: int,
         max_draft_tokens: int,
         drafter_bytes_per_slot: int = 0,
+        refilled: bool = False,
     ) -> "MemoryPlan":
         """Plan `slots` decode slots, filled from `prompt_slots` prefilled prompts.
 
@@ -52,6 +53,7 @@ class MemoryPlan:
             max_len: tokens of the longest sample, prompt included.
             max_draft_tokens: of a sample and step; 0: plain decoding.
             drafter_bytes_per_slot: what the drafter's `state_bytes` says.
+            refilled: steps feed prompts beside drafts.
         """
         item, size = jnp.dtype(dtype).itemsize, config.hidden_size
         per_token = 2 * config.num_hidden_layers * size * item
@@ -60,15 +62,17 @@ class MemoryPlan:
         chunk = chunk_rows(prompt_slots, max_len)
         residual_stream = 2 * size * 4  # float32, before and after an addition
         activations = residual_stream + (4 * size + config.ffn_dim) * item
-        rows = row_buckets(slots, max_draft_tokens + 1)[-1]
+        k1 = max_draft_tokens + 1
+        rows = row_buckets(slots, k1)[-1]
+        fed = prompt_row_counts(slots, k1, max_len)[-1] if refilled else rows
         layer = slots * max_len * 2 * size * item
-        scores = rows * config.num_attention_heads * max_len * 4
+        scores = fed * config.num_attention_heads * max_len * 4
         return cls(
             weights=weight_bytes(config, dtype),
             caches=cached * max_len * per_token,
             prefill_chunk=chunk * (per_token + activations),
             # Logits, their log-softmax, the step's fresh K/V and activations.
-            logits=rows * (2 * config.vocab_size * 4 + per_token + activations),
+            logits=rows * 2 * config.vocab_size * 4 + fed * (per_token + activations),
             # One layer's keys and values, masked and transposed, and its scores, three
             # times over: what the XLA implementation was seen to hold.
             attention=2 * layer + 3 * scores,
@@ -104,6 +108,7 @@ def check_fits(
     max_len: int,
     max_draft_tokens: int,
     drafter_bytes_per_slot: int = 0,
+    refilled: bool = False,
 ) -> MemoryPlan:
     """The plan of a run whose weights are loaded already; the drafter's own are too.
 
@@ -120,6 +125,7 @@ def check_fits(
             max_len=max_len,
             max_draft_tokens=max_draft_tokens,
             drafter_bytes_per_slot=drafter_bytes_per_slot,
+            refilled=refilled,
         )
 
     wanted, available = plan(slots, prompt_slots), available_bytes()

@@ -150,10 +150,7 @@ def assemble(
     width = int(requests.max_new_tokens.max())
     at = np.minimum(prompt_lengths[:, None] + np.arange(width), tokens.shape[1] - 1)
     real = np.arange(width) < emitted[:, None]
-    reasons = [
-        "eos" if ended else "time" if active else "length"
-        for ended, active in zip(gather("ended"), gather("active"), strict=True)
-    ]
+    reasons = list(map(finish_reason, gather("ended"), gather("active")))
     counted = ("num_steps", "num_drafted", "num_accepted", "accepted_histogram", "finish_seconds")
     stats = Stats(
         **{name: gather(name) for name in counted},
@@ -173,6 +170,11 @@ def assemble(
         stats=stats,
         num_sequences=requests.num_sequences,
     )
+
+
+def finish_reason(ended: bool, active: bool) -> str:
+    """Why a sequence has no more tokens."""
+    return "eos" if ended else "time" if active else "length"
 
 
 def _ratio(part: int, whole: int) -> float:

@@ -20,6 +20,7 @@ MIN_BUCKET_ROWS = 16  # the rows of a matrix unit's tile: fewer cost the same
 # first 64 cost nearly nothing, since a step reads all weights anyway.
 RESOLUTIONS = ((64, 8), (128, 8), (128, 4), (128, 2))
 MAX_CHUNK_ROWS = 1024  # of prefill
+PROMPT_BUCKETS = 4
 
 
 @jax.tree_util.register_dataclass
@@ -112,11 +113,28 @@ def chunk_rows(batch: int, width: int) -> int:
     return min(MAX_CHUNK_ROWS, batch * width)
 
 
+def prompt_row_counts(batch: int, k1: int, width: int) -> tuple[int, ...]:
+    """Static row counts of steps that feed prompts, ascending; the last has room beside drafts.
+
+    Args:
+        width: of the token buffer.
+    """
+    chunk = chunk_rows(batch, width)
+    part = -(-max(chunk, batch * k1 + chunk // 2) // PROMPT_BUCKETS)
+    part = round_up(part, MIN_BUCKET_ROWS)
+    return tuple(part * n for n in range(1, PROMPT_BUCKETS + 1))
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The next multiple."""
+    return -(-number // multiple) * multiple
+
+
 def round_up_length(length: int) -> int:
     """A static width that holds `length` tokens: few widths, so few compilations.
 
     Powers of two from 64 to 512, then multiples of 512.
     """
     if length > 512:
-        return -(-length // 512) * 512
+        return round_up(length, 512)
     return max(64, 1 << (length - 1).bit_length())

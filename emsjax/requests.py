@@ -46,6 +46,15 @@ class Requests:
         return int((lengths + self.max_new_tokens).max()) - 1
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """What the memory of a run depends on."""
+        return {
+            "max_len": self.max_len,
+            "max_new_tokens": int(self.max_new_tokens.max()),
+            "num_sequences": self.num_sequences,
+        }
+
+    @property
     def total_sequences(self) -> int:
         return self.num_prompts * self.num_sequences
 
@@ -72,14 +81,8 @@ def check_requests(
     ids = [as_token_ids(f"prompts[{i}]", p, config.vocab_size) for i, p in enumerate(prompts)]
     new = per_prompt("max_new_tokens", max_new_tokens, len(ids))
     new = [check_at_least("max_new_tokens", value, 1) for value in new]
-    limit = config.max_position_embeddings
     for i, (prompt, extra) in enumerate(zip(ids, new, strict=True)):
-        if len(prompt) + extra - 1 > limit:
-            raise ValueError(
-                f"prompts[{i}] has {len(prompt)} tokens and max_new_tokens is {extra}: "
-                f"{len(prompt) + extra - 1} positions are needed, but the model's limit "
-                f"max_position_embeddings is {limit}"
-            )
+        check_positions(config, i, prompt, extra)
     num_sequences = check_at_least("num_sequences", num_sequences, 1)
     sampling = (Sampling() if sampling is None else sampling).expand(len(ids)).in_use()
     return Requests(
@@ -91,6 +94,21 @@ def check_requests(
         keys=_sequence_keys(key, len(ids) * num_sequences, needed=sampling is not None),
         max_len=round_up_length(max(len(p) + extra for p, extra in zip(ids, new, strict=True))),
     )
+
+
+def check_positions(config: OPTConfig, place: int, prompt: np.ndarray, extra: int) -> None:
+    """Whether the model has positions for prompts[place] and `extra` new tokens.
+
+    Raises:
+        ValueError: it has not.
+    """
+    limit, needed = config.max_position_embeddings, len(prompt) + extra - 1
+    if needed > limit:
+        raise ValueError(
+            f"prompts[{place}] has {len(prompt)} tokens and max_new_tokens is {extra}: "
+            f"{needed} positions are needed, but the model's limit max_position_embeddings is "
+            f"{limit}"
+        )
 
 
 def _end_token_ids(config: OPTConfig, eos_token_ids: Any) -> np.ndarray:

@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 
 from emsjax.draft_length import DraftLength
 from emsjax.drafting import Drafter
-from emsjax.generation import check, complete
+from emsjax.generation import complete
 from emsjax.layout import Layout
 from emsjax.opt import OPT
 from emsjax.output import GenerateOutput
+from emsjax.preparation import check
 
 
 def generate(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Bool, Int32
 
 from emsjax.cache import KVCache
 from emsjax.checks import check_at_least
@@ -116,6 +116,10 @@ class DraftModel:
 
     def fork(self, state: KVCache, samples: Int32[Array, "n"]) -> KVCache:
         return state.fork(samples)
+
+    def admit(self, state: KVCache, tokens, lengths, fresh: Bool[Array, "b"]) -> KVCache:
+        """Nothing of a new sequence has been fed: it is caught up when it first drafts."""
+        return dataclasses.replace(state, lengths=jnp.where(fresh, 0, state.lengths))
 
     def propose(
         self,

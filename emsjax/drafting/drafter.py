@@ -1,10 +1,12 @@
 """The protocol of a draft source."""
 
 import dataclasses
+import functools
 from typing import Any, Protocol, runtime_checkable
 
 import jax
-from jaxtyping import Array, Float, Int32, Key
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32, Key
 
 from emsjax.sampling import Sampling
 
@@ -46,6 +48,9 @@ class Drafter(Protocol):
     One whose limit is open may have `with_limit(max_draft_tokens)`: itself, with a policy's.
     One whose `init` is work may have `fork(state, samples)`: where prompts have several
     sequences, `init` then sees each prompt once, and slot i starts from samples[i]'s state.
+    Where slots are refilled, `admit(state, tokens, lengths, fresh)` returns the state in which
+    slots with `fresh` [b] begin a new prompt tokens[s, :lengths[s]]; without it `init` is called
+    again, and every array of the state must begin with the slots' axis.
     One that proposes at next to no cost, and whose tokens are not drawn, may have `free`, a
     true attribute: a draft-length policy then chooses among the tokens that it found.
 
@@ -81,6 +86,19 @@ class Drafter(Protocol):
     def commit(self, state: Any, lengths: Int32[Array, "b"]) -> Any:
         """Told after verification: tokens[s, :lengths[s]] stand. By default changes nothing."""
         return state
+
+
+def admitted(drafter: Drafter, state: Any, tokens, lengths, fresh: Bool[Array, "b"]) -> Any:
+    """The drafter's state where `fresh` slots begin new sequences."""
+    if hasattr(drafter, "admit"):
+        return drafter.admit(state, tokens, lengths, fresh)
+    begun = drafter.init(tokens, lengths, tokens.shape[1])
+    return jax.tree.map(functools.partial(choose, fresh), begun, state)
+
+
+def choose(fresh: Bool[Array, "b"], new: Array, old: Array) -> Array:
+    """Entries of the fresh slots from `new`, of the others from `old`; slots lead."""
+    return jnp.where(fresh.reshape(-1, *[1] * (old.ndim - 1)), new, old)
 
 
 def is_free(drafter: Drafter | None) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from emsjax.config import OPTConfig
-from emsjax.drafting.drafter import Draft, is_free
+from emsjax.drafting.drafter import Draft, admitted, is_free
 
 
 class Overriding(abc.ABC):
@@ -37,7 +37,7 @@ class Overriding(abc.ABC):
         if not hasattr(self.source, "for_prompts"):
             return self
         source = self.source.for_prompts(prompt_indices, num_prompts)
-        return dataclasses.replace(self, source=source)
+        return self if source is self.source else dataclasses.replace(self, source=source)
 
     def check_target(self, config: OPTConfig, positions: int) -> None:
         if hasattr(self.source, "check_target"):
@@ -48,6 +48,9 @@ class Overriding(abc.ABC):
 
     def init(self, *prompts):
         return () if self.source is None else self.source.init(*prompts)
+
+    def admit(self, state, tokens, lengths, fresh):
+        return () if self.source is None else admitted(self.source, state, tokens, lengths, fresh)
 
     def propose(self, state, tokens, lengths, draft_lengths, keys, sampling):
         draft = self.override(lengths, draft_lengths)

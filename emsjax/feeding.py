@@ -1,0 +1,130 @@
+"""What a step feeds the target: drafts that it verifies, and beside them prompts not cached yet.
+
+A sample whose prompt is cached but for the last token is `ready`: it drafts and emits. Of the
+others the prompts' next tokens are fed, those that wait longest first, as far as the step's rows
+reach. Where all samples are ready the step is one of verification alone.
+
+Axis legend: see `emsjax.packing`.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int32
+
+import pallas_kernels
+from emsjax.drafting import Draft
+from emsjax.kernels import Kernels
+from emsjax.layout import Layout
+from emsjax.packing import PackedRows, pack, prompt_row_counts, smallest_bucket
+from emsjax.verdict import Verdict, judge
+
+
+class Fed(NamedTuple):
+    """What came of a step's rows.
+
+    Attributes:
+        verdict: the target's, on every drafted token, [b, k1].
+        fresh: keys and values of the rows.
+        rows: where these belong.
+        prompt_counts: rows of each sample that hold its prompt.
+        num_rows: of the bucket, padding included.
+    """
+
+    verdict: Verdict
+    fresh: Any
+    rows: PackedRows
+    prompt_counts: Int32[Array, "b"]
+    num_rows: Int32[Array, ""]
+
+
+def is_ready(state) -> Bool[Array, "b"]:
+    """The active samples whose prompts are cached."""
+    return state.active & (state.cache.lengths == state.lengths - 1)
+
+
+def feed(
+    model,
+    state,
+    draft: Draft,
+    counts: Int32[Array, "b"],
+    kernels: Kernels,
+    layout: Layout,
+    *,
+    prompts: bool,
+) -> Fed:
+    """One forward of the target.
+
+    Args:
+        state: a `DecodeState`.
+        draft: of the ready samples.
+        counts: rows of each that verify its draft: one more than it has tokens; 0: not ready.
+        prompts: static: prompts may be left to feed.
+    """
+    batch, k = draft.tokens.shape
+    last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
+    block = jnp.concatenate([last, draft.tokens], axis=1)  # [b, k1]
+    buckets = layout.row_counts(batch, k + 1)
+    bucket = layout.smallest(buckets, counts)
+    sizes, most, shares = buckets, buckets[-1], jnp.zeros_like(counts)
+    if prompts:
+        more = prompt_row_counts(batch, k + 1, state.tokens.shape[1])
+        sizes, most = buckets + more, max(buckets[-1], more[-1])
+        shares = prompt_shares(state, more[-1] - jnp.sum(counts))
+        whole = jnp.sum(counts + shares)
+        bucket = jnp.where(jnp.any(shares > 0), len(buckets) + smallest_bucket(more, whole), bucket)
+
+    def verify(num_rows: int):
+        rows = layout.pack(state.cache.lengths, counts, num_rows, num_rows)
+        hidden, fresh = run(rows.gather(block), rows, max_rows_per_sample=k + 1)
+        verdict = judge(model.logits(hidden), rows, draft, state.keys, state.sampling)
+        return jax.tree.map(lambda x: rows.scatter(x, k + 1), verdict), extended(fresh)
+
+    def verify_and_fill(num_rows: int):
+        rows = pack(state.cache.lengths, counts + shares, num_rows)
+        sample = jnp.minimum(rows.segment_ids, batch - 1)
+        of_prompt = jnp.take_along_axis(state.tokens[sample], rows.positions[:, None], axis=1)[:, 0]
+        token_ids = jnp.where(shares[sample] > 0, of_prompt, rows.gather(block))
+        hidden, fresh = run(token_ids, rows, max_rows_per_sample=None)
+        # Of prompts nobody asks what comes next.
+        verified = pack(state.cache.lengths, counts, buckets[-1])
+        owner = jnp.minimum(verified.segment_ids, batch - 1)
+        within = jnp.arange(buckets[-1]) - verified.offsets[owner]
+        hidden = hidden[jnp.clip(rows.offsets[owner] + within, 0, num_rows - 1)]
+        verdict = judge(model.logits(hidden), verified, draft, state.keys, state.sampling)
+        return jax.tree.map(lambda x: verified.scatter(x, k + 1), verdict), extended(fresh)
+
+    def run(token_ids, rows: PackedRows, max_rows_per_sample: int | None):
+        return model(
+            token_ids,
+            rows,
+            state.cache,
+            attention=kernels.attention,
+            max_rows_per_sample=max_rows_per_sample,
+        )
+
+    def extended(fresh):
+        arrays, structure = jax.tree.flatten(fresh)
+        return structure.unflatten(pallas_kernels.extend_rows(arrays, most))
+
+    branches: list[Callable] = [functools.partial(verify, size) for size in buckets]
+    if prompts:
+        branches += [functools.partial(verify_and_fill, size) for size in more]
+    verdict, fresh = lax.switch(bucket, branches)
+    num_rows = jnp.asarray(sizes, jnp.int32)[bucket]
+    rows = layout.pack(state.cache.lengths, counts + shares, most, num_rows)
+    return Fed(verdict, fresh, rows, shares, num_rows)
+
+
+def prompt_shares(state, room: Int32[Array, ""]) -> Int32[Array, "b"]:
+    """Tokens of each prompt to feed: `room` in all, the earliest sequences' first."""
+    unread = jnp.where(state.active, state.lengths - 1 - state.cache.lengths, 0)
+    order = jnp.argsort(jnp.where(unread > 0, state.sequence_ids, jnp.iinfo(jnp.int32).max))
+    waiting = unread[order]
+    before = jnp.cumsum(waiting, dtype=jnp.int32) - waiting
+    shares = jnp.clip(room - before, 0, waiting)
+    return jnp.zeros_like(unread).at[order].set(shares, unique_indices=True)

@@ -1,0 +1,118 @@
+"""Before any work: requests are checked, drafters made ready to be traced, memory planned."""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from emsjax.checks import check_at_least
+from emsjax.draft_length import DraftLength
+from emsjax.drafting import Drafter
+from emsjax.drafting.drafter import admitted, is_free, with_policys_limit
+from emsjax.initial_state import max_draft_tokens_of, prompt_slots
+from emsjax.layout import Layout
+from emsjax.memory import check_fits
+from emsjax.opt import OPT
+from emsjax.requests import Requests, check_requests
+
+
+def check(
+    model: OPT, drafter: Drafter | None, draft_length: DraftLength | None, prompts, **asked
+) -> tuple[Requests, Drafter | None]:
+    """The checked requests, and the drafter with the policy's limit.
+
+    Raises:
+        ValueError: bad requests, or a drafter that cannot draft for this model and them.
+    """
+    requests = check_requests(model.config, prompts, **asked)
+    return requests, check_drafter(model, drafter, draft_length, requests.positions)
+
+
+def check_drafter(
+    model: OPT, drafter: Drafter | None, draft_length: DraftLength | None, positions: int
+) -> Drafter | None:
+    """The drafter with the policy's limit.
+
+    Raises:
+        ValueError: it cannot draft for this model at so many positions.
+    """
+    if drafter is None:
+        return None
+    drafter = with_policys_limit(drafter, draft_length)
+    if hasattr(drafter, "check_target"):
+        drafter.check_target(model.config, positions)
+    check_at_least("drafter.max_draft_tokens", drafter.max_draft_tokens, 1)
+    return drafter
+
+
+def drafter_for(drafter: Drafter | None, prompts: np.ndarray, num_prompts: int):
+    """The drafter whose slot i serves prompt prompts[i]: a pytree for the compiled loop."""
+    if drafter is None:
+        return None
+    if hasattr(drafter, "for_prompts"):
+        drafter = drafter.for_prompts(prompts, num_prompts)
+    is_leaf = jax.tree_util.all_leaves([drafter])
+    return _ConstantDrafter(drafter) if is_leaf else drafter
+
+
+def check_memory(
+    model: OPT,
+    drafter: Drafter | None,
+    *,
+    slots: int,
+    max_len: int,
+    max_new_tokens: int,
+    num_sequences: int,
+    layout: Layout,
+    refilled: bool = False,
+) -> int:
+    """The length of the cache.
+
+    Args:
+        refilled: slots take prompts while others decode, so one step does both.
+
+    Raises:
+        ValueError: the run does not fit.
+    """
+    k = max_draft_tokens_of(drafter)
+    state_bytes = getattr(drafter, "state_bytes", lambda max_len: 0)
+    cache_length = layout.cache_length(max_len, max_new_tokens, slots, k + 1)
+    check_fits(
+        model.config,
+        model.dtype,
+        slots=slots,
+        prompt_slots=slots if refilled else prompt_slots(slots, num_sequences),
+        max_len=cache_length,
+        max_draft_tokens=k,
+        drafter_bytes_per_slot=state_bytes(max_len),
+        refilled=refilled,
+    )
+    return cache_length
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _ConstantDrafter:
+    """A drafter that is no pytree, as a constant of the compiled loop."""
+
+    drafter: Drafter
+
+    @property
+    def max_draft_tokens(self) -> int:
+        return self.drafter.max_draft_tokens
+
+    @property
+    def free(self) -> bool:
+        return is_free(self.drafter)
+
+    def init(self, *args):
+        return self.drafter.init(*args)
+
+    def admit(self, *args):
+        return admitted(self.drafter, *args)
+
+    def propose(self, *args):
+        return self.drafter.propose(*args)
+
+    def commit(self, *args):
+        return self.drafter.commit(*args)

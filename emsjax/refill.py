@@ -1,0 +1,244 @@
+"""Slots that refill on the device: who finishes is put aside, and the next prompt takes its place.
+
+The host stages prompts and takes what has finished, many at a time; between that the loop turns
+slots over by itself, in the step after a sequence's end. Prompts are fed beside the drafts of the
+other slots: see `emsjax.feeding`.
+
+Axis legend: see `emsjax.packing`; q = sequences that wait, f = places for finished ones.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32, Key
+
+from emsjax.decoding import DecodeState, Flat, step
+from emsjax.draft_length import DraftLength
+from emsjax.drafting import Drafter
+from emsjax.drafting.drafter import admitted, choose
+from emsjax.feeding import is_ready
+from emsjax.opt import OPT
+from emsjax.sampling import Sampling
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Waiting:
+    """Sequences that wait for a slot, in the order in which they enter.
+
+    Attributes:
+        tokens: prompts, padded.
+        prompt_lengths: their tokens.
+        max_new_tokens: tokens that each may emit.
+        sequence_ids: sequence i continues prompt i // num_sequences.
+        num_sequences: sequences of each prompt.
+        keys: random keys.
+        sampling: one value for each, or None when all decode greedily.
+        count: sequences that there are.
+        taken: those of them that have entered.
+    """
+
+    tokens: Int32[Array, "q t"]
+    prompt_lengths: Int32[Array, "q"]
+    max_new_tokens: Int32[Array, "q"]
+    sequence_ids: Int32[Array, "q"]
+    num_sequences: Int32[Array, ""]
+    keys: Key[Array, "q"]
+    sampling: Sampling | None
+    count: Int32[Array, ""]
+    taken: Int32[Array, ""]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Finished:
+    """Sequences that the host has not taken yet: places 0..count - 1.
+
+    Attributes:
+        tokens, logprobs, lengths, prompt_lengths, ended, sequence_ids: as in `DecodeState`.
+        num_steps, num_drafted, num_accepted, accepted_histogram: as in `Counters`.
+        count: how many there are.
+    """
+
+    tokens: Int32[Array, "f t"]
+    logprobs: Float[Array, "f t"]
+    lengths: Int32[Array, "f"]
+    prompt_lengths: Int32[Array, "f"]
+    ended: Bool[Array, "f"]
+    sequence_ids: Int32[Array, "f"]
+    num_steps: Int32[Array, "f"]
+    num_drafted: Int32[Array, "f"]
+    num_accepted: Int32[Array, "f"]
+    accepted_histogram: Int32[Array, "f k1"]
+    count: Int32[Array, ""]
+
+    @classmethod
+    def places(cls, count: int, state: DecodeState) -> "Finished":
+        """Room for `count` sequences of such a state."""
+        empty = lambda x: jnp.zeros((count, *x.shape[1:]), x.dtype)
+        return cls(**jax.tree.map(empty, rows_of(state)), count=jnp.zeros((), jnp.int32))
+
+
+PER_SLOT = ("tokens", "logprobs", "lengths", "prompt_lengths", "ended", "sequence_ids")
+COUNTED = ("num_steps", "num_drafted", "num_accepted", "accepted_histogram")
+
+
+def rows_of(state: DecodeState) -> dict[str, Array]:
+    """What is kept of each slot's sequence."""
+    rows = {name: getattr(state, name) for name in PER_SLOT}
+    return rows | {name: getattr(state.counters, name) for name in COUNTED}
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("attention_implementation",),
+    donate_argnames=("state", "waiting", "finished"),
+)
+def refill_loop(
+    model: "OPT | Flat",
+    drafter: "Drafter | Flat | None",
+    state: DecodeState,
+    waiting: Waiting,
+    finished: Finished,
+    draft_length: DraftLength | None,
+    max_steps: Int32[Array, ""],
+    enough: Int32[Array, ""],
+    *,
+    attention_implementation: str | Callable | None,
+) -> tuple[DecodeState, Waiting, Finished]:
+    """Steps until nobody waits and `enough` slots are idle, `max_steps` at most.
+
+    `finished` must have a place for every sequence that waits or decodes.
+    """
+    model, drafter = (x.whole() if isinstance(x, Flat) else x for x in (model, drafter))
+    last_call = state.counters.model_calls + max_steps
+
+    def unfinished(carry) -> Bool[Array, ""]:
+        state, waiting, _ = carry
+        idle = jnp.sum(~state.active, dtype=jnp.int32)
+        more = (waiting.taken < waiting.count) | (idle < enough)
+        return more & (state.counters.model_calls < last_call)
+
+    def turn(carry):
+        return jnp.array(False), *turn_over(drafter, draft_length, *carry[1:])
+
+    def advance(carry):
+        # Once, or not at all; as a branch of `lax.cond` the cache would be copied.
+        state, waiting, finished = carry
+        start = (has_work(state, waiting), state, waiting, finished)
+        _, state, waiting, finished = lax.while_loop(lambda carry: carry[0], turn, start)
+        state, _ = step(
+            model,
+            drafter,
+            state,
+            draft_length=draft_length,
+            attention_implementation=attention_implementation,
+            prompts=True,
+        )
+        return state, waiting, finished
+
+    state, waiting, finished = lax.while_loop(unfinished, advance, (state, waiting, finished))
+    state, finished = put_aside(state, finished)
+    return state, waiting, finished
+
+
+def has_work(state: DecodeState, waiting: Waiting) -> Bool[Array, ""]:
+    """Whether `turn_over` may change anything."""
+    over = ~state.active & (state.sequence_ids >= 0)
+    enter = jnp.any(~state.active) & (waiting.taken < waiting.count)
+    return jnp.any(over) | enter
+
+
+def turn_over(
+    drafter: Drafter | None,
+    draft_length: DraftLength | None,
+    state: DecodeState,
+    waiting: Waiting,
+    finished: Finished,
+) -> tuple[DecodeState, Waiting, Finished]:
+    """Finished sequences put aside, the next ones in their slots."""
+    state, finished = put_aside(state, finished)
+    state, waiting = admit(drafter, draft_length, state, waiting)
+    return state, waiting, finished
+
+
+def put_aside(state: DecodeState, finished: Finished) -> tuple[DecodeState, Finished]:
+    """What has finished among the finished, and its slots idle."""
+    over = ~state.active & (state.sequence_ids >= 0)
+    places = finished.lengths.shape[0]
+    at = jnp.where(over, finished.count + jnp.cumsum(over, dtype=jnp.int32) - 1, places)
+    keep = lambda rows, of_slots: rows.at[at].set(of_slots, mode="drop")
+    kept = {name: keep(getattr(finished, name), rows) for name, rows in rows_of(state).items()}
+    count = finished.count + jnp.sum(over, dtype=jnp.int32)
+    state = dataclasses.replace(state, sequence_ids=jnp.where(over, -1, state.sequence_ids))
+    return state, Finished(**kept, count=count)
+
+
+def admit(
+    drafter: Drafter | None, draft_length: DraftLength | None, state: DecodeState, waiting: Waiting
+) -> tuple[DecodeState, Waiting]:
+    """The next sequences in idle slots, at their beginning.
+
+    A prompt is fed for the first of its sequences. The next ones, and whoever waits behind them,
+    enter when it is cached, and copy it.
+    """
+    cached = state.active & is_ready(state)
+    source, has_source = _slot_of_prompt(state, waiting, cached)
+    _, fed_now = _slot_of_prompt(state, waiting, state.active & ~cached)
+    prompt = waiting.sequence_ids // waiting.num_sequences
+    index = jnp.arange(len(prompt))
+    follows = (prompt == jnp.roll(prompt, 1)) & (index > waiting.taken)
+    held = (index >= waiting.taken) & ~has_source & (fed_now | follows)
+    end = jnp.min(jnp.where(held, index, waiting.count))
+
+    idle = ~state.active
+    entry = waiting.taken + jnp.cumsum(idle, dtype=jnp.int32) - 1
+    fresh = idle & (entry < end)
+    entry = jnp.clip(entry, 0, len(prompt) - 1)
+
+    def merge(rows, old):
+        return jax.tree.map(lambda new, old: choose(fresh, new[entry], old), rows, old)
+
+    tokens = merge(waiting.tokens, state.tokens)
+    lengths = merge(waiting.prompt_lengths, state.lengths)
+    drafter_state, policy_state = state.drafter_state, state.policy_state
+    if drafter is not None:
+        drafter_state = admitted(drafter, drafter_state, tokens, lengths, fresh)
+    if hasattr(draft_length, "admit"):
+        policy_state = draft_length.admit(policy_state, fresh)
+    copied = fresh & has_source[entry]
+    cache = state.cache.copy_slots(source[entry], copied)
+    there = jnp.where(copied, lengths - 1, 0)
+    old = state.counters
+    counters = {
+        name: choose(fresh, jnp.zeros_like(x), x) for name, x in vars(old).items() if x.ndim
+    }
+    state = dataclasses.replace(
+        state,
+        tokens=tokens,
+        lengths=lengths,
+        prompt_lengths=merge(waiting.prompt_lengths, state.prompt_lengths),
+        length_limits=merge(waiting.prompt_lengths + waiting.max_new_tokens, state.length_limits),
+        active=state.active | fresh,
+        ended=state.ended & ~fresh,
+        sequence_ids=merge(waiting.sequence_ids, state.sequence_ids),
+        keys=merge(waiting.keys, state.keys),
+        sampling=merge(waiting.sampling, state.sampling),
+        cache=dataclasses.replace(cache, lengths=jnp.where(fresh, there, cache.lengths)),
+        drafter_state=drafter_state,
+        policy_state=policy_state,
+        counters=dataclasses.replace(old, **counters),
+    )
+    taken = waiting.taken + jnp.sum(fresh, dtype=jnp.int32)
+    return state, dataclasses.replace(waiting, taken=taken)
+
+
+def _slot_of_prompt(state: DecodeState, waiting: Waiting, among: Bool[Array, "b"]):
+    """A slot, of those, that serves each waiting sequence's prompt, and whether there is one."""
+    prompt = lambda of: of.sequence_ids // waiting.num_sequences
+    same = (prompt(waiting)[:, None] == prompt(state)) & among  # [q, b]
+    return jnp.argmax(same, axis=1).astype(jnp.int32), jnp.any(same, axis=1)
