@@ -62,6 +62,7 @@ class Finished:
         tokens, logprobs, lengths, prompt_lengths, ended, sequence_ids: as in `DecodeState`.
         num_steps, num_drafted, num_accepted, accepted_histogram: as in `Counters`.
         count: how many there are.
+        busy: slots that served a sequence, of all steps together.
     """
 
     tokens: Int32[Array, "f t"]
@@ -75,12 +76,14 @@ class Finished:
     num_accepted: Int32[Array, "f"]
     accepted_histogram: Int32[Array, "f k1"]
     count: Int32[Array, ""]
+    busy: Int32[Array, ""]
 
     @classmethod
     def places(cls, count: int, state: DecodeState) -> "Finished":
         """Room for `count` sequences of such a state."""
         empty = lambda x: jnp.zeros((count, *x.shape[1:]), x.dtype)
-        return cls(**jax.tree.map(empty, rows_of(state)), count=jnp.zeros((), jnp.int32))
+        none = jnp.zeros((2,), jnp.int32)
+        return cls(**jax.tree.map(empty, rows_of(state)), count=none[0], busy=none[1])
 
 
 PER_SLOT = ("tokens", "logprobs", "lengths", "prompt_lengths", "ended", "sequence_ids")
@@ -131,6 +134,8 @@ def refill_loop(
         state, waiting, finished = carry
         start = (has_work(state, waiting), state, waiting, finished)
         _, state, waiting, finished = lax.while_loop(lambda carry: carry[0], turn, start)
+        busy = finished.busy + jnp.sum(state.active, dtype=jnp.int32)
+        finished = dataclasses.replace(finished, busy=busy)
         state, _ = step(
             model,
             drafter,
@@ -175,7 +180,7 @@ def put_aside(state: DecodeState, finished: Finished) -> tuple[DecodeState, Fini
     kept = {name: keep(getattr(finished, name), rows) for name, rows in rows_of(state).items()}
     count = finished.count + jnp.sum(over, dtype=jnp.int32)
     state = dataclasses.replace(state, sequence_ids=jnp.where(over, -1, state.sequence_ids))
-    return state, Finished(**kept, count=count)
+    return state, dataclasses.replace(finished, **kept, count=count)
 
 
 def admit(

@@ -82,7 +82,7 @@ class Slots:
         self.attention, self.max_len = attention_implementation, max_len
         self.staged: deque[Entry] = deque()
         self.prompts = np.zeros(count, np.int64)  # that the slots serve
-        self.calls, self.seconds = 0, 0.0
+        self.calls, self.busy_slots, self.seconds = 0, 0, 0.0
         self.drafter = drafter_for(self.prompts)
         self.state = _idle_state(
             self.drafter,
@@ -207,9 +207,10 @@ class Slots:
     def look(self, waiting: Waiting) -> None:
         """Who is where, as the device says; waits for it."""
         state = self.state
-        calls = state.counters.model_calls
-        seen = (calls, waiting.taken, state.active, is_ready(state), state.sequence_ids)
-        self.calls, taken, active, ready, sequences = jax.device_get(seen)
+        counted = (state.counters.model_calls, self.finished.busy, waiting.taken)
+        slots = (state.active, is_ready(state), state.sequence_ids)
+        (self.calls, self.busy_slots, taken), slots = jax.device_get((counted, slots))
+        active, ready, sequences = slots
         for _ in range(int(taken)):
             self.staged.popleft()
         self.idle = np.flatnonzero(~active).tolist()
@@ -277,6 +278,11 @@ class Slots:
         row["tokens"][:length] = entry.tokens
         row["sequence_ids"] = np.int32(entry.sequence)
         return row | {"finish_seconds": np.float32(0)}
+
+    @property
+    def idle_share(self) -> float:
+        """Of slots in which no sequence was decoded or its prompt fed, over all steps."""
+        return 1 - int(self.busy_slots) / max(1, int(self.calls) * self.count)
 
     def totals(self) -> dict[str, int]:
         """What the steps did together."""

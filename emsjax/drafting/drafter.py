@@ -1,7 +1,6 @@
 """The protocol of a draft source."""
 
 import dataclasses
-import functools
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -49,8 +48,8 @@ class Drafter(Protocol):
     One whose `init` is work may have `fork(state, samples)`: where prompts have several
     sequences, `init` then sees each prompt once, and slot i starts from samples[i]'s state.
     Where slots are refilled, `admit(state, tokens, lengths, fresh)` returns the state in which
-    slots with `fresh` [b] begin a new prompt tokens[s, :lengths[s]]; without it `init` is called
-    again, and every array of the state must begin with the slots' axis.
+    slots with `fresh` [b] begin a new prompt tokens[s, :lengths[s]]; without it they take what
+    `init` makes of all slots, from arrays whose first axis is theirs.
     One that proposes at next to no cost, and whose tokens are not drawn, may have `free`, a
     true attribute: a draft-length policy then chooses among the tokens that it found.
 
@@ -93,7 +92,10 @@ def admitted(drafter: Drafter, state: Any, tokens, lengths, fresh: Bool[Array, "
     if hasattr(drafter, "admit"):
         return drafter.admit(state, tokens, lengths, fresh)
     begun = drafter.init(tokens, lengths, tokens.shape[1])
-    return jax.tree.map(functools.partial(choose, fresh), begun, state)
+    of_slots = lambda x: jnp.shape(x)[:1] == fresh.shape
+    return jax.tree.map(
+        lambda new, old: choose(fresh, new, old) if of_slots(old) else old, begun, state
+    )
 
 
 def choose(fresh: Bool[Array, "b"], new: Array, old: Array) -> Array:

@@ -1,0 +1,136 @@
+"""`python -m emsjax.benchmarks.refill`: slots that refill beside static batches.
+
+The same prompts of 500 to 1500 tokens, 128 new tokens each, through `emsjax.generate`: in batches
+that end with their last sequence, and in as many slots that refill. The model is a scripted one
+with random bfloat16 weights, drafts follow the profile `llma` upon prompt lookup's work, and all
+tokens are compared with the text. The sides take turns; prefill is included in both.
+
+The JSON file holds `command`, `hardware`, `versions`, `commit`, `settings`, and `runs`: of each
+side `seconds`, `tokens_per_s`, `model_calls`, rows, whether all was `identical`, and of refilled
+slots the `idle_share`; `speedup` is the ratio of the best of each side.
+"""
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import emsjax
+from emsjax.argument_types import positive_int
+from emsjax.benchmarks import save, surroundings
+from emsjax.benchmarks.runs import MODELS
+from emsjax.benchmarks.scripted import CopyAcceptance, replay, scripted_model
+from emsjax.generation import in_groups
+from emsjax.layout import UNPADDED
+from emsjax.output import assemble
+from emsjax.preparation import check
+from emsjax.slots import Slots, sequences_of, stacked
+
+PROFILE = CopyAcceptance()
+
+
+class Bench:
+    """Prompts of the scripted model, decoded either way."""
+
+    def __init__(self, shape: str, prompts: int, tokens: tuple[int, int], new: int, batch: int):
+        config = MODELS[shape]
+        rng = np.random.default_rng(1)
+        text = rng.integers(5, config.vocab_size, config.max_position_embeddings)
+        lengths = rng.integers(*tokens, prompts, endpoint=True)
+        self.prompts = [rng.integers(5, config.vocab_size, length) for length in lengths]
+        self.expected = text[lengths[:, None] + np.arange(new)]
+        self.model, self.batch = scripted_model(config, text), batch
+        k = PROFILE.max_draft_tokens
+        source = emsjax.PromptLookup(max_draft_tokens=k)
+        sizes = {"vocab_size": config.vocab_size, "seed": 0, "source": source}
+        self.drafter = replay(PROFILE, text, batch, **sizes)
+        self.options = {"max_new_tokens": new, "eos_token_ids": ()}
+
+    def static(self, prompts: Sequence[np.ndarray]) -> tuple[np.ndarray, dict[str, Any]]:
+        requests, drafter = check(self.model, self.drafter, None, prompts, **self.options)
+        batches = in_groups(
+            self.model,
+            drafter,
+            requests,
+            self.batch,
+            draft_length=None,
+            deadline=None,
+            attention_implementation=None,
+            layout=UNPADDED,
+        )
+        out = assemble(batches, requests, pad_token_id=0)
+        return out.tokens, {"model_calls": out.stats.model_calls}
+
+    def refilled(self, prompts: Sequence[np.ndarray]) -> tuple[np.ndarray, dict[str, Any]]:
+        requests, drafter = check(self.model, self.drafter, None, prompts, **self.options)
+        slots = Slots.of(self.model, drafter, requests, None, self.batch, None)
+        rows = sorted(slots.serve(sequences_of(requests)), key=lambda row: row["sequence_ids"])
+        out = assemble([stacked(rows) | slots.totals()], requests, pad_token_id=0)
+        return out.tokens, slots.totals() | {"idle_share": slots.idle_share}
+
+    def run(self, side: str) -> dict[str, Any]:
+        """All prompts."""
+        start = time.perf_counter()
+        tokens, counted = getattr(self, side)(self.prompts)
+        seconds = time.perf_counter() - start
+        identical = bool((tokens == self.expected).all())
+        speed = {"seconds": seconds, "tokens_per_s": tokens.size / seconds}
+        return {"side": side, **speed, **counted, "identical": identical}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m emsjax.benchmarks.refill",
+        description="Slots that refill beside static batches, with a scripted model.",
+    )
+    add = parser.add_argument
+    add("--model", choices=MODELS, default="opt-6.7b", help="default: %(default)s")
+    add("--prompts", type=positive_int, default=480, metavar="N", help="default: %(default)s")
+    add("--shortest", type=positive_int, default=500, metavar="N", help="default: %(default)s")
+    add("--longest", type=positive_int, default=1500, metavar="N", help="default: %(default)s")
+    add(
+        "--max-new-tokens", type=positive_int, default=128, metavar="N", help="default: %(default)s"
+    )
+    add("--batch-size", type=positive_int, default=24, metavar="N", help="default: %(default)s")
+    add("--repeats", type=positive_int, default=2, metavar="N", help="default: %(default)s")
+    add("--output", type=Path, metavar="FILE", help="JSON file that grows with each run")
+    add("--commit", help="of the measured code (default: the checkout's)")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    options = make_parser().parse_args(arguments)
+    names = ("model", "prompts", "shortest", "longest", "max_new_tokens", "batch_size", "repeats")
+    results = {
+        "command": shlex.join(["python", "-m", "emsjax.benchmarks.refill", *arguments]),
+        **surroundings(options.commit),
+        "settings": {name: getattr(options, name) for name in names} | {"dtype": "bfloat16"},
+        "runs": [],
+    }
+    save(results, options.output)  # a place that cannot be written shows before the work
+    tokens = (options.shortest, options.longest)
+    sizes = (options.max_new_tokens, options.batch_size)
+    bench = Bench(options.model, options.prompts, tokens, *sizes)
+    for side in (bench.static, bench.refilled):
+        side(bench.prompts[: 2 * options.batch_size])  # compiles
+    for _ in range(options.repeats):
+        for side in ("static", "refilled"):
+            results["runs"].append(bench.run(side))
+            best = {of["side"]: 0.0 for of in results["runs"]}
+            for of in results["runs"]:
+                best[of["side"]] = max(best[of["side"]], of["tokens_per_s"])
+            results["speedup"] = best.get("refilled", 0.0) / best["static"]
+            save(results, options.output)
+            print(results["runs"][-1], flush=True)
+    print(f"refilled slots: {results['speedup']:.3f} x static batches", flush=True)
+    return 0 if all(of["identical"] for of in results["runs"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

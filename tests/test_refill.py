@@ -1,0 +1,250 @@
+"""Slots that refill: each sequence as if it were alone, prompts in their order, nothing twice."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toy import CARELESS, ragged_prompts, tiny_model
+
+import emsjax
+from emsjax import feeding, slots
+from emsjax.cache import KeysValues
+from emsjax.packing import prompt_row_counts
+from emsjax.prefill import prefill
+from emsjax.preparation import check
+from emsjax.refill import refill_loop
+
+LENGTHS = [5, 9, 20, 3, 14, 1, 2, 33, 7, 11, 4]
+NEW = [7, 20, 3, 12, 9, 1, 25, 2, 16, 8, 5]
+SAMPLED = emsjax.Sampling(0.9, top_k=20, top_p=[0.9, 1.0] * 5 + [0.8])
+
+
+def same(out, whole, *, steps=True):
+    np.testing.assert_array_equal(out.tokens, whole.tokens)
+    np.testing.assert_array_equal(out.lengths, whole.lengths)
+    np.testing.assert_allclose(out.logprobs, whole.logprobs, atol=2e-5)
+    assert out.finish_reasons == whole.finish_reasons
+    if steps:
+        for name in ("num_steps", "num_drafted", "num_accepted", "accepted_histogram"):
+            np.testing.assert_array_equal(getattr(out.stats, name), getattr(whole.stats, name))
+
+
+def drafters():
+    prompts = ragged_prompts(LENGTHS)
+    return {
+        "plain": None,
+        "prompt lookup": emsjax.PromptLookup(match_length=1),
+        "references": emsjax.PromptLookup(match_length=1, references=[p[::-1] for p in prompts]),
+        "draft model": emsjax.DraftModel(tiny_model(num_hidden_layers=1), 3),
+        "no pytree": CARELESS,
+    }
+
+
+@pytest.mark.parametrize("sampling", [None, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", drafters())
+def test_every_sequence_is_what_it_is_in_one_batch(name, sampling):
+    model, prompts, drafter = tiny_model(), ragged_prompts(LENGTHS), drafters()[name]
+    options = {"max_new_tokens": NEW, "sampling": sampling, "key": jax.random.key(5)}
+    whole = emsjax.generate(model, prompts, drafter, **options)
+    # What CARELESS drafts depends on the step.
+    steps = drafter is not CARELESS
+    for batch_size in (1, 4):
+        same(
+            emsjax.generate(model, prompts, drafter, batch_size=batch_size, **options),
+            whole,
+            steps=steps,
+        )
+
+
+@pytest.mark.parametrize("name", ["plain", "references", "draft model"])
+def test_sequences_of_a_prompt_copy_what_is_cached_for_its_first(name):
+    model, prompts, drafter = tiny_model(), ragged_prompts(LENGTHS), drafters()[name]
+    options = {"max_new_tokens": NEW, "num_sequences": 3, "key": jax.random.key(5)}
+    options["sampling"] = emsjax.Sampling(0.9)
+    whole = emsjax.generate(model, prompts, drafter, **options)
+    for batch_size in (2, 7):
+        out = emsjax.generate(model, prompts, drafter, batch_size=batch_size, **options)
+        same(out, whole)
+
+
+@pytest.mark.parametrize("policy", [emsjax.BassHeuristic(limit=4), "goodput", "capped"])
+def test_policies_that_look_at_the_batch_leave_greedy_tokens_alone(policy):
+    costs = emsjax.StepCosts.of({16: 1.0, 64: 1.5}, draft_ms=0.1)
+    policy = {
+        "goodput": emsjax.Goodput(costs),
+        "capped": emsjax.CostCapped(emsjax.BassHeuristic(limit=4), costs),
+    }.get(policy, policy)
+    model, prompts = tiny_model(), ragged_prompts(LENGTHS)
+    whole = emsjax.generate(model, prompts, max_new_tokens=NEW)
+    for drafter in (drafters()["prompt lookup"], emsjax.DraftModel(tiny_model())):
+        out = emsjax.generate(model, prompts, drafter, policy, max_new_tokens=NEW, batch_size=4)
+        same(out, whole, steps=False)
+
+
+def slots_for(model, prompts, *, count, drafter=None, **asked):
+    requests, drafter = check(model, drafter, None, prompts, **asked)
+    served = slots.Slots.of(model, drafter, requests, None, count, None)
+    return served, slots.sequences_of(requests), requests
+
+
+def test_a_prompt_is_fed_once_whatever_the_number_of_its_sequences():
+    model, prompts = tiny_model(), ragged_prompts([9, 20, 14])
+    asked = {"max_new_tokens": 6, "num_sequences": 8, "eos_token_ids": ()}
+    served, sequences, _ = slots_for(model, prompts, count=4, **asked)
+    rows = list(served.serve(sequences))
+    assert len(rows) == 24
+    emitted = 24 * 6  # in as many rows
+    assert served.totals()["real_rows"] == emitted + sum(len(p) - 1 for p in prompts)
+
+
+def test_what_a_slot_held_before_has_no_influence(monkeypatch):
+    """Undefined places are NaN from the start, and whatever later sequences leave behind."""
+    model, prompts = tiny_model(), ragged_prompts(LENGTHS)
+    drafter = emsjax.DraftModel(tiny_model(num_hidden_layers=1), 3)
+    whole = emsjax.generate(model, prompts, drafter, max_new_tokens=NEW)
+    init_cache = emsjax.OPT.init_cache
+
+    def poisoned(self, *size):
+        cache = init_cache(self, *size)
+        nan = lambda arrays: tuple(jnp.full_like(x, jnp.nan) for x in arrays)
+        layers = KeysValues(nan(cache.layers.keys), nan(cache.layers.values))
+        return dataclasses.replace(cache, layers=layers)
+
+    monkeypatch.setattr(emsjax.OPT, "init_cache", poisoned)
+    same(emsjax.generate(model, prompts, drafter, max_new_tokens=NEW, batch_size=3), whole)
+
+
+def test_caches_are_those_of_a_prefill_while_slots_turn_over():
+    model, prompts = tiny_model(), ragged_prompts(LENGTHS)
+    drafter = emsjax.PromptLookup(match_length=1)
+    served, sequences, requests = slots_for(
+        model, prompts, count=4, drafter=drafter, max_new_tokens=NEW
+    )
+    kernels = emsjax.kernels.resolve_kernels(None)
+    looks = 0
+    entries = list(sequences)
+    while entries or served.staged or served.busy:
+        while entries and served.can_stage(entries[0]):
+            served.staged.append(entries.pop(0))
+        served.decode(served.count, 1)
+        served.take()
+        state = served.state
+        cached = np.where(state.active, state.cache.lengths, 0)
+        assert (np.asarray(state.cache.lengths)[state.active] < state.lengths[state.active]).all()
+        empty = model.init_cache(4, requests.max_len)
+        fresh = prefill(model, empty, state.tokens, jnp.array(cached), kernels=kernels)
+        there = np.arange(requests.max_len) < cached[:, None]
+        for mine, theirs in zip(
+            jax.tree.leaves(state.cache.layers), jax.tree.leaves(fresh.layers), strict=True
+        ):
+            np.testing.assert_allclose(mine[there], theirs[there], atol=1e-5)
+        looks += 1
+    assert looks > 20
+
+
+def test_slots_do_not_idle_while_somebody_waits():
+    model, prompts = tiny_model(), ragged_prompts([6] * 30)
+    served, sequences, _ = slots_for(
+        model, prompts, count=4, max_new_tokens=[3, 9, 5] * 10, eos_token_ids=()
+    )
+    rows = list(served.serve(sequences))
+    # Each sequence: a step for its prompt, which can be the same for several, and one per token.
+    busy = sum(int(row["num_steps"]) + 1 for row in rows)
+    assert served.totals()["model_calls"] <= busy / 4 + 12  # the last ones end apart
+
+
+def test_prompts_enter_in_their_order_and_each_once():
+    model, prompts = tiny_model(), ragged_prompts([4] * 20)
+    served, sequences, _ = slots_for(model, prompts, count=3, max_new_tokens=[9, 2, 4, 1] * 5)
+    entered = []
+
+    def look(waiting, look=served.look):
+        look(waiting)
+        entered.extend(set(np.asarray(served.state.sequence_ids).tolist()) - {-1, *entered})
+
+    served.look = look
+    seen = [int(row["sequence_ids"]) for row in served.serve(sequences)]
+    assert sorted(seen) == list(range(20))
+    assert entered == sorted(entered)
+
+
+def test_one_compilation_serves_all_prompts():
+    model = tiny_model()
+    before = refill_loop._cache_size()
+    for lengths in ([5, 9, 2, 3], [30, 1, 1, 7, 12, 3, 2]):
+        emsjax.generate(
+            model,
+            ragged_prompts(lengths),
+            max_new_tokens=11,
+            batch_size=2,
+            attention_implementation="xla",
+        )
+    assert refill_loop._cache_size() == before + 1
+
+
+def test_a_spent_time_budget_names_what_had_not_begun(monkeypatch):
+    model, prompts = tiny_model(), ragged_prompts([9, 2, 7, 5])
+    whole = emsjax.generate(model, prompts, max_new_tokens=[40, 3, 40, 40], eos_token_ids=())
+    clock = iter([1.0, 9.0])
+    monkeypatch.setattr(slots, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(emsjax.generation, "monotonic", lambda: 0.0)
+    out = emsjax.generate(
+        model,
+        prompts,
+        max_new_tokens=[40, 3, 40, 40],
+        time_budget_s=5,
+        batch_size=2,
+        eos_token_ids=(),
+    )
+    assert out.finish_reasons == ["time", "length", "time", "time"]
+    assert 0 < out.lengths[0] < slots.BUDGET_CHECK_STEPS + 1
+    assert out.lengths[3] == 0
+    for row, length in enumerate(out.lengths):
+        np.testing.assert_array_equal(out.tokens[row, :length], whole.tokens[row, :length])
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.booleans()), min_size=4, max_size=4),
+    st.permutations(range(4)),
+    st.integers(0, 70),
+)
+def test_those_that_wait_longest_are_fed_first(slots_there, order, room):
+    unread, active = map(np.array, zip(*slots_there, strict=True))
+    state = _State(
+        jnp.array(active),
+        jnp.array(unread + 1, jnp.int32),
+        jnp.array(order, jnp.int32),
+        _Lengths(jnp.zeros(4, jnp.int32)),
+    )
+    shares = np.asarray(feeding.prompt_shares(state, jnp.int32(room)))
+    left = room
+    for slot in np.argsort(order):
+        expected = min(left, unread[slot] if active[slot] else 0)
+        assert shares[slot] == expected
+        left -= expected
+
+
+@dataclasses.dataclass
+class _Lengths:
+    lengths: jax.Array
+
+
+@dataclasses.dataclass
+class _State:
+    active: jax.Array
+    lengths: jax.Array
+    sequence_ids: jax.Array
+    cache: _Lengths
+
+
+@pytest.mark.parametrize(("batch", "k1", "width"), [(1, 1, 64), (24, 8, 2048), (64, 17, 1024)])
+def test_beside_all_drafts_there_is_room_for_prompts(batch, k1, width):
+    counts = prompt_row_counts(batch, k1, width)
+    assert list(counts) == sorted(set(counts))
+    assert counts[-1] >= batch * k1 + min(1024, batch * width) // 2
+    assert all(count % 16 == 0 for count in counts)

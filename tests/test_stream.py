@@ -1,0 +1,212 @@
+"""Streams: the completions of `generate`, as they finish, from prompts that are read as needed."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from toy import VOCAB, ragged_prompts, tiny_model
+
+import emsjax
+
+LENGTHS = [5, 9, 20, 3, 14, 1, 2, 33, 7, 11, 4]
+SAMPLED = {"sampling": emsjax.Sampling(0.9), "key": jax.random.key(5)}
+
+
+def assert_same(completions, whole, num_sequences=1):
+    """Each sequence once, and with what `generate` says of it."""
+    completions = sorted(completions, key=lambda c: (c.prompt, c.sequence))
+    places = [c.prompt * num_sequences + c.sequence for c in completions]
+    assert places == list(range(len(whole.lengths)))
+    for i, completion in enumerate(completions):
+        length = whole.lengths[i]
+        np.testing.assert_array_equal(completion.tokens, whole.tokens[i, :length])
+        np.testing.assert_allclose(completion.logprobs, whole.logprobs[i, :length], atol=2e-5)
+        assert completion.finish_reason == whole.finish_reasons[i]
+        assert completion.num_steps == whole.stats.num_steps[i]
+        assert completion.num_drafted == whole.stats.num_drafted[i]
+        assert completion.num_accepted == whole.stats.num_accepted[i]
+        histogram = whole.stats.accepted_histogram[i]
+        np.testing.assert_array_equal(completion.accepted_histogram, histogram)
+        assert completion.error is None
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("num_sequences", [1, 3])
+def test_completions_are_those_of_generate(lazy, num_sequences):
+    model, prompts = tiny_model(), ragged_prompts(LENGTHS)
+    drafter = emsjax.PromptLookup(match_length=1)
+    options = {"max_new_tokens": 9, "num_sequences": num_sequences, **SAMPLED}
+    whole = emsjax.generate(model, prompts, drafter, **options)
+    source = iter(prompts) if lazy else prompts
+    completions = emsjax.stream(model, source, drafter, batch_size=4, **options)
+    assert_same(completions, whole, num_sequences)
+
+
+def test_an_iterator_is_read_as_slots_become_free():
+    model, read = tiny_model(), itertools.count()
+    taken = 0
+
+    def prompts():
+        for _ in itertools.count():
+            next(read)
+            yield [3 + taken % (VOCAB - 3), 5]
+
+    completions = emsjax.stream(model, prompts(), max_new_tokens=5, batch_size=3, max_len=16)
+    for _ in range(30):
+        next(completions)
+        taken += 1
+        # Decoding, staged, finished and not handed over yet, and one to see that there is one.
+        assert int(repr(read)[6:-1]) <= taken + 4 * 3 + 1
+    completions.close()
+
+
+def test_a_prompt_of_an_iterator_that_cannot_be_decoded_is_refused():
+    model, good = tiny_model(), ragged_prompts([5, 9, 20])
+    prompts = [good[0], [], good[1], [VOCAB], [4] * 40, good[2], [4] * 60]
+    whole = emsjax.generate(model, good, max_new_tokens=9)
+    given = emsjax.stream(model, iter(prompts), max_new_tokens=9, batch_size=2, max_len=40)
+    refused, done = [], []
+    for completion in given:
+        (refused if completion.finish_reason == "refused" else done).append(completion)
+    assert {c.prompt: c.error for c in refused} == {
+        1: "prompts[1] is empty: at least one token id is needed",
+        3: f"prompts[3] holds the token id {VOCAB}, outside 0..{VOCAB - 1}",
+        4: "prompts[4] has 40 tokens and max_new_tokens is 9: together more than max_len 40",
+        6: "prompts[6] has 60 tokens and max_new_tokens is 9: 68 positions are needed, but the "
+        "model's limit max_position_embeddings is 64",
+    }
+    tokens = {c.prompt: c.tokens.tolist() for c in done}
+    expected = [whole.tokens[i, : whole.lengths[i]].tolist() for i in range(3)]
+    assert tokens == dict(zip((0, 2, 5), expected, strict=True))
+    with pytest.raises(ValueError, match=r"prompts\[1\] is empty"):
+        emsjax.stream(model, prompts, max_new_tokens=9, batch_size=2)
+
+
+def test_when_the_iterator_raises_what_came_before_is_done_first():
+    model, good = tiny_model(), ragged_prompts([5, 9, 20, 4])
+
+    def prompts():
+        yield from good
+        raise OSError("the disk is gone")
+
+    whole = emsjax.generate(model, good, max_new_tokens=9)
+    done = []
+    with pytest.raises(OSError, match="the disk is gone") as caught:
+        done.extend(emsjax.stream(model, prompts(), max_new_tokens=9, batch_size=3))
+    assert caught.value.__notes__ == ["raised by the iterator of prompts in place of prompts[4]"]
+    # `extend` keeps what came before the error.
+    assert_same(done, whole)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"batch_size": 0}, "batch_size must be at least 1, not 0"),
+        ({"max_len": 1}, "max_len must be at least 2, not 1"),
+        ({"max_new_tokens": [3, 4]}, "max_new_tokens must be one value or one per prompt"),
+        ({"sampling": emsjax.Sampling(0.9)}, "key is needed"),
+        ({"attention_implementation": "own"}, "own"),
+        (
+            {"drafter": emsjax.PromptLookup(references=[[3, 4]])},
+            "a drafter with references needs a sequence of prompts",
+        ),
+    ],
+)
+def test_bad_arguments_are_refused_before_any_prompt_is_read(options, error):
+    def prompts():
+        raise AssertionError("read")
+        yield
+
+    with pytest.raises(ValueError, match=error):
+        emsjax.stream(tiny_model(), prompts(), **({"batch_size": 2} | options))
+
+
+def test_nothing_is_left_of_a_stream_that_nobody_reads_to_its_end():
+    model = tiny_model()
+    endless = ([3 + n % 50, 4] for n in itertools.count())
+    before = threading.active_count()
+    devices = jax.local_devices()[:1]
+    completions = emsjax.stream(
+        model, endless, max_new_tokens=4, batch_size=2, max_len=16, devices=devices
+    )
+    next(completions)
+    completions.close()
+    end = time.monotonic() + 60
+    while threading.active_count() > before and time.monotonic() < end:
+        time.sleep(0.05)
+    assert threading.active_count() == before
+
+
+def test_an_error_on_a_device_ends_the_stream():
+    model, prompts = tiny_model(), ragged_prompts(LENGTHS)
+
+    class Broken(emsjax.PromptLookup):
+        def propose(self, *args):
+            raise RuntimeError("broken drafter")
+
+    jax.tree_util.register_pytree_node_class(Broken)
+    completions = emsjax.stream(
+        model, prompts, Broken(), batch_size=2, devices=jax.local_devices()[:1]
+    )
+    with pytest.raises(RuntimeError, match="broken drafter"):
+        next(completions)
+
+
+FOUR_DEVICES = """
+    import json
+    import jax
+    import emsjax
+    from toy import ragged_prompts, tiny_model
+
+    model, prompts = tiny_model(), ragged_prompts({lengths})
+    draft_model = tiny_model(num_hidden_layers=1)
+    used = []
+    serve = emsjax.slots.Slots.serve
+
+    def watched(self, entries):
+        for row in serve(self, entries):
+            used.append(self.state.cache.lengths.devices().pop().id)
+            yield row
+
+    emsjax.slots.Slots.serve = watched
+    completions = emsjax.stream(
+        model,
+        prompts,
+        emsjax.DraftModel(draft_model, 3),
+        max_new_tokens=9,
+        batch_size=2,
+        devices=jax.local_devices(),
+    )
+    tokens = {{c.prompt: c.tokens.tolist() for c in completions}}
+    print(json.dumps([tokens, sorted(set(used))]))
+"""
+
+
+def test_four_devices_say_what_one_says():
+    model, prompts = tiny_model(), ragged_prompts(LENGTHS * 3)
+    whole = emsjax.generate(model, prompts, max_new_tokens=9)
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+    tests = Path(__file__).parent
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(FOUR_DEVICES.format(lengths=LENGTHS * 3))],
+        env=os.environ
+        | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{tests}:{tests.parent}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    tokens, used = json.loads(run.stdout)
+    assert {int(prompt): said for prompt, said in tokens.items()} == {
+        i: whole.tokens[i, : whole.lengths[i]].tolist() for i in range(len(prompts))
+    }
+    assert used == [0, 1, 2, 3]
