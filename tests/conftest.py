@@ -1,6 +1,7 @@
 """Shapes in annotations are checked at run time: the library promises what it documents."""
 
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,6 +33,7 @@ CHECKED = [
     "verdict",
     "verification",
 ]
+COMMANDS = re.compile("test_(cli|cli_.*|demo_recipe|docs|peers|plotting|readme|.*benchmarks?)")
 jaxtyping.install_import_hook([f"emsjax.{name}" for name in CHECKED], "beartype.beartype")
 
 from hypothesis import HealthCheck, settings  # noqa: E402
@@ -48,6 +50,12 @@ settings.load_profile("emsjax")
 def pytest_configure(config):
     if config.option.markexpr == "gpu" and not runs_triton():
         raise pytest.UsageError("-m gpu needs a GPU of compute capability 8.0 or newer")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if COMMANDS.fullmatch(item.path.stem):
+            item.add_marker("commands")
 
 
 @pytest.fixture(autouse=True)
