@@ -1,9 +1,14 @@
-"""Input records of `emsjax generate`: JSON Lines, validated before any work starts."""
+"""Input records of `emsjax generate`: JSON Lines, checked before any work, read as needed."""
 
 import dataclasses
+import hashlib
 import json
 import string
+from collections.abc import Iterator, Set
+from pathlib import Path
 from typing import Any
+
+from emsjax.digests import Digests, digest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,33 +20,84 @@ class Record:
     line: int
 
 
-def read_records(source: bytes, name: str, template: str | None) -> list[Record]:
-    """All records of a JSON Lines file; blank lines are skipped.
+class Records:
+    """The records of a JSON Lines file, read line by line each time they are gone through.
 
     Args:
-        source: the file's bytes.
-        name: the file's name, for errors.
+        path: the file.
         template: how to make a prompt of a record's fields; None: field "prompt" is it.
 
     Raises:
-        ValueError: the first bad line with its number, a duplicate id with both
-            numbers, a bad template, or no records at all.
+        ValueError: a bad template; while going through, the first bad line with its number.
     """
-    fields = template_fields(template)
-    records: dict[str | int, Record] = {}
-    for number, line in enumerate(source.split(b"\n"), start=1):
-        if not line.strip():
-            continue
+
+    def __init__(self, path: Path, template: str | None):
+        self.path, self.template = path, template
+        self.fields = template_fields(template)
+
+    def __iter__(self) -> Iterator[Record]:
+        """All but blank lines."""
+        return (record for _, record in self.lines() if record is not None)
+
+    def lines(self) -> Iterator[tuple[bytes, Record | None]]:
+        """Every line as it stands in the file, and its record; None: blank."""
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                yield line, self._record(line, number) if line.strip() else None
+
+    def _record(self, line: bytes, number: int) -> Record:
         try:
-            record = make_record(json.loads(line.decode()), template, fields, number)
-            first = records.setdefault(record.id, record)
-            if first is not record:
-                raise ValueError(f"duplicate id {record.id!r}, first seen on line {first.line}")
+            return make_record(json.loads(line.decode()), self.template, self.fields, number)
         except ValueError as error:  # bad JSON and bad UTF-8 included
-            raise ValueError(f"{name}, line {number}: {error}") from error
-    if not records:
-        raise ValueError(f"{name} holds no records")
-    return list(records.values())
+            raise ValueError(f"{self.path}, line {number}: {error}") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Survey:
+    """What is known of an input when all of it has been checked.
+
+    Attributes:
+        count: records.
+        ids: theirs.
+        sha256: of the file.
+    """
+
+    count: int
+    ids: Digests
+    sha256: str
+
+
+def survey(records: Records) -> Survey:
+    """Check every record; keeps nothing of them but a digest of each id.
+
+    Raises:
+        ValueError: a bad line, a duplicate id with the numbers of both lines, or no records.
+    """
+    sha256, ids = hashlib.sha256(), Digests()
+    for line, record in records.lines():
+        sha256.update(line)
+        if record is not None:
+            ids.add(record.id)
+    if not len(ids):
+        raise ValueError(f"{records.path} holds no records")
+    repeated = ids.freeze()
+    if repeated:
+        _name_duplicate(records, repeated)
+    return Survey(len(ids), ids, sha256.hexdigest())
+
+
+def _name_duplicate(records: Records, repeated: Set[bytes]) -> None:
+    """Raises a ValueError for the first record whose id has occurred before."""
+    first: dict[str | int, int] = {}
+    for record in records:
+        if (
+            digest(record.id) in repeated
+            and first.setdefault(record.id, record.line) != record.line
+        ):
+            raise ValueError(
+                f"{records.path}, line {record.line}: duplicate id {record.id!r}, first seen on "
+                f"line {first[record.id]}"
+            )
 
 
 def make_record(value: Any, template: str | None, fields: list[str], line: int) -> Record:

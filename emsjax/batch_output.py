@@ -8,45 +8,59 @@ the first result, so results without it, or with another one, are not this run's
 import contextlib
 import dataclasses
 import fcntl
+import itertools
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Set
 from io import BufferedWriter
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
+from emsjax.digests import Digests, digest
 
-@dataclasses.dataclass(frozen=True)
+SYNC_SECONDS = 1.0  # what a crash of the machine can cost at most; a kill costs nothing
+
+
+@dataclasses.dataclass
 class Results:
     """An open output: the (id, sequence) pairs it held when opened, and how to add to it.
 
     Attributes:
+        done: them.
         resolved: of the run that began it.
     """
 
-    done: frozenset[tuple[str | int, int]]
+    done: Digests
     resolved: Mapping
     file: BufferedWriter
+    synced: float = 0.0
 
-    def append(self, results: Sequence[Mapping]) -> None:
-        """Write results durably; a kill leaves at most one unfinished line, the last."""
-        lines = [json.dumps(result, ensure_ascii=False) + "\n" for result in results]
-        self.file.write("".join(lines).encode())
+    def append(self, result: Mapping) -> None:
+        """Write a result; a kill leaves at most one unfinished line, the last."""
+        self.file.write((json.dumps(result, ensure_ascii=False) + "\n").encode())
         self.file.flush()
+        if monotonic() - self.synced > SYNC_SECONDS:
+            self.sync()
+
+    def sync(self) -> None:
+        """Not before this returns is all of it on the disk."""
         os.fsync(self.file.fileno())
+        self.synced = monotonic()
 
 
 @contextlib.contextmanager
 def open_results(
     path: Path,
     configuration: Mapping,
-    ids: set[str | int],
+    ids: Container[str | int],
     num_sequences: int,
     resolved: Mapping,
 ) -> Iterator[Results]:
     """Open an output to append to, cutting off an unfinished last line.
 
     Args:
+        ids: of the input.
         resolved: to go with the configuration of a new run.
 
     Raises:
@@ -62,12 +76,16 @@ def open_results(
             record = json.dumps({**configuration, "resolved": resolved}, indent=2)
             write_atomically(configuration_path(path), record + "\n")
         file.truncate(size)
-        yield Results(frozenset(done), read_resolved(path), file)
+        results = Results(done, read_resolved(path), file)
+        try:
+            yield results
+        finally:
+            results.sync()
 
 
 def read_results(
-    path: Path, configuration: Mapping, ids: set[str | int], num_sequences: int
-) -> tuple[set, int]:
+    path: Path, configuration: Mapping, ids: Container[str | int], num_sequences: int
+) -> tuple[Digests, int]:
     """The (id, sequence) pairs that an output holds, and the bytes of its finished lines.
 
     A last line that has no end or is no JSON is what a killed run left: not counted.
@@ -75,32 +93,57 @@ def read_results(
     Raises:
         ValueError: the output belongs to another run, or was changed by hand.
     """
-    content = path.read_bytes() if path.exists() else b""
-    if content:
+    done, size = Digests(), 0
+    if path.exists() and path.stat().st_size:
         check_configuration(path, configuration)
-    done: set[tuple[str | int, int]] = set()
-    size = 0
-    *finished, unfinished = content.split(b"\n")
-    for number, line in enumerate(finished, start=1):
-        try:
-            result = json.loads(line)
-        except ValueError as error:
-            if number == len(finished) and not unfinished:
-                break
-            raise ValueError(f"{path}, line {number}: not a result of emsjax") from error
-        try:
-            result_key = key_of(result, ids, num_sequences)
-            if result_key in done:
-                which = "" if num_sequences == 1 else f" with sequence {result['sequence']}"
-                raise ValueError(f"id {result['id']!r} appears twice{which}")
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: {error}") from error
-        done.add(result_key)
-        size += len(line) + 1
+        for _, line, key in _finished(path, ids, num_sequences):
+            done.add(key)
+            size += len(line)
+    repeated = done.freeze()
+    if repeated:
+        _name_repetition(path, ids, num_sequences, repeated)
     return done, size
 
 
-def key_of(result: Any, ids: set[str | int], num_sequences: int) -> tuple[str | int, int]:
+def _finished(path: Path, ids: Container[str | int], num_sequences: int):
+    """Number, bytes and key of every finished line.
+
+    Raises:
+        ValueError: a line that is none of this run's.
+    """
+    with path.open("rb") as file:
+        line = file.readline()
+        for number in itertools.count(1):
+            if not line.endswith(b"\n"):
+                return
+            following = file.readline()
+            try:
+                result = json.loads(line)
+            except ValueError as error:
+                if not following:
+                    return
+                raise ValueError(f"{path}, line {number}: not a result of emsjax") from error
+            try:
+                key = key_of(result, ids, num_sequences)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from error
+            yield number, line, key
+            line = following
+
+
+def _name_repetition(path: Path, ids, num_sequences: int, repeated: Set[bytes]) -> None:
+    """Raises a ValueError for the first line of a sequence that has a line already."""
+    seen = set()
+    for number, _, key in _finished(path, ids, num_sequences):
+        if digest(key) in repeated:
+            if key in seen:
+                record, sequence = key
+                which = "" if num_sequences == 1 else f" with sequence {sequence}"
+                raise ValueError(f"{path}, line {number}: id {record!r} appears twice{which}")
+            seen.add(key)
+
+
+def key_of(result: Any, ids: Container[str | int], num_sequences: int) -> tuple[str | int, int]:
     """The id and the sequence of a line; its field "sequence" is read where there are several.
 
     Raises:

@@ -1,10 +1,12 @@
 """`stream`: prompts in as they come, completions out as they finish."""
 
 import dataclasses
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float32, Int32
 
@@ -16,7 +18,7 @@ from emsjax.kernels import resolve_kernels
 from emsjax.opt import OPT
 from emsjax.output import finish_reason
 from emsjax.packing import round_up_length
-from emsjax.preparation import check_drafter
+from emsjax.preparation import check, check_drafter
 from emsjax.replicas import rows_of_all
 from emsjax.requests import Requests, check_positions, check_requests
 from emsjax.sampling import Sampling
@@ -89,132 +91,217 @@ def stream(
     Raises:
         ValueError: as `emsjax.generate`, before any work; a drafter that holds something for each
             prompt, with an iterator.
-        Exception: what the iterator raises, when all prompts before are done; a note tells where.
+        Exception: what the iterator raises, when all prompts before are done; a note tells how
+            many these were.
+    """
+    if not hasattr(prompts, "__len__"):
+        return stream_numbered(
+            model,
+            enumerate(prompts),
+            drafter,
+            draft_length,
+            max_new_tokens,
+            sampling,
+            num_sequences,
+            batch_size=batch_size,
+            max_len=max_len,
+            eos_token_ids=eos_token_ids,
+            key=key,
+            attention_implementation=attention_implementation,
+            devices=devices,
+        )
+    requests, drafter = check(
+        model,
+        drafter,
+        draft_length,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        num_sequences=num_sequences,
+        eos_token_ids=eos_token_ids,
+        key=key,
+    )
+    rows = rows_of(
+        model,
+        drafter,
+        requests,
+        sequences_of(requests),
+        draft_length=draft_length,
+        batch_size=min(check_at_least("batch_size", batch_size, 1), requests.total_sequences),
+        attention_implementation=attention_implementation,
+        devices=devices,
+    )
+    return (completion(row, requests.num_sequences) for row in rows)
+
+
+def stream_numbered(
+    model: OPT,
+    prompts: Iterator[tuple[int, Sequence[int]]],
+    drafter: Drafter | None = None,
+    draft_length: DraftLength | None = None,
+    max_new_tokens: int = 128,
+    sampling: Sampling | None = None,
+    num_sequences: int = 1,
+    *,
+    batch_size: int,
+    max_len: int | None = None,
+    eos_token_ids: Sequence[int] | None = None,
+    key: jax.Array | None = None,
+    attention_implementation: str | Callable | None = None,
+    devices: Sequence[jax.Device] | None = None,
+) -> Iterator[Completion]:
+    """`stream` for an iterator of prompts with their places, which tell each sequence's key.
+
+    A run that leaves out what it has done already says the same of the rest.
     """
     batch_size = check_at_least("batch_size", batch_size, 1)
-    resolve_kernels(attention_implementation)
-    terms = {
-        "max_new_tokens": max_new_tokens,
-        "sampling": sampling,
-        "num_sequences": num_sequences,
-        "eos_token_ids": eos_token_ids,
-        "key": key,
-    }
-    lazy = not hasattr(prompts, "__len__")
-    # Of an iterator nothing is known yet: one prompt stands for all when the rest is checked.
-    requests = check_requests(model.config, [[0]] if lazy else prompts, **terms)
-    positions, source = requests.positions, None
-    if lazy:
-        if getattr(drafter, "references", None) is not None:
-            raise ValueError("a drafter with references needs a sequence of prompts, no iterator")
-        positions = model.config.max_position_embeddings
-        if max_len is not None:
-            positions = min(positions, check_at_least("max_len", max_len, 2) - 1)
-        requests = dataclasses.replace(requests, max_len=round_up_length(positions + 1))
-        source = Source(iter(prompts), model.config, requests, key, positions)
-        entries = source.entries()
-    else:
-        batch_size = min(batch_size, requests.total_sequences)
-        entries = sequences_of(requests)
-    drafter = check_drafter(model, drafter, draft_length, positions)
+    if getattr(key, "ndim", 0):
+        raise ValueError("one key per sequence needs a sequence of prompts, no iterator")
+    if getattr(drafter, "references", None) is not None:
+        raise ValueError("a drafter with references needs a sequence of prompts, no iterator")
+    # Of the prompts nothing is known yet: one stands for all when the rest is checked.
+    requests = check_requests(
+        model.config,
+        [[0]],
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        num_sequences=num_sequences,
+        eos_token_ids=eos_token_ids,
+        key=key,
+    )
+    longest = model.config.max_position_embeddings + 1  # the last token is never fed
+    if max_len is not None:
+        longest = min(longest, check_at_least("max_len", max_len, 2))
+    requests = dataclasses.replace(requests, max_len=round_up_length(longest))
+    drafter = check_drafter(model, drafter, draft_length, longest - 1)
+    source = Source(prompts, model.config, requests, key, longest)
+    rows = rows_of(
+        model,
+        drafter,
+        requests,
+        source.entries(),
+        draft_length=draft_length,
+        batch_size=batch_size,
+        attention_implementation=attention_implementation,
+        devices=devices,
+    )
+    return source.completions(rows)
 
-    def slots(device: jax.Device | None = None) -> Slots:
-        there = lambda tree: tree if device is None else jax.device_put(tree, device)
-        with jax.default_device(device):
-            return Slots.of(
-                there(model),
-                there(drafter) if jax.tree.leaves(drafter) != [drafter] else drafter,
-                requests,
-                draft_length,
-                batch_size,
-                attention_implementation,
-            )
+
+def rows_of(
+    model: OPT,
+    drafter: Drafter | None,
+    requests: Requests,
+    entries: Iterator[Entry],
+    *,
+    draft_length: DraftLength | None,
+    batch_size: int,
+    attention_implementation: str | Callable | None,
+    devices: Sequence[jax.Device] | None,
+) -> Iterator[Row]:
+    """The rows of all entries; caches have been allocated when this returns."""
+    resolve_kernels(attention_implementation)
+
+    def slots(model: OPT, drafter: Drafter | None) -> Slots:
+        return Slots.of(
+            model, drafter, requests, draft_length, batch_size, attention_implementation
+        )
 
     if devices is None:
-        rows = slots().serve(entries)
-    else:
-        rows = rows_of_all({device: slots(device) for device in devices}, entries)
-    return completions(rows, source, requests.num_sequences)
+        return slots(model, drafter).serve(entries)
+    replicas = {}
+    for device in devices:
+        with jax.default_device(device):
+            # A drafter that is no pytree goes as it is.
+            own = (
+                drafter if jax.tree_util.all_leaves([drafter]) else jax.device_put(drafter, device)
+            )
+            replicas[device] = slots(jax.device_put(model, device), own)
+    return rows_of_all(replicas, entries)
 
 
 class Source:
-    """The sequences of an iterator's prompts, one after the other.
+    """The sequences of prompts that are read one by one.
 
-    Attributes:
-        refused: those that cannot be decoded, until they are taken.
-        error: what the iterator raised.
+    Args:
+        prompts: with their places.
+        requests: what holds for all of them.
+        longest: tokens of a prompt and its continuation.
     """
 
     def __init__(
         self,
-        prompts: Iterator[Sequence[int]],
+        prompts: Iterator[tuple[int, Sequence[int]]],
         config: OPTConfig,
         requests: Requests,
         key: jax.Array | None,
-        positions: int,
+        longest: int,
     ):
         self.prompts, self.config, self.requests = prompts, config, requests
         self.key = jax.random.key(0) if key is None else key
-        self.positions = positions
+        self.longest = longest
+        self.keys = {}  # the last block, by its first sequence
         self.refused: deque[Completion] = deque()
         self.error: BaseException | None = None
 
     def entries(self) -> Iterator[Entry]:
+        """What can be decoded; the rest is refused."""
         new, each = int(self.requests.max_new_tokens[0]), self.requests.num_sequences
         sampling = jax.tree.map(lambda values: values[0], self.requests.sampling)
-        keys = self.keys()
-        for place, prompt in enumerate(self.read()):
-            sequence_keys = [next(keys) for _ in range(each)]
+        for place, prompt in self.read():
             try:
-                ids = as_token_ids(f"prompts[{place}]", prompt, self.config.vocab_size)
-                check_positions(self.config, place, ids, new)
-                if len(ids) + new - 1 > self.positions:
-                    raise ValueError(
-                        f"prompts[{place}] has {len(ids)} tokens and max_new_tokens is {new}: "
-                        f"together more than max_len {self.positions + 1}"
-                    )
+                ids = self.checked(place, prompt, new)
             except ValueError as error:
                 self.refused.extend(refusal(place, n, str(error)) for n in range(each))
                 continue
-            for n, sequence_key in enumerate(sequence_keys):
-                yield Entry(place * each + n, ids, new, sequence_key, sampling)
+            for sequence in range(place * each, (place + 1) * each):
+                yield Entry(sequence, ids, new, self.key_of(sequence), sampling)
 
-    def read(self) -> Iterator[Sequence[int]]:
-        for place in range(2**62):
+    def read(self) -> Iterator[tuple[int, Sequence[int]]]:
+        """The prompts; an error ends them, and is kept."""
+        for count in itertools.count():
             try:
                 prompt = next(self.prompts)
             except StopIteration:
                 return
             except Exception as error:
-                error.add_note(f"raised by the iterator of prompts in place of prompts[{place}]")
+                error.add_note(f"raised by the iterator of prompts after {count} of them")
                 self.error = error
                 return
             yield prompt
 
-    def keys(self) -> Iterator[np.ndarray]:
-        """Data of the keys of sequences 0, 1, ..., as `generate` has them."""
-        for first in range(0, 2**31, KEYS_AT_ONCE):
-            yield from np.asarray(_keys_from(self.key, first))
+    def checked(self, place: int, prompt: Sequence[int], new: int) -> np.ndarray:
+        ids = as_token_ids(f"prompts[{place}]", prompt, self.config.vocab_size)
+        check_positions(self.config, place, ids, new)
+        if len(ids) + new > self.longest:
+            raise ValueError(
+                f"prompts[{place}] has {len(ids)} tokens and max_new_tokens is {new}: together "
+                f"more than max_len {self.longest}"
+            )
+        return ids
+
+    def key_of(self, sequence: int) -> np.ndarray:
+        """Its key's data, as `generate` has it."""
+        first = sequence - sequence % KEYS_AT_ONCE
+        if first not in self.keys:
+            self.keys = {first: np.asarray(_keys_from(self.key, first))}
+        return self.keys[first][sequence - first]
+
+    def completions(self, rows: Iterator[Row]) -> Iterator[Completion]:
+        """What the rows say, and what was refused; at the end what the iterator raised."""
+        for row in rows:
+            while self.refused:
+                yield self.refused.popleft()
+            yield completion(row, self.requests.num_sequences)
+        yield from self.refused
+        if self.error is not None:
+            raise self.error
 
 
 @jax.jit
 def _keys_from(key: jax.Array, first: int) -> jax.Array:
-    numbers = first + jax.numpy.arange(KEYS_AT_ONCE)
+    numbers = first + jnp.arange(KEYS_AT_ONCE)
     return jax.random.key_data(jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, numbers))
-
-
-def completions(
-    rows: Iterator[Row], source: Source | None, num_sequences: int
-) -> Iterator[Completion]:
-    """What the rows say, and what was refused; at the end what the iterator raised."""
-    for row in rows:
-        while source is not None and source.refused:
-            yield source.refused.popleft()
-        yield completion(row, num_sequences)
-    if source is not None:
-        yield from source.refused
-        if source.error is not None:
-            raise source.error
 
 
 def completion(row: Row, num_sequences: int) -> Completion:

@@ -102,14 +102,14 @@ def tiny_model(tmp_path_factory):
 
 @pytest.fixture
 def fake(monkeypatch):
-    """Stands in for `emsjax.generate`."""
-    from jsonl import FakeGenerate
+    """Stands in for what `emsjax generate` streams."""
+    from jsonl import FakeStream
 
-    import emsjax
+    from emsjax import streaming
 
-    generate = FakeGenerate()
-    monkeypatch.setattr(emsjax, "generate", generate, raising=False)
-    return generate
+    stream = FakeStream()
+    monkeypatch.setattr(streaming, "stream_numbered", stream)
+    return stream
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Files and commands to test `emsjax generate` with."""
 
+import itertools
 import json
 from types import SimpleNamespace
 
@@ -10,9 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 import emsjax
-from emsjax import profile_store
+from emsjax import profile_store, streaming
 from emsjax.batch_drafting import read_config
-from emsjax.output import PaddingRatio
 from emsjax.step_costs import FORMAT
 
 END, POSITIONS = 2, 64
@@ -68,57 +68,59 @@ def profile_of(model, draft_model=None, dtype="float32", row_ms=None, draft_ms=0
     }
 
 
-class InterruptedGenerate:
-    """`emsjax.generate` for as many calls as given; remembers their policies."""
+class InterruptedStream:
+    """`stream_numbered` until so many completions have come; remembers the policies."""
 
-    def __init__(self, calls, generate=emsjax.generate):
-        self.calls, self.generate, self.policies = calls, generate, []
+    def __init__(self, completions):
+        self.completions, self.stream, self.policies = completions, streaming.stream_numbered, []
 
-    def __call__(self, *args, **options):
-        if len(self.policies) == self.calls:
+    def __call__(self, model, prompts, drafter, policy, **options):
+        self.policies.append(policy)
+        completions = self.stream(model, prompts, drafter, policy, **options)
+        yield from itertools.islice(completions, self.completions)
+        if self.completions is not None:
             raise KeyboardInterrupt
-        self.policies.append(options["draft_length"])
-        return self.generate(*args, **options)
 
 
-class FakeGenerate:
+class FakeStream:
     """Tokens that depend on a sequence's prompt and key alone; remembers its calls."""
 
-    def __init__(self, interrupt_at=None):
+    def __init__(self, interrupt_after=None):
         self.calls = []
-        self.interrupt_at = interrupt_at
+        self.interrupt_after = interrupt_after
 
-    def __call__(self, model, prompts, *, max_new_tokens, num_sequences, key, **options):
-        if len(self.calls) == self.interrupt_at:
-            raise KeyboardInterrupt
-        count = len(prompts) * num_sequences
-        assert key.shape == (count,)
-        tokens = np.ones((count, max_new_tokens), np.int32)
-        logprobs = np.zeros((count, max_new_tokens), np.float32)
-        lengths = np.zeros(count, np.int32)
-        for row, bits in enumerate(jax.random.key_data(key)):
-            prompt = prompts[row // num_sequences]
-            draw = np.random.default_rng([*prompt.tolist(), *np.asarray(bits).tolist()])
-            lengths[row] = draw.integers(1, max_new_tokens + 1)
-            tokens[row, : lengths[row]] = draw.integers(3, 300, lengths[row])
-            tokens[row, lengths[row] - 1] = END
-            logprobs[row, : lengths[row]] = -draw.exponential(size=lengths[row])
-        none = np.zeros(count, np.int32)
-        stats = emsjax.Stats(
-            num_steps=lengths,
-            num_drafted=none,
-            num_accepted=none,
-            num_emitted=lengths,
-            accepted_histogram=lengths[:, None],
-            finish_seconds=lengths.astype(np.float32),
-            model_calls=1,
-            padding_ratio=PaddingRatio(0.0, 0.0),
-        )
-        out = emsjax.GenerateOutput(
-            tokens, lengths, logprobs, ["eos"] * count, stats, num_sequences
-        )
-        self.calls.append(SimpleNamespace(prompts=prompts, key=key, out=out, **options))
-        return out
+    def __call__(
+        self,
+        model,
+        prompts,
+        drafter,
+        draft_length,
+        *,
+        max_new_tokens,
+        num_sequences,
+        key,
+        **options,
+    ):
+        call = SimpleNamespace(drafter=drafter, draft_length=draft_length, key=key, **options)
+        call.num_sequences, call.prompts, call.completions = num_sequences, {}, []
+        self.calls.append(call)
+        for place, prompt in prompts:
+            call.prompts[place] = prompt
+            for sequence in range(num_sequences):
+                if len(call.completions) == self.interrupt_after:
+                    raise KeyboardInterrupt
+                bits = jax.random.key_data(
+                    jax.random.fold_in(key, place * num_sequences + sequence)
+                )
+                draw = np.random.default_rng([*prompt, *np.asarray(bits).tolist()])
+                length = draw.integers(1, max_new_tokens + 1)
+                tokens = draw.integers(3, 300, length).astype(np.int32)
+                tokens[-1] = END
+                logprobs = -draw.exponential(size=length).astype(np.float32)
+                call.completions.append(
+                    streaming.Completion(place, sequence, tokens, logprobs, "eos", num_steps=length)
+                )
+                yield call.completions[-1]
 
 
 def write_records(path, records=RECORDS):

