@@ -123,8 +123,6 @@ def feed(
 def prompt_shares(state, room: Int32[Array, ""]) -> Int32[Array, "b"]:
     """Tokens of each prompt to feed: `room` in all, the earliest sequences' first."""
     unread = jnp.where(state.active, state.lengths - 1 - state.cache.lengths, 0)
-    order = jnp.argsort(jnp.where(unread > 0, state.sequence_ids, jnp.iinfo(jnp.int32).max))
-    waiting = unread[order]
-    before = jnp.cumsum(waiting, dtype=jnp.int32) - waiting
-    shares = jnp.clip(room - before, 0, waiting)
-    return jnp.zeros_like(unread).at[order].set(shares, unique_indices=True)
+    ids = state.sequence_ids
+    before = jnp.sum(jnp.where(ids < ids[:, None], unread, 0), axis=1, dtype=jnp.int32)
+    return jnp.clip(room - before, 0, unread)
