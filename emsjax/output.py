@@ -150,7 +150,7 @@ def assemble(
     width = int(requests.max_new_tokens.max())
     at = np.minimum(prompt_lengths[:, None] + np.arange(width), tokens.shape[1] - 1)
     real = np.arange(width) < emitted[:, None]
-    reasons = list(map(finish_reason, gather("ended"), gather("active")))
+    reasons = list(map(finish_reason, gather("ended").tolist(), gather("active").tolist()))
     counted = ("num_steps", "num_drafted", "num_accepted", "accepted_histogram", "finish_seconds")
     stats = Stats(
         **{name: gather(name) for name in counted},

@@ -312,7 +312,7 @@ def completion(row: Row, num_sequences: int) -> Completion:
         sequence,
         row["tokens"][new].copy(),
         row["logprobs"][new].copy(),
-        finish_reason(row["ended"], row["active"]),
+        finish_reason(bool(row["ended"]), bool(row["active"])),
         num_steps=int(row["num_steps"]),
         num_drafted=int(row["num_drafted"]),
         num_accepted=int(row["num_accepted"]),

@@ -71,12 +71,12 @@ def test_sequences_of_a_prompt_copy_what_is_cached_for_its_first(name):
         same(out, whole)
 
 
-@pytest.mark.parametrize("policy", [emsjax.BassHeuristic(limit=4), "goodput", "capped"])
+@pytest.mark.parametrize("policy", [emsjax.BassHeuristic(3, limit=4), "goodput", "capped"])
 def test_policies_that_look_at_the_batch_leave_greedy_tokens_alone(policy):
     costs = emsjax.StepCosts.of({16: 1.0, 64: 1.5}, draft_ms=0.1)
     policy = {
         "goodput": emsjax.Goodput(costs),
-        "capped": emsjax.CostCapped(emsjax.BassHeuristic(limit=4), costs),
+        "capped": emsjax.CostCapped(emsjax.BassHeuristic(3, limit=4), costs),
     }.get(policy, policy)
     model, prompts = tiny_model(), ragged_prompts(LENGTHS)
     whole = emsjax.generate(model, prompts, max_new_tokens=NEW)

@@ -127,7 +127,7 @@ def test_bad_arguments_are_refused_before_any_prompt_is_read(options, error):
         yield
 
     with pytest.raises(ValueError, match=error):
-        emsjax.stream(tiny_model(), prompts(), **({"batch_size": 2} | options))
+        emsjax.stream(tiny_model(), prompts(), **({"batch_size": 2, "max_new_tokens": 5} | options))
 
 
 def test_nothing_is_left_of_a_stream_that_nobody_reads_to_its_end():
@@ -155,7 +155,12 @@ def test_an_error_on_a_device_ends_the_stream():
 
     jax.tree_util.register_pytree_node_class(Broken)
     completions = emsjax.stream(
-        model, prompts, Broken(), batch_size=2, devices=jax.local_devices()[:1]
+        model,
+        prompts,
+        Broken(),
+        max_new_tokens=5,
+        batch_size=2,
+        devices=jax.local_devices()[:1],
     )
     with pytest.raises(RuntimeError, match="broken drafter"):
         next(completions)
