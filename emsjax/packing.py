@@ -8,17 +8,27 @@ The axis legend of the library, used in every shape annotation:
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-MAX_BUCKETS = 10
+MAX_BUCKETS = 11
 MIN_BUCKET_ROWS = 16  # the rows of a matrix unit's tile: fewer cost the same
 # From how many rows on they are told apart, and in how many steps to twice as many. On a GPU the
-# first 64 cost nearly nothing, since a step reads all weights anyway.
-RESOLUTIONS = ((64, 8), (128, 8), (128, 4), (128, 2))
+# first 64 cost nearly nothing, since a step reads all weights anyway, and up to about 200 each
+# costs a third of what one costs where arithmetic takes longer than reading.
+RESOLUTIONS = (
+    {64: 8},
+    {128: 8},
+    {128: 4, 256: 8},
+    {128: 2, 256: 8},
+    {128: 4},
+    {256: 4},
+    {128: 2},
+    {256: 2},
+)
 MAX_CHUNK_ROWS = 1024  # of prefill
 PROMPT_BUCKETS = 4
 
@@ -89,17 +99,20 @@ def row_buckets(batch: int, max_rows_per_sample: int) -> tuple[int, ...]:
     most = batch * max_rows_per_sample
     least = min(most, max(batch, MIN_BUCKET_ROWS))
     powers = [2**i for i in range(4, most.bit_length())]
-    for sizes in (*(_stepped(powers, *finer) for finer in RESOLUTIONS), powers, powers[::2]):
+    for sizes in (*(_stepped(powers, steps) for steps in RESOLUTIONS), powers, powers[::2]):
         between = [n for n in sizes if least + MIN_BUCKET_ROWS <= n <= most - most // 12]
         if len(between) <= MAX_BUCKETS - 2:
             break
     return tuple(sorted({least, *between, most}))
 
 
-def _stepped(powers: Sequence[int], first: int, steps: int) -> set[int]:
-    """The powers of two, and from `first` on so many steps to the next, of whole tiles."""
-    parts = [n * i // steps for n in powers if n >= first for i in range(steps, 2 * steps)]
-    return {*powers, *(n for n in parts if n % MIN_BUCKET_ROWS == 0)}
+def _stepped(powers: Sequence[int], steps: Mapping[int, int]) -> set[int]:
+    """The powers of two, and from each to the next the steps of a resolution, of whole tiles."""
+    sizes = set(powers)
+    for low in powers:
+        parts = steps[max(first)] if (first := [n for n in steps if n <= low]) else 1
+        sizes |= {low + low * i // parts for i in range(parts)}
+    return {n for n in sizes if n % MIN_BUCKET_ROWS == 0}
 
 
 def smallest_bucket(buckets: tuple[int, ...], rows: Array) -> Array:

@@ -112,7 +112,7 @@ def save(results: Mapping[str, Any], output: Path | None) -> None:
 
 
 def add_entry(entry: Mapping[str, Any], results: dict[str, Any], output: Path | None) -> None:
-    """Add what has been measured to the results, and write them: other commits may go on."""
+    """Add what has been measured, and write all; a resumed run may go on at another commit."""
     results["entries"].append({**entry, "commit": results.get("commit")})
     save(results, output)
 
