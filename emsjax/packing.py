@@ -18,17 +18,8 @@ MAX_BUCKETS = 11
 MIN_BUCKET_ROWS = 16  # the rows of a matrix unit's tile: fewer cost the same
 # From how many rows on they are told apart, and in how many steps to twice as many. On a GPU the
 # first 64 cost nearly nothing, since a step reads all weights anyway, and up to about 200 each
-# costs a third of what one costs where arithmetic takes longer than reading.
-RESOLUTIONS = (
-    {64: 8},
-    {128: 8},
-    {128: 4, 256: 8},
-    {128: 2, 256: 8},
-    {128: 4},
-    {256: 4},
-    {128: 2},
-    {256: 2},
-)
+# costs less than half of what one costs where arithmetic takes longer than reading.
+RESOLUTIONS = ({64: 8}, {128: 8}, {128: 4}, {128: 2, 256: 8}, {128: 2})
 MAX_CHUNK_ROWS = 1024  # of prefill
 PROMPT_BUCKETS = 4
 
@@ -99,11 +90,13 @@ def row_buckets(batch: int, max_rows_per_sample: int) -> tuple[int, ...]:
     most = batch * max_rows_per_sample
     least = min(most, max(batch, MIN_BUCKET_ROWS))
     powers = [2**i for i in range(4, most.bit_length())]
-    for sizes in (*(_stepped(powers, steps) for steps in RESOLUTIONS), powers, powers[::2]):
-        between = [n for n in sizes if least + MIN_BUCKET_ROWS <= n <= most - most // 12]
-        if len(between) <= MAX_BUCKETS - 2:
-            break
-    return tuple(sorted({least, *between, most}))
+    between = lambda sizes: sorted(
+        n for n in sizes if least + MIN_BUCKET_ROWS <= n <= most - most // 12
+    )
+    choices = [between(_stepped(powers, steps)) for steps in (*RESOLUTIONS, {})]
+    fitting = [sizes for sizes in choices if len(sizes) <= MAX_BUCKETS - 2]
+    sizes = max(fitting, key=len, default=between(powers[::2]))
+    return tuple(sorted({least, *sizes, most}))
 
 
 def _stepped(powers: Sequence[int], steps: Mapping[int, int]) -> set[int]:
