@@ -20,7 +20,6 @@ from emsjax.decoding import DecodeState, Flat, step
 from emsjax.draft_length import DraftLength
 from emsjax.drafting import Drafter
 from emsjax.drafting.drafter import admitted, choose
-from emsjax.feeding import is_ready
 from emsjax.opt import OPT
 from emsjax.sampling import Sampling
 
@@ -62,6 +61,7 @@ class Finished:
         tokens, logprobs, lengths, prompt_lengths, ended, sequence_ids: as in `DecodeState`.
         num_steps, num_drafted, num_accepted, accepted_histogram: as in `Counters`.
         count: how many there are.
+        stored: slots whose last sequence is or was among them, or that had none.
         busy: slots that served a sequence, of all steps together.
     """
 
@@ -76,6 +76,7 @@ class Finished:
     num_accepted: Int32[Array, "f"]
     accepted_histogram: Int32[Array, "f k1"]
     count: Int32[Array, ""]
+    stored: Bool[Array, "b"]
     busy: Int32[Array, ""]
 
     @classmethod
@@ -83,7 +84,12 @@ class Finished:
         """Room for `count` sequences of such a state."""
         empty = lambda x: jnp.zeros((count, *x.shape[1:]), x.dtype)
         none = jnp.zeros((2,), jnp.int32)
-        return cls(**jax.tree.map(empty, rows_of(state)), count=none[0], busy=none[1])
+        return cls(
+            **jax.tree.map(empty, rows_of(state)),
+            count=none[0],
+            stored=jnp.ones_like(state.active),
+            busy=none[1],
+        )
 
 
 PER_SLOT = ("tokens", "logprobs", "lengths", "prompt_lengths", "ended", "sequence_ids")
@@ -132,7 +138,7 @@ def refill_loop(
     def advance(carry):
         # Once, or not at all; as a branch of `lax.cond` the cache would be copied.
         state, waiting, finished = carry
-        start = (has_work(state, waiting), state, waiting, finished)
+        start = (has_work(*carry), *carry)
         _, state, waiting, finished = lax.while_loop(lambda carry: carry[0], turn, start)
         busy = finished.busy + jnp.sum(state.active, dtype=jnp.int32)
         finished = dataclasses.replace(finished, busy=busy)
@@ -147,15 +153,13 @@ def refill_loop(
         return state, waiting, finished
 
     state, waiting, finished = lax.while_loop(unfinished, advance, (state, waiting, finished))
-    state, finished = put_aside(state, finished)
-    return state, waiting, finished
+    return state, waiting, put_aside(state, finished)
 
 
-def has_work(state: DecodeState, waiting: Waiting) -> Bool[Array, ""]:
+def has_work(state: DecodeState, waiting: Waiting, finished: Finished) -> Bool[Array, ""]:
     """Whether `turn_over` may change anything."""
-    over = ~state.active & (state.sequence_ids >= 0)
     enter = jnp.any(~state.active) & (waiting.taken < waiting.count)
-    return jnp.any(over) | enter
+    return jnp.any(~state.active & ~finished.stored) | enter
 
 
 def turn_over(
@@ -166,21 +170,20 @@ def turn_over(
     finished: Finished,
 ) -> tuple[DecodeState, Waiting, Finished]:
     """Finished sequences put aside, the next ones in their slots."""
-    state, finished = put_aside(state, finished)
+    finished = put_aside(state, finished)
     state, waiting = admit(drafter, draft_length, state, waiting)
-    return state, waiting, finished
+    return state, waiting, dataclasses.replace(finished, stored=~state.active)
 
 
-def put_aside(state: DecodeState, finished: Finished) -> tuple[DecodeState, Finished]:
-    """What has finished among the finished, and its slots idle."""
-    over = ~state.active & (state.sequence_ids >= 0)
+def put_aside(state: DecodeState, finished: Finished) -> Finished:
+    """With what has finished and is not stored yet."""
+    over = ~state.active & ~finished.stored
     places = finished.lengths.shape[0]
     at = jnp.where(over, finished.count + jnp.cumsum(over, dtype=jnp.int32) - 1, places)
     keep = lambda rows, of_slots: rows.at[at].set(of_slots, mode="drop")
     kept = {name: keep(getattr(finished, name), rows) for name, rows in rows_of(state).items()}
     count = finished.count + jnp.sum(over, dtype=jnp.int32)
-    state = dataclasses.replace(state, sequence_ids=jnp.where(over, -1, state.sequence_ids))
-    return state, dataclasses.replace(finished, **kept, count=count)
+    return dataclasses.replace(finished, **kept, count=count, stored=~state.active)
 
 
 def admit(
@@ -189,9 +192,11 @@ def admit(
     """The next sequences in idle slots, at their beginning.
 
     A prompt is fed for the first of its sequences. The next ones, and whoever waits behind them,
-    enter when it is cached, and copy it.
+    enter when it is cached, and copy it: from a slot that serves it, or did last.
     """
-    cached = state.active & is_ready(state)
+    # No slot that is copied from takes a copy of another prompt: one whose sequences wait still
+    # comes before all that are not cached anywhere.
+    cached = has_prompt(state)
     source, has_source = _slot_of_prompt(state, waiting, cached)
     _, fed_now = _slot_of_prompt(state, waiting, state.active & ~cached)
     prompt = waiting.sequence_ids // waiting.num_sequences
@@ -240,6 +245,11 @@ def admit(
     )
     taken = waiting.taken + jnp.sum(fresh, dtype=jnp.int32)
     return state, dataclasses.replace(waiting, taken=taken)
+
+
+def has_prompt(state: DecodeState) -> Bool[Array, "b"]:
+    """The slots whose caches hold the prompt of their sequence, which may have finished."""
+    return (state.sequence_ids >= 0) & (state.cache.lengths >= state.prompt_lengths - 1)
 
 
 def _slot_of_prompt(state: DecodeState, waiting: Waiting, among: Bool[Array, "b"]):

@@ -14,12 +14,19 @@ import numpy as np
 from emsjax.decoding import Counters, DecodeState, Flat
 from emsjax.draft_length import DraftLength
 from emsjax.drafting import Drafter
-from emsjax.feeding import is_ready
 from emsjax.initial_state import max_draft_tokens_of
 from emsjax.layout import UNPADDED
 from emsjax.opt import OPT
 from emsjax.preparation import check_memory, drafter_for
-from emsjax.refill import COUNTED, PER_SLOT, Finished, Waiting, refill_loop, rows_of
+from emsjax.refill import (
+    COUNTED,
+    PER_SLOT,
+    Finished,
+    Waiting,
+    has_prompt,
+    refill_loop,
+    rows_of,
+)
 from emsjax.requests import Requests
 from emsjax.sampling import Sampling
 
@@ -208,15 +215,15 @@ class Slots:
         """Who is where, as the device says; waits for it."""
         state = self.state
         counted = (state.counters.model_calls, self.finished.busy, waiting.taken)
-        slots = (state.active, is_ready(state), state.sequence_ids)
+        slots = (state.active, has_prompt(state), state.sequence_ids)
         (self.calls, self.busy_slots, taken), slots = jax.device_get((counted, slots))
-        active, ready, sequences = slots
+        active, cached, sequences = slots
         for _ in range(int(taken)):
             self.staged.popleft()
         self.idle = np.flatnonzero(~active).tolist()
         prompts = sequences // self.num_sequences
-        self.cached = set(prompts[active & ready].tolist())
-        self.in_flight = set(prompts[active & ~ready].tolist())
+        self.cached = set(prompts[cached].tolist())
+        self.in_flight = set(prompts[active & ~cached].tolist())
 
     @property
     def busy(self) -> bool:

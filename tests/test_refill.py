@@ -164,7 +164,7 @@ def test_prompts_enter_in_their_order_and_each_once():
 
     def look(waiting, look=served.look):
         look(waiting)
-        entered.extend(set(np.asarray(served.state.sequence_ids).tolist()) - {-1, *entered})
+        entered.extend(sorted(set(served.state.sequence_ids.tolist()) - {-1, *entered}))
 
     served.look = look
     seen = [int(row["sequence_ids"]) for row in served.serve(sequences)]
