@@ -116,7 +116,7 @@ def check_fits(
         ValueError: it does not fit; names the sum and the largest batch that does.
     """
 
-    def plan(slots: int, prompt_slots: int) -> MemoryPlan:
+    def plan(slots: int, prompt_slots: int, refilled: bool) -> MemoryPlan:
         return MemoryPlan.for_run(
             config,
             dtype,
@@ -128,12 +128,13 @@ def check_fits(
             refilled=refilled,
         )
 
-    wanted, available = plan(slots, prompt_slots), available_bytes()
+    wanted, available = plan(slots, prompt_slots, refilled), available_bytes()
     fits = lambda plan: available is None or plan.total - plan.weights <= available
     if fits(wanted):
         return wanted
+    # With fewer slots than sequences these are refilled.
     largest = slots - 1
-    while largest > 0 and not fits(plan(largest, min(largest, prompt_slots))):
+    while largest > 0 and not fits(plan(largest, largest, refilled=True)):
         largest -= 1
     raise ValueError(
         f"batch_size {slots} with max_len {max_len} needs {wanted.describe()}, but only "

@@ -40,9 +40,11 @@ def test_cache_bytes_are_those_of_the_cache():
 
 
 def test_what_does_not_fit_names_the_sum_and_the_largest_batch(monkeypatch):
-    model, prompts = tiny_model(), ragged_prompts([5] * 6)
+    model, prompts = tiny_model(), ragged_prompts([5] * 60)
     sizes = {"max_len": 64, "max_draft_tokens": 0}
-    four = MemoryPlan.for_run(model.config, model.dtype, slots=4, prompt_slots=4, **sizes)
+    four = MemoryPlan.for_run(
+        model.config, model.dtype, slots=4, prompt_slots=4, refilled=True, **sizes
+    )
     monkeypatch.setattr(memory, "available_bytes", lambda: four.total - four.weights)
     with monkeypatch.context() as patch:
         patch.setattr(generation, "init_group", None)  # nothing may be allocated

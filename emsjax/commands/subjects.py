@@ -1,14 +1,14 @@
 """What `emsjax bench` decodes: checked shapes, or a trained model and the prompts of a file."""
 
 import argparse
-import hashlib
+import itertools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import emsjax
 from emsjax.arguments import flag
-from emsjax.batch_input import read_records
-from emsjax.batch_run import check_positions, tokenize
+from emsjax.batch_input import Records, survey
+from emsjax.batch_run import Prompts, check_positions
 from emsjax.benchmarks.runs import MODELS
 
 DRAFT_SHAPE = "opt-125m"
@@ -50,14 +50,14 @@ def load_trained(options: argparse.Namespace, max_prompts: int) -> Trained:
     """
     if options.data is None:
         raise ValueError("--model needs --data")
-    source = options.data.read_bytes()
-    records = read_records(source, str(options.data), options.prompt_template)[:max_prompts]
+    records = Records(options.data, options.prompt_template)
+    data = survey(records)
     cut = argparse.Namespace(
         model=options.model, revision=None, keep="last", max_prompt_tokens=options.max_prompt_tokens
     )
-    _, prompts = tokenize(records, cut)
+    prompts = list(itertools.islice(Prompts(records, cut), max_prompts))
     model = emsjax.OPT.from_pretrained(options.model, dtype=options.dtype)
-    check_positions(records, prompts, options.max_new_tokens, model.config.max_position_embeddings)
+    check_positions(prompts, options.max_new_tokens, model.config.max_position_embeddings)
     draft_model = None
     if options.draft_model is not None:
         draft_model = emsjax.OPT.from_pretrained(options.draft_model, dtype=options.dtype)
@@ -65,9 +65,9 @@ def load_trained(options: argparse.Namespace, max_prompts: int) -> Trained:
         "model": options.model,
         "draft_model": options.draft_model,
         "dtype": options.dtype,
-        "data_sha256": hashlib.sha256(source).hexdigest(),
+        "data_sha256": data.sha256,
         "prompt_template": options.prompt_template,
         "max_prompt_tokens": options.max_prompt_tokens,
         "max_prompts": max_prompts,
     }
-    return Trained(model, draft_model, prompts, describe)
+    return Trained(model, draft_model, [ids for _, ids in prompts], describe)
