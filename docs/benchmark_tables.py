@@ -61,6 +61,13 @@ KINDS = (
         tables.draft_length,
     ),
     Kind(
+        "Slots that refill",
+        "emsjax.benchmarks.refill",
+        "A set of prompts in batches that end with their last sequence, and in as many slots that "
+        "take the next prompt when a sequence has finished; whole calls, prefill included.",
+        tables.refill,
+    ),
+    Kind(
         "Decoding steps",
         "emsjax.benchmarks.step",
         "One step of the device loop (draft, forward, verify, commit), all drafts rejected. The "

@@ -238,6 +238,30 @@ def buckets(results: Results) -> list[str]:
     ]
 
 
+def refill(results: Results) -> list[str]:
+    settings = results["settings"]
+    rows = [
+        [
+            run["side"],
+            number(run["seconds"], 2),
+            number(run["tokens_per_s"], 0),
+            run["model_calls"],
+            f"{run['idle_share']:.1%}" if "idle_share" in run else None,
+        ]
+        for run in results["runs"]
+    ]
+    parts = [
+        f"Shape of {settings['model']}, scripted, {settings['dtype']}, {settings['prompts']} "
+        f"prompts of {settings['shortest']} to {settings['longest']} tokens, "
+        f"{settings['max_new_tokens']} new ones each, batch {settings['batch_size']}.",
+        table(["", "seconds", "tokens/s", "model calls", "idle slots"], rows),
+    ]
+    if "speedup" in results:
+        ratio = number(results["speedup"], 3)
+        parts.append(f"Slots that refill are {ratio} times as fast (best of both).")
+    return parts
+
+
 def first_call(results: Results) -> list[str]:
     settings = results["settings"]
     drafts = settings["drafter"]

@@ -327,6 +327,35 @@ NOT_YET = {  # kinds of which no results may be committed, as their writers make
         },
         ["| empty | 61.0 | 1.2 |", "| as the first process left it | 9.0 | 1.2 |"],
     ),
+    "python -m emsjax.benchmarks.refill": (
+        {
+            "settings": {
+                "model": "opt-6.7b",
+                "dtype": "bfloat16",
+                "prompts": 480,
+                "shortest": 500,
+                "longest": 1500,
+                "max_new_tokens": 128,
+                "batch_size": 24,
+            },
+            "runs": [
+                {"side": "static", "seconds": 9.0, "tokens_per_s": 99.0, "model_calls": 880},
+                {
+                    "side": "refilled",
+                    "seconds": 8.0,
+                    "tokens_per_s": 119.0,
+                    "model_calls": 700,
+                    "idle_share": 0.03,
+                },
+            ],
+            "speedup": 1.2021,
+        },
+        [
+            "| static | 9.00 | 99 | 880 |  |",
+            "| refilled | 8.00 | 119 | 700 | 3.0% |",
+            "are 1.202 times as fast",
+        ],
+    ),
     "python -m emsjax.benchmarks.divergences": (
         {
             "settings": {"dtype": "bfloat16", "max_new_tokens": 128},
@@ -378,7 +407,7 @@ def test_results_that_are_added_are_shown(tables, tmp_path, command):
     assert f"a GPU; jax 0.11; commit `abc`.\n```bash\n{command}\n```" in page
 
 
-@pytest.mark.parametrize("empty", ["entries", "batches", "shapes", "comparisons"])
+@pytest.mark.parametrize("empty", ["entries", "batches", "shapes", "comparisons", "runs"])
 def test_a_run_that_was_broken_off_at_once_is_listed(tables, tmp_path, empty):
     committed = [json.loads(path.read_bytes()) for path in tables.FOLDER.glob("*.json")]
     added = [{"command": name, **COMMON, **results} for name, (results, _) in NOT_YET.items()]

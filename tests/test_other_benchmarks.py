@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from emsjax.benchmarks import buckets, first_call, runs, training
+from emsjax.benchmarks import buckets, first_call, refill, runs, training
 from emsjax.config import OPTConfig
 
 
@@ -68,6 +68,28 @@ def test_a_warm_call_finds_what_the_cold_one_compiled(tmp_path, monkeypatch, cap
     for state in ("cold", "warm"):
         assert len(results[state]["calls_s"]) == 2
     assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_slots_that_refill_are_beside_static_batches(tmp_path, capsys):
+    path = tmp_path / "refill.json"
+    options = ["--model", "tiny", "--prompts", "14", "--batch-size", "4", "--shortest", "5"]
+    options += ["--longest", "30", "--max-new-tokens", "16", "--repeats", "1"]
+    with jax.numpy_dtype_promotion("standard"):
+        assert refill.main([*options, "--commit", "abc", "--output", str(path)]) == 0
+    results = json.loads(path.read_bytes())
+    static, refilled = results["runs"]
+    assert (static["side"], refilled["side"]) == ("static", "refilled")
+    assert static["identical"]
+    assert refilled["identical"]
+    assert refilled["model_calls"] < static["model_calls"]
+    assert 0 < refilled["idle_share"] < 0.5
+    ratio = refilled["tokens_per_s"] / static["tokens_per_s"]
+    assert results["speedup"] == pytest.approx(ratio)
+    assert "x static batches" in capsys.readouterr().out
+    # A token of the text that the model does not say is found out.
+    bench = refill.Bench("tiny", 3, (5, 9), 6, 2)
+    bench.expected[2, 3] += 1
+    assert not bench.run("refilled")["identical"]
 
 
 def test_training_flops_are_six_per_weight_and_token():
