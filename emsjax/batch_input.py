@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import os
 import string
 from collections.abc import Iterator, Set
 from pathlib import Path
@@ -28,12 +29,16 @@ class Records:
         template: how to make a prompt of a record's fields; None: field "prompt" is it.
 
     Raises:
-        ValueError: a bad template; while going through, the first bad line with its number.
+        ValueError: a bad template, or no regular file; while going through, the first bad line
+            with its number, or that the file has changed.
     """
 
     def __init__(self, path: Path, template: str | None):
         self.path, self.template = path, template
         self.fields = template_fields(template)
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{path} is no regular file: it has to be read more than once")
+        self.version = _version(path.stat())
 
     def __iter__(self) -> Iterator[Record]:
         """All but blank lines."""
@@ -43,6 +48,8 @@ class Records:
         """Every line as it stands in the file, and its record; None: blank."""
         with self.path.open("rb") as file:
             for number, line in enumerate(file, start=1):
+                if _version(os.fstat(file.fileno())) != self.version:
+                    raise ValueError(f"{self.path} has changed while it was in use")
                 yield line, self._record(line, number) if line.strip() else None
 
     def _record(self, line: bytes, number: int) -> Record:
@@ -50,6 +57,10 @@ class Records:
             return make_record(json.loads(line.decode()), self.template, self.fields, number)
         except ValueError as error:  # bad JSON and bad UTF-8 included
             raise ValueError(f"{self.path}, line {number}: {error}") from error
+
+
+def _version(found: os.stat_result) -> tuple[int, int, int]:
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import Any
 
 from emsjax.digests import Digests, digest
 
-SYNC_SECONDS = 1.0  # what a crash of the machine can cost at most; a kill costs nothing
+SYNC_SECONDS = 1.0  # results are forced to the disk no more often; a kill costs none of them
 
 
 @dataclasses.dataclass

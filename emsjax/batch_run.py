@@ -27,6 +27,7 @@ from emsjax.batch_drafting import (
 )
 from emsjax.batch_input import Record, Records, survey
 from emsjax.batch_output import open_results, read_resolved, read_results
+from emsjax.config import OPTConfig
 
 TOKENIZED_AT_ONCE = 256  # records
 
@@ -65,7 +66,7 @@ def run(
 
     config = read_config(options.model, options.revision)
     prompts = Prompts(records, options)
-    longest = check_positions(prompts, options.max_new_tokens, config.max_position_embeddings)
+    longest = check_prompts(prompts, options.max_new_tokens, config)
     resolved = read_resolved(output_path) if len(done) else resolve(options, config, profile_path)
     import emsjax
 
@@ -88,6 +89,8 @@ def run(
             for completion in completions(model, drafter, policy, missing, longest, options):
                 tally.add(completion)
                 record = missing.take(completion)
+                if completion.error is not None:
+                    raise ValueError(f"record {record.id!r}: {completion.error}")
                 if (record.id, completion.sequence) not in done:
                     results.append(output_line(record, completion, prompts.tokenizer, options))
                     progress.update(task, advance=1, speed=tally.speed)
@@ -160,18 +163,24 @@ class Prompts:
                 yield record, prompt
 
 
-def check_positions(
-    prompts: Iterable[tuple[Record, list[int]]], max_new_tokens: int, limit: int
+def check_prompts(
+    prompts: Iterable[tuple[Record, list[int]]], max_new_tokens: int, config: OPTConfig
 ) -> int:
     """Tokens of the longest record with its continuation.
 
     Raises:
-        ValueError: it needs more than `limit` positions.
+        ValueError: it needs more positions than the model has, or a token is not the model's.
     """
+    limit = config.max_position_embeddings
     fits = limit - max_new_tokens + 1  # the last token is emitted, never fed
     count, longest, too_long, first = 0, 0, 0, None
     for record, prompt in prompts:
         count, longest = count + 1, max(longest, len(prompt))
+        if max(prompt) >= config.vocab_size:
+            raise ValueError(
+                f"record {record.id!r} (line {record.line}): the tokenizer's token {max(prompt)} "
+                f"is none of the model's {config.vocab_size}"
+            )
         if len(prompt) > fits:
             too_long += 1
             first = first or (record, len(prompt))

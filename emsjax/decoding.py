@@ -115,7 +115,7 @@ def step(
     draft_length: DraftLength | None = None,
     attention_implementation: str | Callable | None = None,
     layout: Layout = UNPADDED,
-    prompts: bool = False,
+    num_sequences: Int32[Array, ""] | None = None,
 ) -> tuple[DecodeState, StepInfo]:
     """Draft, verify and commit once for every sample that decodes; pure, to be traced.
 
@@ -126,7 +126,8 @@ def step(
         draft_length: a policy that limits drafting; None: the drafter's own limit.
         attention_implementation: as for `generate`.
         layout: what is padded, as it was for `init_state`.
-        prompts: static: prompts may be left to cache; the step then also feeds of those.
+        num_sequences: of each prompt, where prompts may be left to cache: the step then feeds
+            of those, too. None: all are cached.
 
     Returns:
         The next state, and what the step did.
@@ -136,11 +137,11 @@ def step(
     """
     kernels = resolve_kernels(attention_implementation)
     drafter = with_policys_limit(drafter, draft_length)
-    ready = is_ready(state) if prompts else state.active
+    ready = state.active if num_sequences is None else is_ready(state)
     draft, drafter_state, view = _propose(model, drafter, state, draft_length, ready)
     draft_rows = jnp.where(ready, draft.counts, 0)
     counts = jnp.where(ready, draft_rows + 1, 0)
-    fed = feed(model, state, draft, counts, kernels, layout, prompts=prompts)
+    fed = feed(model, state, draft, counts, kernels, layout, num_sequences=num_sequences)
     verdict = fed.verdict
 
     k = draft.tokens.shape[1]

@@ -39,6 +39,10 @@ class DraftLength(Protocol):
     The effective limit is the smaller of the policy's and the drafter's. A policy that may
     ask for more than drafters allow by themselves has an attribute `max_draft_tokens`: a
     drafter whose limit nobody has set takes it over.
+
+    Where slots are refilled, `admit(state, fresh)` returns the state in which slots with `fresh`
+    [b] begin new sequences; without it they take what `init` makes, from arrays whose first axis
+    is theirs.
     """
 
     def init(self, batch: int, max_draft_tokens: int) -> Any:

@@ -55,7 +55,7 @@ def feed(
     kernels: Kernels,
     layout: Layout,
     *,
-    prompts: bool,
+    num_sequences: Int32[Array, ""] | None,
 ) -> Fed:
     """One forward of the target.
 
@@ -63,7 +63,7 @@ def feed(
         state: a `DecodeState`.
         draft: of the ready samples.
         counts: rows of each that verify its draft: one more than it has tokens; 0: not ready.
-        prompts: static: prompts may be left to feed.
+        num_sequences: of each prompt, where prompts may be left to feed; None: they are cached.
     """
     batch, k = draft.tokens.shape
     last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
@@ -71,10 +71,10 @@ def feed(
     buckets = layout.row_counts(batch, k + 1)
     bucket = layout.smallest(buckets, counts)
     sizes, most, shares = buckets, buckets[-1], jnp.zeros_like(counts)
-    if prompts:
+    if num_sequences is not None:
         more = prompt_row_counts(batch, k + 1, state.tokens.shape[1])
         sizes, most = buckets + more, max(buckets[-1], more[-1])
-        shares = prompt_shares(state, more[-1] - jnp.sum(counts))
+        shares = prompt_shares(state, more[-1] - jnp.sum(counts), num_sequences)
         whole = jnp.sum(counts + shares)
         bucket = jnp.where(jnp.any(shares > 0), len(buckets) + smallest_bucket(more, whole), bucket)
 
@@ -112,7 +112,7 @@ def feed(
         return structure.unflatten(pallas_kernels.extend_rows(arrays, most))
 
     branches: list[Callable] = [functools.partial(verify, size) for size in buckets]
-    if prompts:
+    if num_sequences is not None:
         branches += [functools.partial(verify_and_fill, size) for size in more]
     verdict, fresh = lax.switch(bucket, branches)
     num_rows = jnp.asarray(sizes, jnp.int32)[bucket]
@@ -120,9 +120,17 @@ def feed(
     return Fed(verdict, fresh, rows, shares, num_rows)
 
 
-def prompt_shares(state, room: Int32[Array, ""]) -> Int32[Array, "b"]:
-    """Tokens of each prompt to feed: `room` in all, the earliest sequences' first."""
+def prompt_shares(
+    state, room: Int32[Array, ""], num_sequences: Int32[Array, ""]
+) -> Int32[Array, "b"]:
+    """Tokens of each prompt to feed: `room` in all, the earliest sequences' first.
+
+    Of a prompt's sequences the first is fed; the others are to copy its cache.
+    """
     unread = jnp.where(state.active, state.lengths - 1 - state.cache.lengths, 0)
     ids = state.sequence_ids
-    before = jnp.sum(jnp.where(ids < ids[:, None], unread, 0), axis=1, dtype=jnp.int32)
+    earlier = ids < ids[:, None]  # [b, b]
+    same = (ids // num_sequences == (ids // num_sequences)[:, None]) & (unread > 0)
+    unread = jnp.where(jnp.any(earlier & same, axis=1), 0, unread)
+    before = jnp.sum(jnp.where(earlier, unread, 0), axis=1, dtype=jnp.int32)
     return jnp.clip(room - before, 0, unread)

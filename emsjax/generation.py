@@ -128,7 +128,7 @@ def complete(
             served.serve(sequences_of(requests), deadline=deadline),
             key=lambda row: row["sequence_ids"],
         )
-        results = [stacked(rows) | served.totals()]
+        results = [stacked(rows) | served.counts()]
     else:
         results = in_groups(
             model,

@@ -175,7 +175,7 @@ def weight_bytes(config: OPTConfig, dtype) -> int:
 
 def available_bytes() -> int | None:
     """Free memory of the default device; None where it cannot be told."""
-    device = jax.local_devices()[0]
+    device = jax.config.jax_default_device or jax.local_devices()[0]
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         # A reserve for fragmentation and for the libraries' own workspaces.

@@ -26,7 +26,8 @@ class PaddingRatio(NamedTuple):
 
 
 class LatencyPerToken(NamedTuple):
-    """Seconds per new token, from the start of a sequence's batch to its end.
+    """Seconds per new token, from the start of a sequence's batch (of a slot that is refilled: from
+    its own start) to its end.
 
     Attributes:
         first: of the sequence that finished first.
@@ -53,7 +54,8 @@ class Stats:
         accepted_histogram: steps by number of accepted draft tokens, 0..k.
         finish_seconds: from the start of decoding of the sequence's batch to the sequence's
             end, prefill not included. The loop runs on the device as a whole, so its time is
-            shared out evenly over its steps. A first call's compilation is in it.
+            shared out evenly over its steps. A first call's compilation is in it. Of a slot that
+            is refilled: the sequence's own steps, at the mean time of all steps so far.
         model_calls: forward calls of the decode loop, for all sequences together.
         padding_ratio: see `PaddingRatio`.
     """

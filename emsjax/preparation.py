@@ -55,6 +55,13 @@ def drafter_for(drafter: Drafter | None, prompts: np.ndarray, num_prompts: int):
     return _ConstantDrafter(drafter) if is_leaf else drafter
 
 
+def holds_prompts(drafter: Drafter | None, num_prompts: int) -> bool:
+    """Whether the drafter holds something for each prompt."""
+    if not hasattr(drafter, "for_prompts"):
+        return False
+    return drafter.for_prompts(np.zeros(1, np.int64), num_prompts) is not drafter
+
+
 def check_memory(
     model: OPT,
     drafter: Drafter | None,

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int32, Key
 from emsjax.decoding import DecodeState, Flat, step
 from emsjax.draft_length import DraftLength
 from emsjax.drafting import Drafter
-from emsjax.drafting.drafter import admitted, choose
+from emsjax.drafting.drafter import admitted, choose, of_fresh_slots
 from emsjax.opt import OPT
 from emsjax.sampling import Sampling
 
@@ -55,7 +55,7 @@ class Waiting:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Finished:
-    """Sequences that the host has not taken yet: places 0..count - 1.
+    """Sequences that have finished in a call of the loop: places 0..count - 1.
 
     Attributes:
         tokens, logprobs, lengths, prompt_lengths, ended, sequence_ids: as in `DecodeState`.
@@ -121,16 +121,18 @@ def refill_loop(
 ) -> tuple[DecodeState, Waiting, Finished]:
     """Steps until nobody waits and `enough` slots are idle, `max_steps` at most.
 
-    `finished` must have a place for every sequence that waits or decodes.
+    `finished` must have a place for every sequence that waits or decodes; what it held is lost.
     """
     model, drafter = (x.whole() if isinstance(x, Flat) else x for x in (model, drafter))
-    last_call = state.counters.model_calls + max_steps
+    first_call = state.counters.model_calls
+    none = jnp.zeros((), jnp.int32)
+    finished = dataclasses.replace(finished, count=none, busy=none)
 
     def unfinished(carry) -> Bool[Array, ""]:
         state, waiting, _ = carry
         idle = jnp.sum(~state.active, dtype=jnp.int32)
         more = (waiting.taken < waiting.count) | (idle < enough)
-        return more & (state.counters.model_calls < last_call)
+        return more & (state.counters.model_calls - first_call < max_steps)
 
     def turn(carry):
         return jnp.array(False), *turn_over(drafter, draft_length, *carry[1:])
@@ -148,7 +150,7 @@ def refill_loop(
             state,
             draft_length=draft_length,
             attention_implementation=attention_implementation,
-            prompts=True,
+            num_sequences=waiting.num_sequences,
         )
         return state, waiting, finished
 
@@ -159,7 +161,8 @@ def refill_loop(
 def has_work(state: DecodeState, waiting: Waiting, finished: Finished) -> Bool[Array, ""]:
     """Whether `turn_over` may change anything."""
     enter = jnp.any(~state.active) & (waiting.taken < waiting.count)
-    return jnp.any(~state.active & ~finished.stored) | enter
+    over = jnp.any(~state.active & ~finished.stored)
+    return over | enter | jnp.any(slots_to_copy(state, waiting, state)[1])
 
 
 def turn_over(
@@ -169,9 +172,10 @@ def turn_over(
     waiting: Waiting,
     finished: Finished,
 ) -> tuple[DecodeState, Waiting, Finished]:
-    """Finished sequences put aside, the next ones in their slots."""
-    finished = put_aside(state, finished)
+    """Finished sequences put aside, the next ones in their slots, cached prompts shared."""
+    finished, before = put_aside(state, finished), state
     state, waiting = admit(drafter, draft_length, state, waiting)
+    state = share_prompts(before, state, waiting)
     return state, waiting, dataclasses.replace(finished, stored=~state.active)
 
 
@@ -189,26 +193,11 @@ def put_aside(state: DecodeState, finished: Finished) -> Finished:
 def admit(
     drafter: Drafter | None, draft_length: DraftLength | None, state: DecodeState, waiting: Waiting
 ) -> tuple[DecodeState, Waiting]:
-    """The next sequences in idle slots, at their beginning.
-
-    A prompt is fed for the first of its sequences. The next ones, and whoever waits behind them,
-    enter when it is cached, and copy it: from a slot that serves it, or did last.
-    """
-    # No slot that is copied from takes a copy of another prompt: one whose sequences wait still
-    # comes before all that are not cached anywhere.
-    cached = has_prompt(state)
-    source, has_source = _slot_of_prompt(state, waiting, cached)
-    _, fed_now = _slot_of_prompt(state, waiting, state.active & ~cached)
-    prompt = waiting.sequence_ids // waiting.num_sequences
-    index = jnp.arange(len(prompt))
-    follows = (prompt == jnp.roll(prompt, 1)) & (index > waiting.taken)
-    held = (index >= waiting.taken) & ~has_source & (fed_now | follows)
-    end = jnp.min(jnp.where(held, index, waiting.count))
-
+    """The next sequences in idle slots, at their beginning, nothing of them cached."""
     idle = ~state.active
     entry = waiting.taken + jnp.cumsum(idle, dtype=jnp.int32) - 1
-    fresh = idle & (entry < end)
-    entry = jnp.clip(entry, 0, len(prompt) - 1)
+    fresh = idle & (entry < waiting.count)
+    entry = jnp.clip(entry, 0, len(waiting.sequence_ids) - 1)
 
     def merge(rows, old):
         return jax.tree.map(lambda new, old: choose(fresh, new[entry], old), rows, old)
@@ -218,11 +207,8 @@ def admit(
     drafter_state, policy_state = state.drafter_state, state.policy_state
     if drafter is not None:
         drafter_state = admitted(drafter, drafter_state, tokens, lengths, fresh)
-    if hasattr(draft_length, "admit"):
-        policy_state = draft_length.admit(policy_state, fresh)
-    copied = fresh & has_source[entry]
-    cache = state.cache.copy_slots(source[entry], copied)
-    there = jnp.where(copied, lengths - 1, 0)
+    if draft_length is not None:
+        policy_state = admitted_by_policy(draft_length, policy_state, fresh, state.counters)
     old = state.counters
     counters = {
         name: choose(fresh, jnp.zeros_like(x), x) for name, x in vars(old).items() if x.ndim
@@ -238,7 +224,7 @@ def admit(
         sequence_ids=merge(waiting.sequence_ids, state.sequence_ids),
         keys=merge(waiting.keys, state.keys),
         sampling=merge(waiting.sampling, state.sampling),
-        cache=dataclasses.replace(cache, lengths=jnp.where(fresh, there, cache.lengths)),
+        cache=dataclasses.replace(state.cache, lengths=jnp.where(fresh, 0, state.cache.lengths)),
         drafter_state=drafter_state,
         policy_state=policy_state,
         counters=dataclasses.replace(old, **counters),
@@ -247,13 +233,32 @@ def admit(
     return state, dataclasses.replace(waiting, taken=taken)
 
 
+def admitted_by_policy(draft_length: DraftLength, state, fresh: Bool[Array, "b"], counters):
+    """A policy's state where `fresh` slots begin new sequences."""
+    if hasattr(draft_length, "admit"):
+        return draft_length.admit(state, fresh)
+    batch, k1 = counters.accepted_histogram.shape
+    return of_fresh_slots(draft_length.init(batch, k1 - 1), state, fresh)
+
+
+def share_prompts(before: DecodeState, state: DecodeState, waiting: Waiting) -> DecodeState:
+    """The prompts of slots that have none copied from those that held them `before`."""
+    # No slot that is copied from takes a copy of another prompt first: a prompt whose sequences
+    # enter in this turn comes before all that are cached nowhere but in slots that decode.
+    source, copied = slots_to_copy(before, waiting, state)
+    cache = state.cache.copy_slots(source, copied)
+    lengths = jnp.where(copied, state.lengths - 1, cache.lengths)
+    return dataclasses.replace(state, cache=dataclasses.replace(cache, lengths=lengths))
+
+
+def slots_to_copy(before: DecodeState, waiting: Waiting, state: DecodeState):
+    """For each slot one that held its prompt `before`, and whether it is to be copied. [b], [b]"""
+    prompt = lambda state: state.sequence_ids // waiting.num_sequences
+    same = (prompt(state)[:, None] == prompt(before)) & has_prompt(before)  # [b, b]
+    source = jnp.argmax(same, axis=1).astype(jnp.int32)
+    return source, state.active & ~has_prompt(state) & jnp.any(same, axis=1)
+
+
 def has_prompt(state: DecodeState) -> Bool[Array, "b"]:
     """The slots whose caches hold the prompt of their sequence, which may have finished."""
     return (state.sequence_ids >= 0) & (state.cache.lengths >= state.prompt_lengths - 1)
-
-
-def _slot_of_prompt(state: DecodeState, waiting: Waiting, among: Bool[Array, "b"]):
-    """A slot, of those, that serves each waiting sequence's prompt, and whether there is one."""
-    prompt = lambda of: of.sequence_ids // waiting.num_sequences
-    same = (prompt(waiting)[:, None] == prompt(state)) & among  # [q, b]
-    return jnp.argmax(same, axis=1).astype(jnp.int32), jnp.any(same, axis=1)

@@ -29,10 +29,6 @@ class Shared:
             return next(self.entries)
 
 
-class NobodyListensError(Exception):
-    """Ends a thread whose rows are not wanted any more."""
-
-
 def rows_of_all(slots: Mapping[jax.Device, Slots], entries: Iterator[Entry]) -> Iterator[Row]:
     """The rows of all sequences, each from the device that had a slot for it.
 
@@ -40,23 +36,21 @@ def rows_of_all(slots: Mapping[jax.Device, Slots], entries: Iterator[Entry]) -> 
     """
     shared, rows = Shared(entries), queue.Queue(ROWS_KEPT * len(slots))
 
-    def put(item) -> None:
-        while True:
-            if shared.closed.is_set():
-                raise NobodyListensError
+    def put(item) -> bool:
+        """Whether anybody takes rows still."""
+        while not shared.closed.is_set():
             try:
-                return rows.put(item, timeout=PUT_SECONDS)
+                rows.put(item, timeout=PUT_SECONDS)
+                return True
             except queue.Full:
                 continue
+        return False
 
     def work(device: jax.Device) -> None:
         try:
             with jax.default_device(device):
-                for row in slots[device].serve(shared):
-                    put(row)
+                all(map(put, slots[device].serve(shared)))
             put(None)
-        except NobodyListensError:
-            pass
         except BaseException as error:
             put(error)
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from time import monotonic, perf_counter
 from typing import Any
@@ -17,13 +17,12 @@ from emsjax.drafting import Drafter
 from emsjax.initial_state import max_draft_tokens_of
 from emsjax.layout import UNPADDED
 from emsjax.opt import OPT
-from emsjax.preparation import check_memory, drafter_for
+from emsjax.preparation import check_memory, drafter_for, holds_prompts
 from emsjax.refill import (
     COUNTED,
     PER_SLOT,
     Finished,
     Waiting,
-    has_prompt,
     refill_loop,
     rows_of,
 )
@@ -32,6 +31,7 @@ from emsjax.sampling import Sampling
 
 STEPS = 64  # of a call: what has finished is not kept back for longer
 BUDGET_CHECK_STEPS = 16  # with a deadline
+TOTALS = ("model_calls", "real_rows", "padding_rows")  # of `Counters`
 Row = dict[str, np.ndarray]
 
 
@@ -89,7 +89,7 @@ class Slots:
         self.attention, self.max_len = attention_implementation, max_len
         self.staged: deque[Entry] = deque()
         self.prompts = np.zeros(count, np.int64)  # that the slots serve
-        self.calls, self.busy_slots, self.seconds = 0, 0, 0.0
+        self.totals, self.busy_slots, self.seconds = Counter(), 0, 0.0
         self.drafter = drafter_for(self.prompts)
         self.state = _idle_state(
             self.drafter,
@@ -103,8 +103,7 @@ class Slots:
         )
         self.key_impl, self.key_data = jax.random.key_impl(key), jax.random.key_data(key)[None]
         self.finished = Finished.places(2 * count, self.state)
-        # As of the last call: see `look`.
-        self.idle, self.cached, self.in_flight = list(range(count)), set(), set()
+        self.idle = list(range(count))  # as of the last call
 
     @classmethod
     def of(
@@ -119,17 +118,22 @@ class Slots:
         """Slots that fit all of these requests.
 
         Raises:
-            ValueError: they do not fit into memory.
+            ValueError: they do not fit into memory, or a drafter that would be compiled again
+                for each prompt.
         """
         served = lambda prompts: drafter_for(drafter, prompts, requests.num_prompts)
-        any_prompts = np.zeros(count, np.int64)
+        per_prompt = holds_prompts(drafter, requests.num_prompts)
+        if per_prompt and jax.tree_util.all_leaves([drafter]):
+            raise ValueError(
+                f"{type(drafter).__name__} holds something for each prompt: to serve slots that "
+                "are refilled it must be a pytree"
+            )
         check_memory(model, drafter, slots=count, layout=UNPADDED, refilled=True, **requests.sizes)
         return cls(
             model,
             served,
             draft_length,
-            per_prompt=hasattr(drafter, "for_prompts")
-            and drafter.for_prompts(any_prompts, requests.num_prompts) is not drafter,
+            per_prompt=per_prompt,
             count=count,
             max_len=requests.max_len,
             max_draft_tokens=max_draft_tokens_of(drafter),
@@ -145,9 +149,11 @@ class Slots:
         return len(self.prompts)
 
     def serve(
-        self, entries: Iterator[Entry], *, enough: int | None = None, deadline: float | None = None
-    ) -> Iterator[Row]:
+        self, entries: Iterator[Any], *, enough: int | None = None, deadline: float | None = None
+    ) -> Iterator[Any]:
         """Each sequence's row as it finishes; sequences enter in their order.
+
+        What is no `Entry` is handed through.
 
         Args:
             enough: idle slots with which the next sequences of a per-prompt drafter enter; None: an
@@ -166,33 +172,27 @@ class Slots:
                 rest = () if entry is None else (entry, *entries)
                 yield from (self.not_begun(entry) for entry in (*self.staged, *rest))
                 return
-            while entry is not None and self.can_stage(entry):
-                self.staged.append(entry)
+            while entry is not None and len(self.staged) < self.room:
+                if isinstance(entry, Entry):
+                    self.staged.append(entry)
+                else:
+                    yield entry
                 entry = next(entries, None)
             steps = STEPS if deadline is None else BUDGET_CHECK_STEPS
-            if entry is not None and self.per_prompt and self.idle and not self.staged:
-                steps = 1  # it waits for its prompt to be cached
             self.decode(self.count if entry is None else enough, steps)
             yield from self.take()
 
-    def can_stage(self, entry: Entry) -> bool:
-        """Whether it may be among those that enter by themselves."""
-        if not self.per_prompt:
-            return len(self.staged) < self.count
-        # The drafter must know which slot it gets: it enters at once, or is not staged.
-        prompt = self.prompt_of(entry)
-        staged = {self.prompt_of(entry) for entry in self.staged}
-        at_once = prompt in self.cached or not (staged | self.in_flight) & {prompt}
-        return len(self.staged) < len(self.idle) and at_once
-
-    def prompt_of(self, entry: Entry) -> int:
-        return entry.sequence // self.num_sequences
+    @property
+    def room(self) -> int:
+        """How many may wait to enter by themselves."""
+        # A drafter that holds something for each prompt must know which slot it gets.
+        return len(self.idle) if self.per_prompt else self.count
 
     def decode(self, enough: int, steps: int) -> None:
         """Steps until all that are staged have entered and `enough` slots are idle, or so many."""
         if self.per_prompt:
             for slot, entry in zip(self.idle, self.staged, strict=False):
-                self.prompts[slot] = self.prompt_of(entry)
+                self.prompts[slot] = entry.sequence // self.num_sequences
             self.drafter = self.drafter_for(self.prompts)
         waiting = self.waiting()
         jax.block_until_ready(self.state)
@@ -213,17 +213,15 @@ class Slots:
 
     def look(self, waiting: Waiting) -> None:
         """Who is where, as the device says; waits for it."""
-        state = self.state
-        counted = (state.counters.model_calls, self.finished.busy, waiting.taken)
-        slots = (state.active, has_prompt(state), state.sequence_ids)
-        (self.calls, self.busy_slots, taken), slots = jax.device_get((counted, slots))
-        active, cached, sequences = slots
+        counters = {name: getattr(self.state.counters, name) for name in TOTALS}
+        found = (counters, self.finished.busy, waiting.taken, self.state.active)
+        counters, busy, taken, active = jax.device_get(found)
         for _ in range(int(taken)):
             self.staged.popleft()
         self.idle = np.flatnonzero(~active).tolist()
-        prompts = sequences // self.num_sequences
-        self.cached = set(prompts[cached].tolist())
-        self.in_flight = set(prompts[active & ~cached].tolist())
+        self.busy_slots += int(busy)
+        for name, count in counters.items():  # the device's begin again at 2**32
+            self.totals[name] += (int(count) - self.totals[name]) % 2**32
 
     @property
     def busy(self) -> bool:
@@ -258,12 +256,11 @@ class Slots:
         )
 
     def take(self) -> list[Row]:
-        """The rows of what has finished; their places are free again."""
+        """The rows of what has finished in the last call."""
         count = int(self.finished.count)
         if not count:
             return []
         kept = {name: getattr(self.finished, name) for name in (*PER_SLOT, *COUNTED)}
-        self.finished = dataclasses.replace(self.finished, count=jnp.zeros((), jnp.int32))
         kept = jax.device_get(kept) | {"active": np.zeros(len(kept["lengths"]), bool)}
         return [self.row(kept, place) for place in range(count)]
 
@@ -273,8 +270,8 @@ class Slots:
         return [self.row(here, slot) for slot in np.flatnonzero(here["active"])]
 
     def row(self, arrays: Row, place: int) -> Row:
-        per_step = self.seconds / max(int(self.calls), 1)
-        row = {name: x[place] for name, x in arrays.items()}
+        per_step = self.seconds / max(self.totals["model_calls"], 1)
+        row = {name: x[place].copy() for name, x in arrays.items()}
         return row | {"finish_seconds": np.float32(per_step * row["num_steps"])}
 
     def not_begun(self, entry: Entry) -> Row:
@@ -289,14 +286,12 @@ class Slots:
     @property
     def idle_share(self) -> float:
         """Of slots in which no sequence was decoded or its prompt fed, over all steps."""
-        return 1 - int(self.busy_slots) / max(1, int(self.calls) * self.count)
+        slots = max(1, self.totals["model_calls"] * self.count)
+        return 1 - self.busy_slots / slots
 
-    def totals(self) -> dict[str, int]:
+    def counts(self) -> dict[str, int]:
         """What the steps did together."""
-        counters = self.state.counters
-        names = ("model_calls", "real_rows", "padding_rows")
-        totals = {name: int(getattr(counters, name)) for name in names}
-        return totals | {"num_masked": self.state.cache.num_masked}
+        return {**self.totals, "num_masked": self.state.cache.num_masked}
 
 
 def sequences_of(requests: Requests) -> Iterator[Entry]:

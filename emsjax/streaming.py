@@ -2,8 +2,8 @@
 
 import dataclasses
 import itertools
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from emsjax.kernels import resolve_kernels
 from emsjax.opt import OPT
 from emsjax.output import finish_reason
 from emsjax.packing import round_up_length
-from emsjax.preparation import check, check_drafter
+from emsjax.preparation import check, check_drafter, holds_prompts
 from emsjax.replicas import rows_of_all
 from emsjax.requests import Requests, check_positions, check_requests
 from emsjax.sampling import Sampling
@@ -76,8 +76,9 @@ def stream(
     has finished is handed over in small groups, in any order; prompts enter in theirs.
 
     Args:
-        prompts: a sequence, or an iterator, which is read as slots become free. With an iterator
-            `max_new_tokens` and what `sampling` holds are one value for all prompts.
+        prompts: a sequence, or an iterator, which is read as slots become free: up to
+            `batch_size` + 1 prompts ahead for each device, and decoding waits for these. With an
+            iterator `max_new_tokens` and what `sampling` holds are one value for all prompts.
         batch_size: slots of each device.
         max_len: of an iterator's prompts: tokens of the longest and its continuation, which set
             the size of the caches; None: as many as the model has positions for.
@@ -157,8 +158,11 @@ def stream_numbered(
     batch_size = check_at_least("batch_size", batch_size, 1)
     if getattr(key, "ndim", 0):
         raise ValueError("one key per sequence needs a sequence of prompts, no iterator")
-    if getattr(drafter, "references", None) is not None:
-        raise ValueError("a drafter with references needs a sequence of prompts, no iterator")
+    if holds_prompts(drafter, 1):
+        raise ValueError(
+            "a drafter that holds something for each prompt needs a sequence of prompts, "
+            "no iterator"
+        )
     # Of the prompts nothing is known yet: one stands for all when the rest is checked.
     requests = check_requests(
         model.config,
@@ -209,6 +213,8 @@ def rows_of(
 
     if devices is None:
         return slots(model, drafter).serve(entries)
+    if not devices:
+        raise ValueError("devices must not be empty")
     replicas = {}
     for device in devices:
         with jax.default_device(device):
@@ -241,18 +247,17 @@ class Source:
         self.key = jax.random.key(0) if key is None else key
         self.longest = longest
         self.keys = {}  # the last block, by its first sequence
-        self.refused: deque[Completion] = deque()
         self.error: BaseException | None = None
 
-    def entries(self) -> Iterator[Entry]:
-        """What can be decoded; the rest is refused."""
+    def entries(self) -> Iterator["Entry | Completion"]:
+        """What can be decoded, and what is refused."""
         new, each = int(self.requests.max_new_tokens[0]), self.requests.num_sequences
         sampling = jax.tree.map(lambda values: values[0], self.requests.sampling)
         for place, prompt in self.read():
             try:
                 ids = self.checked(place, prompt, new)
             except ValueError as error:
-                self.refused.extend(refusal(place, n, str(error)) for n in range(each))
+                yield from (refusal(place, n, str(error)) for n in range(each))
                 continue
             for sequence in range(place * each, (place + 1) * each):
                 yield Entry(sequence, ids, new, self.key_of(sequence), sampling)
@@ -287,13 +292,11 @@ class Source:
             self.keys = {first: np.asarray(_keys_from(self.key, first))}
         return self.keys[first][sequence - first]
 
-    def completions(self, rows: Iterator[Row]) -> Iterator[Completion]:
+    def completions(self, rows: Iterator[Any]) -> Iterator[Completion]:
         """What the rows say, and what was refused; at the end what the iterator raised."""
         for row in rows:
-            while self.refused:
-                yield self.refused.popleft()
-            yield completion(row, self.requests.num_sequences)
-        yield from self.refused
+            refused = isinstance(row, Completion)
+            yield row if refused else completion(row, self.requests.num_sequences)
         if self.error is not None:
             raise self.error
 
@@ -310,13 +313,13 @@ def completion(row: Row, num_sequences: int) -> Completion:
     return Completion(
         prompt,
         sequence,
-        row["tokens"][new].copy(),
-        row["logprobs"][new].copy(),
+        row["tokens"][new],
+        row["logprobs"][new],
         finish_reason(bool(row["ended"]), bool(row["active"])),
         num_steps=int(row["num_steps"]),
         num_drafted=int(row["num_drafted"]),
         num_accepted=int(row["num_accepted"]),
-        accepted_histogram=row["accepted_histogram"].copy(),
+        accepted_histogram=row["accepted_histogram"],
         finish_seconds=float(row["finish_seconds"]),
     )
 

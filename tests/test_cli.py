@@ -1,5 +1,9 @@
 """`emsjax generate`: files, options, errors and exit codes."""
 
+import json
+import os
+import shutil
+
 import jax
 import numpy as np
 import pytest
@@ -15,6 +19,7 @@ from jsonl import (
 from transformers import AutoTokenizer
 
 import emsjax
+from emsjax.batch_input import Records
 from emsjax.cli import main
 
 
@@ -198,6 +203,38 @@ def test_a_bad_line_is_named_before_any_work_starts(paths, fake, capsys, bad):
     paths.input.write_bytes(b'{"id": 1, "prompt": "a"}\n' + line + b"\n")
     code = main(command("no such model", paths))  # so the model is not looked at either
     assert_error(capsys, code, *parts)
+    assert not paths.output.exists()
+
+
+def test_an_input_that_can_be_read_only_once_is_refused(paths, fake, capsys):
+    os.mkfifo(paths.input)
+    code = main(command("no such model", paths))
+    assert_error(capsys, code, f"{paths.input} is no regular file")
+
+
+def test_an_input_that_changes_while_it_is_read_is_an_error(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"id": 1, "prompt": "a"}\n{"id": 2, "prompt": "b"}\n')
+    records = Records(path, None)
+    assert [record.id for record in records] == [1, 2]
+    reading = iter(records)
+    assert next(reading).id == 1
+    with path.open("a") as file:
+        file.write('{"id": 3, "prompt": "c"}\n')
+    for going_through in (reading, iter(records)):
+        with pytest.raises(ValueError, match=r"in\.jsonl has changed while it was in use"):
+            next(going_through)
+
+
+def test_a_token_that_is_none_of_the_models_names_its_record(
+    paths, fake, tiny_model, tmp_path, capsys
+):
+    write_records(paths.input, [{"id": "one", "prompt": "a b c"}])
+    folder = shutil.copytree(tiny_model, tmp_path / "small")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 4}))
+    code = main(command(folder, paths))
+    assert_error(capsys, code, "record 'one' (line 1): the tokenizer's token", "the model's 4")
     assert not paths.output.exists()
 
 

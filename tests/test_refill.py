@@ -65,6 +65,42 @@ def test_sequences_of_a_prompt_copy_what_is_cached_for_its_first(name):
     same(emsjax.generate(model, prompts, drafter, batch_size=batch_size, **options), whole)
 
 
+def test_long_prompts_of_several_sequences_are_fed_in_parts(monkeypatch):
+    model, prompts = tiny_model(), ragged_prompts(LENGTHS)
+    options = {"max_new_tokens": 6, "num_sequences": 2, "key": jax.random.key(5)}
+    options["sampling"] = emsjax.Sampling(0.9)
+    for drafter in (drafters()["references"], None):
+        whole = emsjax.generate(model, prompts, drafter, **options)
+        with monkeypatch.context() as patch:
+            patch.setattr(emsjax.packing, "MAX_CHUNK_ROWS", 16)
+            out = emsjax.generate(model, prompts, drafter, batch_size=5, **options)
+        same(out, whole)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class FirstSteps:
+    """A policy that drafts in a sequence's first two steps; without `admit`."""
+
+    def init(self, batch, max_draft_tokens):
+        return jnp.zeros(batch, jnp.int32)
+
+    def lengths(self, state, view):
+        return jnp.where(state < 2, 3, 0)
+
+    def update(self, state, view, num_drafted, num_accepted):
+        return state + view.active.astype(jnp.int32)
+
+
+def test_a_policys_state_of_a_slot_begins_anew():
+    model, prompts = tiny_model(), ragged_prompts(LENGTHS)
+    drafter = emsjax.DraftModel(tiny_model(num_hidden_layers=1), 3)
+    whole = emsjax.generate(model, prompts, drafter, FirstSteps(), max_new_tokens=NEW)
+    out = emsjax.generate(model, prompts, drafter, FirstSteps(), max_new_tokens=NEW, batch_size=4)
+    assert out.stats.num_drafted.sum() > 6 * 4
+    same(out, whole)
+
+
 @pytest.mark.parametrize("policy", [emsjax.BassHeuristic(3, limit=4), "goodput", "capped"])
 def test_policies_that_look_at_the_batch_leave_greedy_tokens_alone(policy):
     costs = emsjax.StepCosts.of({16: 1.0, 64: 1.5}, draft_ms=0.1)
@@ -94,7 +130,7 @@ def test_a_prompt_is_fed_once_whatever_the_number_of_its_sequences():
     rows = list(served.serve(sequences))
     assert len(rows) == 24
     emitted = 24 * 6  # in as many rows
-    assert served.totals()["real_rows"] == emitted + sum(len(p) - 1 for p in prompts)
+    assert served.counts()["real_rows"] == emitted + sum(len(p) - 1 for p in prompts)
 
 
 def test_what_a_slot_held_before_has_no_influence(monkeypatch):
@@ -124,7 +160,7 @@ def test_caches_are_those_of_a_prefill_while_slots_turn_over():
     looks = 0
     entries = list(sequences)
     while entries or served.staged or served.busy:
-        while entries and served.can_stage(entries[0]):
+        while entries and len(served.staged) < served.room:
             served.staged.append(entries.pop(0))
         served.decode(served.count, 1)
         served.take()
@@ -150,7 +186,26 @@ def test_slots_do_not_idle_while_somebody_waits():
     rows = list(served.serve(sequences))
     # Each sequence: a step for its prompt, which can be the same for several, and one per token.
     busy = sum(int(row["num_steps"]) + 1 for row in rows)
-    assert served.totals()["model_calls"] <= busy / 4 + 12  # the last ones end apart
+    assert served.counts()["model_calls"] <= busy / 4 + 12  # the last ones end apart
+
+
+def test_prompts_of_several_sequences_enter_side_by_side():
+    model, prompts = tiny_model(), ragged_prompts([6] * 8)
+    asked = {"max_new_tokens": 6, "num_sequences": 2, "eos_token_ids": ()}
+    served, sequences, _ = slots_for(model, prompts, count=8, **asked)
+    assert len(list(served.serve(sequences))) == 16
+    # Twice a step for all prompts and one per token; a step later those that copy.
+    assert served.counts()["model_calls"] <= 2 * (1 + 6)
+
+
+def test_a_drafter_that_every_prompt_would_compile_again_is_refused():
+    class Plain(emsjax.PromptLookup):
+        """Its subclass is no pytree."""
+
+    model, prompts = tiny_model(), ragged_prompts([4, 5, 6])
+    drafter = Plain(references=prompts)
+    with pytest.raises(ValueError, match=r"Plain holds something for each prompt.* a pytree"):
+        emsjax.generate(model, prompts, drafter, max_new_tokens=3, batch_size=2)
 
 
 def test_prompts_enter_in_their_order_and_each_once():
@@ -208,8 +263,9 @@ def test_a_spent_time_budget_names_what_had_not_begun(monkeypatch):
     st.lists(st.tuples(st.integers(0, 30), st.booleans()), min_size=4, max_size=4),
     st.permutations(range(4)),
     st.integers(0, 70),
+    st.integers(1, 4),
 )
-def test_those_that_wait_longest_are_fed_first(slots_there, order, room):
+def test_those_that_wait_longest_are_fed_first(slots_there, order, room, num_sequences):
     unread, active = map(np.array, zip(*slots_there, strict=True))
     state = _State(
         jnp.array(active),
@@ -217,12 +273,15 @@ def test_those_that_wait_longest_are_fed_first(slots_there, order, room):
         jnp.array(order, jnp.int32),
         _Lengths(jnp.zeros(4, jnp.int32)),
     )
-    shares = np.asarray(feeding.prompt_shares(state, jnp.int32(room)))
-    left = room
+    shares = feeding.prompt_shares(state, jnp.int32(room), jnp.int32(num_sequences))
+    left, begun = room, set()
     for slot in np.argsort(order):
-        expected = min(left, unread[slot] if active[slot] else 0)
-        assert shares[slot] == expected
-        left -= expected
+        prompt = order[slot] // num_sequences
+        wanted = unread[slot] if active[slot] and prompt not in begun else 0
+        if wanted:
+            begun.add(prompt)
+        assert shares[slot] == min(left, wanted)
+        left -= min(left, wanted)
 
 
 @dataclasses.dataclass

@@ -91,6 +91,14 @@ def test_a_prompt_of_an_iterator_that_cannot_be_decoded_is_refused():
         emsjax.stream(model, prompts, max_new_tokens=9, batch_size=2)
 
 
+def test_refusals_are_handed_over_as_they_come():
+    endless = ([VOCAB] for _ in itertools.count())
+    options = {"max_new_tokens": 4, "batch_size": 2, "max_len": 16, "num_sequences": 2}
+    refused = emsjax.stream(tiny_model(), endless, **options)
+    found = [(c.prompt, c.sequence, c.finish_reason) for c in itertools.islice(refused, 4)]
+    assert found == [(place, n, "refused") for place in (0, 1) for n in (0, 1)]
+
+
 def test_when_the_iterator_raises_what_came_before_is_done_first():
     model, good = tiny_model(), ragged_prompts([5, 9, 20, 4])
 
@@ -115,9 +123,10 @@ def test_when_the_iterator_raises_what_came_before_is_done_first():
         ({"max_new_tokens": [3, 4]}, "max_new_tokens must be one value or one per prompt"),
         ({"sampling": emsjax.Sampling(0.9)}, "key is needed"),
         ({"attention_implementation": "own"}, "own"),
+        ({"devices": []}, "devices must not be empty"),
         (
             {"drafter": emsjax.PromptLookup(references=[[3, 4]])},
-            "a drafter with references needs a sequence of prompts",
+            "a drafter that holds something for each prompt needs a sequence",
         ),
     ],
 )

@@ -70,8 +70,8 @@ class Bench:
         requests, drafter = check(self.model, self.drafter, None, prompts, **self.options)
         slots = Slots.of(self.model, drafter, requests, None, self.batch, None)
         rows = sorted(slots.serve(sequences_of(requests)), key=lambda row: row["sequence_ids"])
-        out = assemble([stacked(rows) | slots.totals()], requests, pad_token_id=0)
-        return out.tokens, slots.totals() | {"idle_share": slots.idle_share}
+        out = assemble([stacked(rows) | slots.counts()], requests, pad_token_id=0)
+        return out.tokens, slots.counts() | {"idle_share": slots.idle_share}
 
     def run(self, side: str) -> dict[str, Any]:
         """All prompts."""

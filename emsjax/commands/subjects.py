@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import emsjax
 from emsjax.arguments import flag
 from emsjax.batch_input import Records, survey
-from emsjax.batch_run import Prompts, check_positions
+from emsjax.batch_run import Prompts, check_prompts
 from emsjax.benchmarks.runs import MODELS
 
 DRAFT_SHAPE = "opt-125m"
@@ -57,7 +57,7 @@ def load_trained(options: argparse.Namespace, max_prompts: int) -> Trained:
     )
     prompts = list(itertools.islice(Prompts(records, cut), max_prompts))
     model = emsjax.OPT.from_pretrained(options.model, dtype=options.dtype)
-    check_positions(prompts, options.max_new_tokens, model.config.max_position_embeddings)
+    check_prompts(prompts, options.max_new_tokens, model.config)
     draft_model = None
     if options.draft_model is not None:
         draft_model = emsjax.OPT.from_pretrained(options.draft_model, dtype=options.dtype)

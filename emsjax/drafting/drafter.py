@@ -91,7 +91,11 @@ def admitted(drafter: Drafter, state: Any, tokens, lengths, fresh: Bool[Array, "
     """The drafter's state where `fresh` slots begin new sequences."""
     if hasattr(drafter, "admit"):
         return drafter.admit(state, tokens, lengths, fresh)
-    begun = drafter.init(tokens, lengths, tokens.shape[1])
+    return of_fresh_slots(drafter.init(tokens, lengths, tokens.shape[1]), state, fresh)
+
+
+def of_fresh_slots(begun: Any, state: Any, fresh: Bool[Array, "b"]) -> Any:
+    """`state`, and of fresh slots what has `begun`: of arrays whose first axis is the slots'."""
     of_slots = lambda x: jnp.shape(x)[:1] == fresh.shape
     return jax.tree.map(
         lambda new, old: choose(fresh, new, old) if of_slots(old) else old, begun, state
