@@ -268,7 +268,7 @@ def test_what_the_output_has_recorded_wins_even_at_the_last_moment(tmp_path):
     path = tmp_path / "out.jsonl"
     with batch_output.open_results(path, {}, {1}, 1, {"value": "first"}) as results:
         assert results.resolved == {"value": "first"}
-        results.append([{"id": 1}])
+        results.append({"id": 1})
     with batch_output.open_results(path, {}, {1}, 1, {"value": "second"}) as results:
         assert results.resolved == {"value": "first"}
 

@@ -24,7 +24,7 @@ def test_the_examples_give_the_tokens_of_plain_decoding(capsys, tmp_path, monkey
     (tmp_path / "profile.json").write_text(json.dumps({"format": FORMAT, "costs": costs}))
     monkeypatch.chdir(tmp_path)
     shown = examples.python_examples(README)
-    assert len(shown) == 3
+    assert len(shown) == 4
     names = {}
     for example in shown:
         examples.run(example, names)
@@ -34,7 +34,11 @@ def test_the_examples_give_the_tokens_of_plain_decoding(capsys, tmp_path, monkey
         plain = emsjax.generate(names["model"], names["prompts"], max_new_tokens=new)
         np.testing.assert_array_equal(out.tokens, plain.tokens)
     assert names["found"].output.stats.num_accepted.sum() > 0
-    assert capsys.readouterr().out.strip()
+    printed = capsys.readouterr().out
+    plain = emsjax.generate(names["model"], names["prompts"], max_new_tokens=8)
+    for i, length in enumerate(plain.lengths):
+        said = plain.tokens[i, :length].tolist()
+        assert f"{i} {said} {plain.finish_reasons[i]}\n" in printed
 
 
 def test_the_step_in_the_figure_is_packed_as_drawn():
