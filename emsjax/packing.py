@@ -18,7 +18,8 @@ MAX_BUCKETS = 11
 MIN_BUCKET_ROWS = 16  # the rows of a matrix unit's tile: fewer cost the same
 # From how many rows on they are told apart, and in how many steps to twice as many. On a GPU the
 # first 64 cost nearly nothing, since a step reads all weights anyway, and up to about 200 each
-# costs less than half of what one costs where arithmetic takes longer than reading.
+# costs less than half of what one costs where arithmetic takes longer than reading. Of resolutions
+# with as many row counts the earlier one is taken.
 RESOLUTIONS = ({64: 8}, {128: 8}, {128: 4}, {128: 2, 256: 8}, {128: 2})
 MAX_CHUNK_ROWS = 1024  # of prefill
 PROMPT_BUCKETS = 4
@@ -101,9 +102,9 @@ def row_buckets(batch: int, max_rows_per_sample: int) -> tuple[int, ...]:
 
 def _stepped(powers: Sequence[int], steps: Mapping[int, int]) -> set[int]:
     """The powers of two, and from each to the next the steps of a resolution, of whole tiles."""
-    sizes = set(powers)
+    sizes: set[int] = set()
     for low in powers:
-        parts = steps[max(first)] if (first := [n for n in steps if n <= low]) else 1
+        _, parts = max(((n, of) for n, of in steps.items() if n <= low), default=(0, 1))
         sizes |= {low + low * i // parts for i in range(parts)}
     return {n for n in sizes if n % MIN_BUCKET_ROWS == 0}
 
