@@ -43,7 +43,9 @@ DECODE_PADDED = Tiling(rows=16, keys=32, num_warps=2, num_stages=3)
 DECODE_SMALL = Tiling(rows=16, keys=64, num_warps=2, num_stages=4)
 DECODE_FEW_SMALL = Tiling(rows=16, keys=128, num_warps=4, num_stages=4)
 DECODE_TILES = 3  # of one sample, each reading its keys: more rows, and larger tiles are faster
-PREFILL = Tiling(rows=64, keys=32, num_warps=4, num_stages=3)
+PREFILL = Tiling(rows=64, keys=64, num_warps=4, num_stages=3)
+# Of a launch with long tiles those with so few rows, which wait for keys more than they compute.
+PREFILL_FEW = PREFILL._replace(rows=16)
 PROGRAMS_WANTED = 128  # about one for each multiprocessor: far fewer, and keys are split
 PROGRAMS_THAT_FILL = 1024
 COMBINED_HEADS = 4  # of one program that combines shares
@@ -99,6 +101,7 @@ def ragged_attention(
         head_dim=head_dim,
         decoding=decoding,
         one_tile=max_tiles == 1,
+        few=None if decoding else PREFILL_FEW,
         masks=tuple(masks),
     )
     outputs = pl.pallas_call(
@@ -155,13 +158,13 @@ def _kernel(
     head_dim: int,
     decoding: bool,
     one_tile: bool,
+    few: Tiling | None,
     masks: tuple[str, ...],
 ):
     mask_refs, outputs = dict(zip(masks, refs, strict=False)), refs[len(masks) :]
     ancestors_ref, cache_mask_ref = mask_refs.get("ancestors"), mask_refs.get("cache")
     head, index = pl.program_id(0), pl.program_id(1)
     dims = _dims(head_dim)[None, :]
-    in_tile = jnp.arange(tiling.rows)
 
     def load(ref, *places, defined=None):
         """[m, d] of one head; zero where not `defined` [m]: None, and all places are."""
@@ -173,7 +176,8 @@ def _kernel(
             mask &= defined[:, None]
         return plgpu.load(ref.at[*places, head, dims], mask=mask, other=0)
 
-    def attend_item():
+    def attend_item(tiling, decoding):
+        in_tile = jnp.arange(tiling.rows)
         item = dict(zip(FIELDS, (items_ref[i, index] for i in range(len(FIELDS))), strict=True))
         sample, before, fresh_end = item["sample"], item["before"], item["fresh_end"]
         sample_row = item["first"] - before
@@ -244,6 +248,8 @@ def _kernel(
             plgpu.store(total_ref.at[index, in_tile, head], jnp.sum(total, axis=1), mask=is_row)
 
     def zero_padding():
+        in_tile = jnp.arange(tiling.rows)
+
         def zero(block, _):
             row = num_real_ref[0] + block * tiling.rows + in_tile
             mask = (row < query_ref.shape[0])[:, None] & (dims < head_dim)
@@ -254,9 +260,18 @@ def _kernel(
         lax.fori_loop(0, blocks, zero, None)
 
     if len(outputs) > 1:
-        attend_item()
+        attend_item(tiling, decoding)
         return
-    pl.when(index < items_ref.shape[1])(attend_item)
+
+    @pl.when(index < items_ref.shape[1])
+    def _():
+        if few is None:
+            attend_item(tiling, decoding)
+            return
+        is_few = items_ref[FIELDS.index("count"), index] <= few.rows
+        pl.when(is_few)(lambda: attend_item(few, decoding=True))
+        pl.when(~is_few)(lambda: attend_item(tiling, decoding))
+
     pl.when(index == items_ref.shape[1])(zero_padding)
 
 
