@@ -2,7 +2,8 @@
 
 A sample whose prompt is cached but for the last token is `ready`: it drafts and emits. Of the
 others the prompts' next tokens are fed, those that wait longest first, as far as the step's rows
-reach. Where all samples are ready the step is one of verification alone.
+reach: of the static row counts the largest that they fill. Where all samples are ready the step is
+one of verification alone.
 
 Axis legend: see `emsjax.packing`.
 """
@@ -74,9 +75,10 @@ def feed(
     if num_sequences is not None:
         more = prompt_row_counts(batch, k + 1, state.tokens.shape[1])
         sizes, most = buckets + more, max(buckets[-1], more[-1])
-        shares = prompt_shares(state, more[-1] - jnp.sum(counts), num_sequences)
-        whole = jnp.sum(counts + shares)
-        bucket = jnp.where(jnp.any(shares > 0), len(buckets) + smallest_bucket(more, whole), bucket)
+        unread, verifying = unread_prompts(state, num_sequences), jnp.sum(counts)
+        size = prompt_bucket(more, verifying, jnp.sum(unread))
+        shares = prompt_shares(unread, state.sequence_ids, jnp.array(more)[size] - verifying)
+        bucket = jnp.where(jnp.any(unread > 0), len(buckets) + size, bucket)
 
     def verify(num_rows: int):
         rows = layout.pack(state.cache.lengths, counts, num_rows, num_rows)
@@ -120,17 +122,37 @@ def feed(
     return Fed(verdict, fresh, rows, shares, num_rows)
 
 
-def prompt_shares(
-    state, room: Int32[Array, ""], num_sequences: Int32[Array, ""]
-) -> Int32[Array, "b"]:
-    """Tokens of each prompt to feed: `room` in all, the earliest sequences' first.
+def unread_prompts(state, num_sequences: Int32[Array, ""]) -> Int32[Array, "b"]:
+    """Tokens of each prompt that are still to be cached.
 
     Of a prompt's sequences the first is fed; the others are to copy its cache.
     """
     unread = jnp.where(state.active, state.lengths - 1 - state.cache.lengths, 0)
-    ids = state.sequence_ids
-    earlier = ids < ids[:, None]  # [b, b]
-    same = (ids // num_sequences == (ids // num_sequences)[:, None]) & (unread > 0)
-    unread = jnp.where(jnp.any(earlier & same, axis=1), 0, unread)
+    prompts, ids = state.sequence_ids // num_sequences, state.sequence_ids
+    earlier = (ids < ids[:, None]) & (prompts == prompts[:, None]) & (unread > 0)
+    return jnp.where(jnp.any(earlier, axis=1), 0, unread)
+
+
+def prompt_bucket(
+    sizes: tuple[int, ...], verifying: Int32[Array, ""], unread: Int32[Array, ""]
+) -> Int32[Array, ""]:
+    """Which of `sizes` a step has that feeds prompts beside so many rows of drafts.
+
+    The smallest that holds all `unread` tokens, or the last. Rather than pad it a step takes the
+    one before, and leaves the rest to the next, which has more to feed then; unless that would
+    be most: of what waits a quarter is fed at least.
+    """
+    size = jnp.minimum(smallest_bucket(sizes, verifying + unread), len(sizes) - 1)
+    rows = jnp.array(sizes, jnp.int32)
+    before = jnp.maximum(size - 1, 0)
+    padded = rows[size] > verifying + unread
+    return jnp.where(padded & (4 * (rows[before] - verifying) >= unread), before, size)
+
+
+def prompt_shares(
+    unread: Int32[Array, "b"], sequence_ids: Int32[Array, "b"], room: Int32[Array, ""]
+) -> Int32[Array, "b"]:
+    """Tokens of each prompt to feed: `room` in all, the earliest sequences' first."""
+    earlier = sequence_ids < sequence_ids[:, None]  # [b, b]
     before = jnp.sum(jnp.where(earlier, unread, 0), axis=1, dtype=jnp.int32)
     return jnp.clip(room - before, 0, unread)

@@ -22,7 +22,7 @@ MIN_BUCKET_ROWS = 16  # the rows of a matrix unit's tile: fewer cost the same
 # with as many row counts the earlier one is taken.
 RESOLUTIONS = ({64: 8}, {128: 8}, {128: 4}, {128: 2, 256: 8}, {128: 2})
 MAX_CHUNK_ROWS = 1024  # of prefill
-PROMPT_BUCKETS = 4
+PROMPT_SIXTEENTHS = (3, 6, 10, 16)  # of them, in steps that feed prompts beside drafts
 
 
 @jax.tree_util.register_dataclass
@@ -127,9 +127,9 @@ def prompt_row_counts(batch: int, k1: int, width: int) -> tuple[int, ...]:
         width: of the token buffer.
     """
     chunk = chunk_rows(batch, width)
-    part = -(-max(chunk, batch * k1 + chunk // 2) // PROMPT_BUCKETS)
-    part = round_up(part, MIN_BUCKET_ROWS)
-    return tuple(part * n for n in range(1, PROMPT_BUCKETS + 1))
+    most = max(chunk, batch * k1 + chunk // 2)
+    sizes = {round_up(-(-most * n // 16), MIN_BUCKET_ROWS) for n in PROMPT_SIXTEENTHS}
+    return tuple(sorted(sizes))
 
 
 def round_up(number: int, multiple: int) -> int:

@@ -273,7 +273,8 @@ def test_those_that_wait_longest_are_fed_first(slots_there, order, room, num_seq
         jnp.array(order, jnp.int32),
         _Lengths(jnp.zeros(4, jnp.int32)),
     )
-    shares = feeding.prompt_shares(state, jnp.int32(room), jnp.int32(num_sequences))
+    waits = feeding.unread_prompts(state, jnp.int32(num_sequences))
+    shares = feeding.prompt_shares(waits, state.sequence_ids, jnp.int32(room))
     left, begun = room, set()
     for slot in np.argsort(order):
         prompt = order[slot] // num_sequences
@@ -303,3 +304,17 @@ def test_beside_all_drafts_there_is_room_for_prompts(batch, k1, width):
     assert list(counts) == sorted(set(counts))
     assert counts[-1] >= batch * k1 + min(1024, batch * width) // 2
     assert all(count % 16 == 0 for count in counts)
+
+
+@settings(max_examples=200)
+@given(st.integers(0, 512), st.integers(1, 3000))
+def test_steps_that_feed_prompts_are_full_or_feed_all_that_wait(verified, unread):
+    sizes = prompt_row_counts(24, 8, 2048)
+    rows = sizes[int(feeding.prompt_bucket(sizes, jnp.int32(verified), jnp.int32(unread)))]
+    fed = min(rows - verified, unread)
+    assert fed >= min(unread, sizes[-1] - verified) / 4
+    if rows > verified + unread:  # padded: a smaller step would feed too little, or none is smaller
+        smaller = [size for size in sizes if size < rows]
+        assert all(size - verified < unread / 4 for size in smaller)
+    else:
+        assert rows in (sizes[-1], max(size for size in sizes if size <= verified + unread))
