@@ -259,6 +259,9 @@ def refill(results: Results) -> list[str]:
     if "speedup" in results:
         ratio = number(results["speedup"], 3)
         parts.append(f"Slots that refill are {ratio} times as fast (best of both).")
+    if "prompt_share" in results:
+        share = f"{results['prompt_share']:.0%}"
+        parts.append(f"The prompts alone, with one new token each, take {share} of static batches.")
     return parts
 
 

@@ -77,14 +77,15 @@ def test_slots_that_refill_are_beside_static_batches(tmp_path, capsys):
     with jax.numpy_dtype_promotion("standard"):
         assert refill.main([*options, "--commit", "abc", "--output", str(path)]) == 0
     results = json.loads(path.read_bytes())
-    static, refilled = results["runs"]
-    assert (static["side"], refilled["side"]) == ("static", "refilled")
-    assert static["identical"]
-    assert refilled["identical"]
+    static, refilled, prompts = results["runs"]
+    assert [run["side"] for run in results["runs"]] == ["static", "refilled", "prompts"]
+    assert all(run["identical"] for run in results["runs"])
+    assert prompts["model_calls"] == 4  # one for each batch
     assert refilled["model_calls"] < static["model_calls"]
     assert 0 < refilled["idle_share"] < 0.5
     ratio = refilled["tokens_per_s"] / static["tokens_per_s"]
     assert results["speedup"] == pytest.approx(ratio)
+    assert results["prompt_share"] == pytest.approx(prompts["seconds"] / static["seconds"])
     assert "x static batches" in capsys.readouterr().out
     # A token of the text that the model does not say is found out.
     bench = refill.Bench("tiny", 3, (5, 9), 6, 2)
