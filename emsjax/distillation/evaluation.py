@@ -39,21 +39,18 @@ def evaluate(
         ValueError: as `emsjax.generate`.
     """
     drafter = None if draft_model is None else emsjax.DraftModel(draft_model, draft_tokens)
-    batch_size = min(batch_size, len(prompts))
-    for _ in range(2):  # the first one compiles
-        out = emsjax.generate(
-            target, prompts, drafter, max_new_tokens=new_tokens, batch_size=batch_size
-        )
-    stats = out.stats
-    whole = range(0, len(prompts) - batch_size + 1, batch_size)
-    groups = [prompts[first : first + batch_size] for first in whole]
-    ends = np.arange(0, len(prompts), batch_size)
-    seconds = float(np.maximum.reduceat(stats.finish_seconds, ends).sum())
+    groups = [prompts[at : at + batch_size] for at in range(0, len(prompts), batch_size)]
+    for _ in range(2):  # the first time compiles
+        stats = [
+            emsjax.generate(target, group, drafter, max_new_tokens=new_tokens).stats
+            for group in groups
+        ]
+    total = lambda name: sum(int(getattr(of, name).sum()) for of in stats)
     return {
-        "acceptance_rate": stats.acceptance_rate,
+        "acceptance_rate": total("num_accepted") / max(total("num_drafted"), 1),
         "by_position": [] if drafter is None else by_position(target, drafter, groups, new_tokens),
-        "mean_acceptance_length": stats.mean_acceptance_length,
-        "tokens_per_s": int(stats.num_emitted.sum()) / seconds,
+        "mean_acceptance_length": total("num_emitted") / total("num_steps"),
+        "tokens_per_s": total("num_emitted") / sum(float(of.finish_seconds.max()) for of in stats),
     }
 
 
