@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import work_items
+from pallas_kernels.attention_shares import combine, dims_of, padded
 from pallas_kernels.implementations import matmul_precision, stages_that_fit
 from pallas_kernels.work_items import FIELDS
 
@@ -48,7 +49,6 @@ PREFILL = Tiling(rows=64, keys=64, num_warps=4, num_stages=3)
 PREFILL_FEW = PREFILL._replace(rows=16)
 PROGRAMS_WANTED = 128  # about one for each multiprocessor: far fewer, and keys are split
 PROGRAMS_THAT_FILL = 1024
-COMBINED_HEADS = 4  # of one program that combines shares
 
 
 def ragged_attention(
@@ -117,7 +117,7 @@ def ragged_attention(
             num_warps=tiling.num_warps,
             num_stages=stages_that_fit(
                 tiling.num_stages,
-                2 * tiling.keys * _padded(head_dim) * key_cache.dtype.itemsize,
+                2 * tiling.keys * padded(head_dim) * key_cache.dtype.itemsize,
             ),
         ),
         interpret=interpret,
@@ -125,21 +125,14 @@ def ragged_attention(
     )(items.fields, items.num_real, query, key, value, key_cache, value_cache, *masks.values())
     if whole:
         return outputs
-    group = math.gcd(heads, COMBINED_HEADS)
-    return pl.pallas_call(
-        functools.partial(_combine_kernel, splits=splits, group=group, head_dim=head_dim),
-        grid=(heads // group, rows),
-        out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
-        compiler_params=plgpu.CompilerParams(num_warps=2, num_stages=1),
-        interpret=interpret,
-        name="ragged_attention_combine",
-    )(items.of_rows, *outputs)
+    of_query = jax.ShapeDtypeStruct(query.shape, query.dtype)
+    return combine(items.of_rows, outputs, of_query, splits=splits, interpret=interpret)
 
 
 def _decode_tiling(head_dim: int, programs: int) -> Tiling:
     if head_dim <= 64:
         return DECODE_SMALL if programs >= PROGRAMS_WANTED else DECODE_FEW_SMALL
-    if _padded(head_dim) != head_dim and programs >= PROGRAMS_THAT_FILL:
+    if padded(head_dim) != head_dim and programs >= PROGRAMS_THAT_FILL:
         return DECODE_PADDED
     return DECODE
 
@@ -164,7 +157,7 @@ def _kernel(
     mask_refs, outputs = dict(zip(masks, refs, strict=False)), refs[len(masks) :]
     ancestors_ref, cache_mask_ref = mask_refs.get("ancestors"), mask_refs.get("cache")
     head, index = pl.program_id(0), pl.program_id(1)
-    dims = _dims(head_dim)[None, :]
+    dims = dims_of(head_dim)[None, :]
 
     def load(ref, *places, defined=None):
         """[m, d] of one head; zero where not `defined` [m]: None, and all places are."""
@@ -299,7 +292,7 @@ def _attend(query, carry, keys, values, visible, *, scale):
 def _start(tiling: Tiling, head_dim: int):
     zeros = lambda width: jnp.zeros((tiling.rows, width), jnp.float32)
     highest = jnp.full(tiling.rows, -jnp.inf, jnp.float32)
-    return zeros(_padded(head_dim)), highest, zeros(tiling.keys)
+    return zeros(padded(head_dim)), highest, zeros(tiling.keys)
 
 
 def _loop(begin, end, body, carry, **static):
@@ -316,51 +309,3 @@ def _sum_total(carry):
 def _last(count):
     """The last of `count` places; 0 if there are none."""
     return jnp.maximum(count - 1, 0)
-
-
-def _dims(head_dim: int) -> Array:
-    return jnp.arange(_padded(head_dim))
-
-
-def _padded(head_dim: int) -> int:
-    """The size of a head's tile: what a matrix unit takes."""
-    return max(16, pl.next_power_of_2(head_dim))
-
-
-def _combine_kernel(
-    of_rows_ref,  # [3, r]
-    share_ref,  # [n, t, h, d]: weighted values, not yet divided
-    highest_ref,  # [n, t, h]: largest scaled score
-    total_ref,  # [n, t, h]: sum of weights
-    out_ref,  # [r, h, d]
-    *,
-    splits: int,
-    group: int,
-    head_dim: int,
-):
-    """One row and `group` heads: the shares weighted by their part of the softmax's sum."""
-    row = pl.program_id(1)
-    first, count, place = (of_rows_ref[i, row] for i in range(3))
-    share = jnp.arange(max(2, pl.next_power_of_2(splits)))[:, None]
-    heads = pl.program_id(0) * group + jnp.arange(group)[None, :]
-    mask = jnp.broadcast_to(share < count, (share.shape[0], group))
-    highest = plgpu.load(highest_ref.at[first + share, place, heads], mask=mask, other=-jnp.inf)
-    total = plgpu.load(total_ref.at[first + share, place, heads], mask=mask, other=0)
-    top = jnp.where(count > 0, jnp.max(highest, axis=0), 0)
-    weight = jnp.exp(highest - top[None, :])  # exp(-inf) where there is no share
-    total = jnp.sum(total * weight, axis=0)
-    weight = weight / jnp.where(count > 0, total, 1)[None, :]
-
-    dims = _dims(head_dim)
-    is_dim = dims < head_dim
-    values = plgpu.load(
-        share_ref.at[first + share[:, :, None], place, heads[:, :, None], dims[None, None, :]],
-        mask=mask[:, :, None] & is_dim[None, None, :],
-        other=0,
-    )
-    out = jnp.sum(values * weight[:, :, None], axis=0)  # zero for padding rows
-    plgpu.store(
-        out_ref.at[row, heads[0][:, None], dims[None, :]],
-        out.astype(out_ref.dtype),
-        mask=jnp.broadcast_to(is_dim[None, :], out.shape),
-    )
