@@ -125,7 +125,9 @@ def add_subject_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="longer prompts keep their last N tokens (default: %(default)s)",
     )
+    add("--revision", help="branch, tag or commit of --model")
     add("--draft-model", metavar="DIR_OR_ID", help="beside --model")
+    add("--draft-revision", metavar="REVISION", help="branch, tag or commit of --draft-model")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of --model (default: %(default)s)")
     add("--draft-shape", help="of the draft model beside --shape (default: opt-125m)")
     add("--max-new-tokens", type=positive_int, default=128, metavar="N", help="default: 128")

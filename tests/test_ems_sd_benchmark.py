@@ -17,7 +17,7 @@ from emsjax.benchmarks.scripted import CopyAcceptance, TokenAcceptance
 from emsjax.benchmarks.sources import Scripted
 from emsjax.benchmarks.step import floor_ms
 from emsjax.cli import main
-from emsjax.commands.ems_sd import scripted
+from emsjax.commands.ems_sd import scripted, texts
 from emsjax.config import OPTConfig
 
 NEW, BATCH, RATES = 10, 3, Rates(1e12, 1e14)
@@ -196,6 +196,7 @@ def test_the_command_writes_shows_and_goes_on(tmp_path, capsys, monkeypatch):
         (["--plot", "x.xyz"], "must end in"),
         (["--max-new-tokens", "5000"], "positions"),
         (["--data", "x.jsonl"], "--data needs --model"),
+        (["--revision", "main"], "--revision needs --model"),
     ],
 )
 def test_what_cannot_be_measured_is_named(options, error, capsys):
@@ -256,6 +257,24 @@ def test_a_model_decodes_a_file_of_texts(bench_texts, articles, tmp_path, draft)
     assert bench_texts(*asked[:4], "--batch-sizes", 8, *drafts) == 2
 
 
+def test_revisions_are_those_of_the_models(articles, tmp_path, tiny_model, monkeypatch):
+    save_random_model(tmp_path / "draft", 1)
+    load, loaded = emsjax.OPT.from_pretrained, []
+
+    def spied(path, *, dtype, revision):
+        loaded.append((str(path), revision))
+        return load(path, dtype=dtype)
+
+    monkeypatch.setattr(emsjax.OPT, "from_pretrained", spied)
+    asked = ["--model", str(tiny_model), "--revision", "v2", "--data", str(articles)]
+    asked += ["--draft", "draft-model", "--draft-model", str(tmp_path / "draft")]
+    asked += ["--draft-revision", "refs/pr/3", "--max-new-tokens", "6"]
+    parsed = make_parser("").parse_args(["bench", "ems-sd", *asked])
+    _, settings = texts(parsed)
+    assert loaded == [(str(tiny_model), "v2"), (str(tmp_path / "draft"), "refs/pr/3")]
+    assert (settings["revision"], settings["draft_revision"]) == ("v2", "refs/pr/3")
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [
@@ -264,6 +283,7 @@ def test_a_model_decodes_a_file_of_texts(bench_texts, articles, tmp_path, draft)
         (["--data", "x", "--draft-shape", "tiny"], "--draft-shape needs --shape"),
         (["--data", "x", "--draft", "draft-model"], "need each other"),
         (["--data", "x", "--draft-model", "y"], "need each other"),
+        (["--data", "x", "--draft-revision", "y"], "--draft-revision needs --draft-model"),
         (["--data", "missing.jsonl"], "missing.jsonl"),
     ],
 )

@@ -16,7 +16,7 @@ from emsjax.benchmarks.scripted import CopyAcceptance, TokenAcceptance
 from emsjax.benchmarks.sources import Scripted, Texts
 from emsjax.benchmarks.workloads import ScriptedModels, Workload
 from emsjax.commands.reporting import check_writable, make_console, make_table, progress
-from emsjax.commands.subjects import check_absent, check_shapes, load_trained
+from emsjax.commands.subjects import OF_TRAINED, check_absent, check_shapes, load_trained
 
 OF_DRAFT = {
     "llma": ("prompt-lookup", CopyAcceptance(), ("draft_tokens", "miss", "whole", "decay")),
@@ -81,7 +81,7 @@ def scripted(options: argparse.Namespace) -> tuple[Scripted, dict[str, Any]]:
     Raises:
         ValueError: an unknown shape, options of other models, or a parameter out of range.
     """
-    check_absent(options, ("data", "draft_model"), "--model")
+    check_absent(options, OF_TRAINED, "--model")
     draft_shape = check_shapes(options.shape, options.draft_shape)
     drafts, profile, own = OF_DRAFT[options.draft]
     given = parameters(options)

@@ -12,7 +12,7 @@ from emsjax import profile_store
 from emsjax.benchmarks import peers, resume, surroundings
 from emsjax.benchmarks.workloads import ScriptedModels
 from emsjax.commands.reporting import check_writable, line, make_console, make_table, progress
-from emsjax.commands.subjects import check_absent, check_shapes, load_trained
+from emsjax.commands.subjects import OF_TRAINED, check_absent, check_shapes, load_trained
 
 BATCH_SIZES = (1, 8, 24)
 
@@ -62,7 +62,7 @@ def bench_peers(options: argparse.Namespace, command: str) -> int:
 
 def scripted(options: argparse.Namespace, prompts: int) -> tuple[peers.Subject, dict[str, Any]]:
     """Models of random weights and prompts that hold nearly what they say."""
-    check_absent(options, ("data", "draft_model"), "--model")
+    check_absent(options, OF_TRAINED, "--model")
     draft_shape = check_shapes(options.shape, options.draft_shape)
     describe = {
         "shape": options.shape,

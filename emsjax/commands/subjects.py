@@ -1,6 +1,7 @@
 """What `emsjax bench` decodes: checked shapes, or a trained model and the prompts of a file."""
 
 import argparse
+import functools
 import itertools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from emsjax.batch_run import Prompts, check_prompts
 from emsjax.benchmarks.runs import MODELS
 
 DRAFT_SHAPE = "opt-125m"
+OF_TRAINED = ("data", "revision", "draft_model", "draft_revision")  # options
 
 
 class Trained(NamedTuple):
@@ -46,24 +48,32 @@ def load_trained(options: argparse.Namespace, max_prompts: int) -> Trained:
     """`--model`, `--draft-model` if given, and the first prompts of `--data`.
 
     Raises:
-        ValueError: no data, bad records, or prompts that do not fit the model.
+        ValueError: no data, bad records, a revision of no model, or prompts that do not fit.
     """
     if options.data is None:
         raise ValueError("--model needs --data")
+    if options.draft_model is None:
+        check_absent(options, ["draft_revision"], "--draft-model")
     records = Records(options.data, options.prompt_template)
     data = survey(records)
     cut = argparse.Namespace(
-        model=options.model, revision=None, keep="last", max_prompt_tokens=options.max_prompt_tokens
+        model=options.model,
+        revision=options.revision,
+        keep="last",
+        max_prompt_tokens=options.max_prompt_tokens,
     )
     prompts = list(itertools.islice(Prompts(records, cut), max_prompts))
-    model = emsjax.OPT.from_pretrained(options.model, dtype=options.dtype)
+    load = functools.partial(emsjax.OPT.from_pretrained, dtype=options.dtype)
+    model = load(options.model, revision=options.revision)
     check_prompts(prompts, options.max_new_tokens, model.config)
     draft_model = None
     if options.draft_model is not None:
-        draft_model = emsjax.OPT.from_pretrained(options.draft_model, dtype=options.dtype)
+        draft_model = load(options.draft_model, revision=options.draft_revision)
     describe = {
         "model": options.model,
+        "revision": options.revision,
         "draft_model": options.draft_model,
+        "draft_revision": options.draft_revision,
         "dtype": options.dtype,
         "data_sha256": data.sha256,
         "prompt_template": options.prompt_template,
