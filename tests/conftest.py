@@ -1,7 +1,9 @@
 """Shapes in annotations are checked at run time: the library promises what it documents."""
 
+import atexit
 import os
 import re
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +15,14 @@ os.environ["XLA_FLAGS"] = " ".join(
         *Path(__file__).with_name("xla_flags.txt").read_text().split(),
     ]
 )
+
+# What one process of a run has compiled the others, and the commands that tests start, load.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    compiled = tempfile.TemporaryDirectory(prefix="emsjax-tests-")
+    atexit.register(compiled.cleanup)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled.name
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import jax
 import jaxtyping
@@ -80,6 +90,14 @@ def unchecked_annotations():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jaxtyping.config, "jaxtyping_disable", True)
         yield
+
+
+@pytest.fixture
+def few_row_counts(monkeypatch):
+    """Steps that feed prompts have two row counts instead of four: less to compile."""
+    from emsjax import packing
+
+    monkeypatch.setattr(packing, "PROMPT_SIXTEENTHS", (6, 16))
 
 
 @pytest.fixture(autouse=True)

@@ -170,6 +170,7 @@ def test_the_configs_end_token_is_the_default():
         assert out.lengths[i] == (ends[0] + 1 if ends.size else 40)
 
 
+@pytest.mark.usefixtures("few_row_counts")
 def test_groups_and_copies_give_the_same_tokens():
     model, prompts = tiny_model(), ragged_prompts([5, 9, 20, 3, 14])
     references = [prompt[::-1] for prompt in prompts]
@@ -177,7 +178,7 @@ def test_groups_and_copies_give_the_same_tokens():
     limits = [7, 20, 3, 12, 9]
     plain = emsjax.generate(model, prompts, max_new_tokens=limits)
     whole = emsjax.generate(model, prompts, drafter, max_new_tokens=limits)
-    for batch_size in (1, 2, 4, 9):
+    for batch_size in (1, 4):
         out = emsjax.generate(model, prompts, drafter, max_new_tokens=limits, batch_size=batch_size)
         np.testing.assert_array_equal(out.tokens, plain.tokens)
         np.testing.assert_array_equal(out.stats.num_drafted, whole.stats.num_drafted)

@@ -1,6 +1,7 @@
 """Slots that refill: each sequence as if it were alone, prompts in their order, nothing twice."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -44,8 +45,12 @@ def drafters():
     }
 
 
-@pytest.mark.parametrize("sampling", [None, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", drafters())
+@pytest.mark.usefixtures("few_row_counts")
+@pytest.mark.parametrize(
+    ("name", "sampling"),
+    [("prompt lookup", None), ("draft model", None), *((name, SAMPLED) for name in drafters())],
+    ids=lambda of: of if isinstance(of, str) else "greedy" if of is None else "sampled",
+)
 def test_every_sequence_is_what_it_is_in_one_batch(name, sampling):
     model, prompts, drafter = tiny_model(), ragged_prompts(LENGTHS), drafters()[name]
     options = {"max_new_tokens": NEW, "sampling": sampling, "key": jax.random.key(5)}
@@ -55,6 +60,7 @@ def test_every_sequence_is_what_it_is_in_one_batch(name, sampling):
     same(out, whole, steps=drafter is not CARELESS)  # what it drafts depends on the step
 
 
+@pytest.mark.usefixtures("few_row_counts")
 @pytest.mark.parametrize("name", ["plain", "references", "draft model"])
 def test_sequences_of_a_prompt_copy_what_is_cached_for_its_first(name):
     model, prompts, drafter = tiny_model(), ragged_prompts(LENGTHS), drafters()[name]
@@ -65,16 +71,15 @@ def test_sequences_of_a_prompt_copy_what_is_cached_for_its_first(name):
     same(emsjax.generate(model, prompts, drafter, batch_size=batch_size, **options), whole)
 
 
+@pytest.mark.usefixtures("few_row_counts")
 def test_long_prompts_of_several_sequences_are_fed_in_parts(monkeypatch):
     model, prompts = tiny_model(), ragged_prompts(LENGTHS)
     options = {"max_new_tokens": 6, "num_sequences": 2, "key": jax.random.key(5)}
     options["sampling"] = emsjax.Sampling(0.9)
-    for drafter in (drafters()["references"], None):
-        whole = emsjax.generate(model, prompts, drafter, **options)
-        with monkeypatch.context() as patch:
-            patch.setattr(emsjax.packing, "MAX_CHUNK_ROWS", 16)
-            out = emsjax.generate(model, prompts, drafter, batch_size=5, **options)
-        same(out, whole)
+    drafter = drafters()["references"]
+    whole = emsjax.generate(model, prompts, drafter, **options)
+    monkeypatch.setattr(emsjax.packing, "MAX_CHUNK_ROWS", 16)
+    same(emsjax.generate(model, prompts, drafter, batch_size=5, **options), whole)
 
 
 @jax.tree_util.register_static
@@ -92,6 +97,7 @@ class FirstSteps:
         return state + view.active.astype(jnp.int32)
 
 
+@pytest.mark.usefixtures("few_row_counts")
 def test_a_policys_state_of_a_slot_begins_anew():
     model, prompts = tiny_model(), ragged_prompts(LENGTHS)
     drafter = emsjax.DraftModel(tiny_model(num_hidden_layers=1), 3)
@@ -133,6 +139,7 @@ def test_a_prompt_is_fed_once_whatever_the_number_of_its_sequences():
     assert served.counts()["real_rows"] == emitted + sum(len(p) - 1 for p in prompts)
 
 
+@pytest.mark.usefixtures("few_row_counts")
 def test_what_a_slot_held_before_has_no_influence(monkeypatch):
     """Undefined places are NaN from the start, and whatever later sequences leave behind."""
     model, prompts = tiny_model(), ragged_prompts(LENGTHS)
@@ -157,6 +164,7 @@ def test_caches_are_those_of_a_prefill_while_slots_turn_over():
         model, prompts, count=4, drafter=drafter, max_new_tokens=NEW
     )
     kernels = emsjax.kernels.resolve_kernels(None)
+    fill = jax.jit(functools.partial(prefill, model, kernels=kernels))
     looks = 0
     entries = list(sequences)
     while entries or served.staged or served.busy:
@@ -168,7 +176,7 @@ def test_caches_are_those_of_a_prefill_while_slots_turn_over():
         cached = np.where(state.active, state.cache.lengths, 0)
         assert (np.asarray(state.cache.lengths)[state.active] < state.lengths[state.active]).all()
         empty = model.init_cache(4, requests.max_len)
-        fresh = prefill(model, empty, state.tokens, jnp.array(cached), kernels=kernels)
+        fresh = fill(empty, state.tokens, jnp.array(cached))
         there = np.arange(requests.max_len) < cached[:, None]
         for mine, theirs in zip(
             jax.tree.leaves(state.cache.layers), jax.tree.leaves(fresh.layers), strict=True
@@ -223,6 +231,7 @@ def test_prompts_enter_in_their_order_and_each_once():
     assert entered == sorted(entered)
 
 
+@pytest.mark.usefixtures("few_row_counts")
 def test_one_compilation_serves_all_prompts():
     model = tiny_model()
     before = refill_loop._cache_size()
@@ -237,6 +246,7 @@ def test_one_compilation_serves_all_prompts():
     assert refill_loop._cache_size() == before + 1
 
 
+@pytest.mark.usefixtures("few_row_counts")
 def test_a_spent_time_budget_names_what_had_not_begun(monkeypatch):
     model, prompts = tiny_model(), ragged_prompts([9, 2, 7, 5])
     whole = emsjax.generate(model, prompts, max_new_tokens=[40, 3, 40, 40], eos_token_ids=())

@@ -17,6 +17,7 @@ from toy import VOCAB, ragged_prompts, tiny_model
 
 import emsjax
 
+pytestmark = pytest.mark.usefixtures("few_row_counts")
 LENGTHS = [5, 9, 20, 3, 14, 1, 2, 33, 7, 11, 4]
 SAMPLED = {"sampling": emsjax.Sampling(0.9), "key": jax.random.key(5)}
 
@@ -181,6 +182,7 @@ FOUR_DEVICES = """
     import emsjax
     from toy import ragged_prompts, tiny_model
 
+    emsjax.packing.PROMPT_SIXTEENTHS = (6, 16)  # each device compiles
     model, prompts = tiny_model(), ragged_prompts({lengths})
     draft_model = tiny_model(num_hidden_layers=1)
     used = []
