@@ -287,7 +287,6 @@ def trainer(target, steps=8, **options):
     return distillation.Trainer(draft, optimizer, weights, **options)
 
 
-@pytest.mark.long
 def test_training_brings_the_draft_to_the_target(target):
     """More of its tokens stand than before."""
     prompts = documents(*[8] * 24)
@@ -401,7 +400,6 @@ except ValueError as error:
 """
 
 
-@pytest.mark.long
 def test_sequences_are_dealt_out_to_all_devices():
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
     folder = Path(__file__).parent

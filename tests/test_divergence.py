@@ -71,7 +71,6 @@ def test_scores_are_of_the_rounded_weights_in_float32(model, prompts):
     assert np.abs(float32_logits(model, prompts) - expected).max() > 1e-3
 
 
-@pytest.mark.long
 def test_sixteen_bits_of_a_deep_model_stay_near_float32(prompts):
     """What is added to often, the residual stream, is not rounded each time."""
     config = dataclasses.replace(CONFIG, num_hidden_layers=24, init_std=0.1)

@@ -274,7 +274,6 @@ def chi_square(model, drafter, sequences=SEQUENCES):
     return statistic, possible.sum() - 1
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("drafter", ["model", "prompt lookup", None])
 def test_the_first_tokens_have_exactly_the_targets_distribution(drafter):
     model = four_tokens(0)
@@ -287,7 +286,6 @@ def test_the_first_tokens_have_exactly_the_targets_distribution(drafter):
     assert statistic < freedom + 3.5 * np.sqrt(2 * freedom)
 
 
-@pytest.mark.long
 def test_the_same_test_rejects_a_verifier_that_forgets_the_residual(monkeypatch):
     monkeypatch.setattr("emsjax.verdict.residual_distribution", lambda p, q: p)
     drafter = emsjax.DraftModel(four_tokens(1), 1)  # compiled nowhere else

@@ -207,7 +207,6 @@ FOUR_DEVICES = """
 """
 
 
-@pytest.mark.long
 def test_four_devices_say_what_one_says():
     model, prompts = tiny_model(), ragged_prompts(LENGTHS * 3)
     whole = emsjax.generate(model, prompts, max_new_tokens=9)
