@@ -45,8 +45,8 @@ DECODE_SMALL = Tiling(rows=16, keys=64, num_warps=2, num_stages=4)
 DECODE_FEW_SMALL = Tiling(rows=16, keys=128, num_warps=4, num_stages=4)
 DECODE_TILES = 3  # of one sample, each reading its keys: more rows, and larger tiles are faster
 PREFILL = Tiling(rows=64, keys=64, num_warps=4, num_stages=3)
-# Of a launch with long tiles those with so few rows, which wait for keys more than they compute.
-PREFILL_FEW = PREFILL._replace(rows=16)
+PREFILL_FLOAT32 = PREFILL._replace(keys=32)  # as many bytes in shared memory
+FEW_ROWS = 16  # of a tile beside long ones: it waits for keys more than it computes
 PROGRAMS_WANTED = 128  # about one for each multiprocessor: far fewer, and keys are split
 PROGRAMS_THAT_FILL = 1024
 
@@ -73,7 +73,11 @@ def ragged_attention(
     batch = key_cache.shape[0]
     most = min(rows, max_rows_per_sample or rows)
     decoding = most <= DECODE_TILES * DECODE.rows
-    tiling = _decode_tiling(head_dim, batch * heads) if decoding else PREFILL
+    if decoding:
+        tiling, few = _decode_tiling(head_dim, batch * heads), None
+    else:
+        tiling = PREFILL_FLOAT32 if query.dtype.itemsize > 2 else PREFILL
+        few = tiling._replace(rows=FEW_ROWS)
     max_tiles = pl.cdiv(most, tiling.rows)
     splits = 1
     if decoding and batch * heads < 3 * PROGRAMS_WANTED // 4:
@@ -101,7 +105,7 @@ def ragged_attention(
         head_dim=head_dim,
         decoding=decoding,
         one_tile=max_tiles == 1,
-        few=None if decoding else PREFILL_FEW,
+        few=few,
         masks=tuple(masks),
     )
     outputs = pl.pallas_call(
