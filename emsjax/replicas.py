@@ -2,7 +2,7 @@
 
 import queue
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 
 import jax
 
@@ -29,7 +29,9 @@ class Shared:
             return next(self.entries)
 
 
-def rows_of_all(slots: Mapping[jax.Device, Slots], entries: Iterator[Entry]) -> Iterator[Row]:
+def rows_of_all(
+    slots: Mapping[jax.Device, Slots], entries: Iterator[Entry]
+) -> Generator[Row, None, None]:
     """The rows of all sequences, each from the device that had a slot for it.
 
     The first error of a device ends all.

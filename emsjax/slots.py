@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from time import monotonic, perf_counter
 from typing import Any
 
@@ -150,7 +150,7 @@ class Slots:
 
     def serve(
         self, entries: Iterator[Any], *, enough: int | None = None, deadline: float | None = None
-    ) -> Iterator[Any]:
+    ) -> Generator[Any, None, None]:
         """Each sequence's row as it finishes; sequences enter in their order.
 
         What is no `Entry` is handed through.

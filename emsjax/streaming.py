@@ -1,9 +1,9 @@
 """`stream`: prompts in as they come, completions out as they finish."""
 
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -132,7 +132,7 @@ def stream(
         attention_implementation=attention_implementation,
         devices=devices,
     )
-    return (completion(row, requests.num_sequences) for row in rows)
+    return completions_of(rows, requests.num_sequences)
 
 
 def stream_numbered(
@@ -202,7 +202,7 @@ def rows_of(
     batch_size: int,
     attention_implementation: str | Callable | None,
     devices: Sequence[jax.Device] | None,
-) -> Iterator[Row]:
+) -> Generator[Row, None, None]:
     """The rows of all entries; caches have been allocated when this returns."""
     resolve_kernels(attention_implementation)
 
@@ -292,11 +292,9 @@ class Source:
             self.keys = {first: np.asarray(_keys_from(self.key, first))}
         return self.keys[first][sequence - first]
 
-    def completions(self, rows: Iterator[Any]) -> Iterator[Completion]:
+    def completions(self, rows: Generator[Row, None, None]) -> Iterator[Completion]:
         """What the rows say, and what was refused; at the end what the iterator raised."""
-        for row in rows:
-            refused = isinstance(row, Completion)
-            yield row if refused else completion(row, self.requests.num_sequences)
+        yield from completions_of(rows, self.requests.num_sequences)
         if self.error is not None:
             raise self.error
 
@@ -305,6 +303,13 @@ class Source:
 def _keys_from(key: jax.Array, first: int) -> jax.Array:
     numbers = first + jnp.arange(KEYS_AT_ONCE)
     return jax.random.key_data(jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, numbers))
+
+
+def completions_of(rows: Generator[Row, None, None], num_sequences: int) -> Iterator[Completion]:
+    """What the rows say, and what was refused. Whoever stops reading ends the decoding too."""
+    with contextlib.closing(rows):
+        for row in rows:
+            yield row if isinstance(row, Completion) else completion(row, num_sequences)
 
 
 def completion(row: Row, num_sequences: int) -> Completion:

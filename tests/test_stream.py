@@ -1,5 +1,6 @@
 """Streams: the completions of `generate`, as they finish, from prompts that are read as needed."""
 
+import gc
 import itertools
 import json
 import os
@@ -140,19 +141,25 @@ def test_bad_arguments_are_refused_before_any_prompt_is_read(options, error):
         emsjax.stream(tiny_model(), prompts(), **({"batch_size": 2, "max_new_tokens": 5} | options))
 
 
-def test_nothing_is_left_of_a_stream_that_nobody_reads_to_its_end():
+@pytest.mark.parametrize("lazy", [True, False])
+def test_nothing_is_left_of_a_stream_that_nobody_reads_to_its_end(lazy):
     model = tiny_model()
     endless = ([3 + n % 50, 4] for n in itertools.count())
+    prompts = endless if lazy else list(itertools.islice(endless, 500))
     before = threading.active_count()
     devices = jax.local_devices()[:1]
     completions = emsjax.stream(
-        model, endless, max_new_tokens=4, batch_size=2, max_len=16, devices=devices
+        model, prompts, max_new_tokens=4, batch_size=2, max_len=16, devices=devices
     )
     next(completions)
-    completions.close()
-    end = time.monotonic() + 60
-    while threading.active_count() > before and time.monotonic() < end:
-        time.sleep(0.05)
+    gc.disable()  # which would close what is forgotten, at some time
+    try:
+        completions.close()
+        end = time.monotonic() + 60
+        while threading.active_count() > before and time.monotonic() < end:
+            time.sleep(0.05)
+    finally:
+        gc.enable()
     assert threading.active_count() == before
 
 
