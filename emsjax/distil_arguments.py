@@ -38,6 +38,13 @@ def add_distil_arguments(parser: argparse.ArgumentParser) -> None:
         help="tables as narrow as the draft model, or the target's own with projections "
         "(default: %(default)s)",
     )
+    add(
+        "--start",
+        choices=("pruned", "random"),
+        default="pruned",
+        help="weights cut out of the target, ahead in short runs, or random ones of the same "
+        "sizes, which may overtake them in long runs (default: %(default)s)",
+    )
     add("--draft-model", metavar="DIR_OR_ID", help="to train on, not a part of the target")
     add("--draft-revision", metavar="REVISION", help="branch, tag or commit of the draft model")
     add("--steps", **number, default=5000, help=shown)
@@ -61,6 +68,13 @@ def add_distil_arguments(parser: argparse.ArgumentParser) -> None:
         default=512,
         metavar="N",
         help="continuations of texts by the target to train on as well (default: %(default)s)",
+    )
+    add(
+        "--temperature",
+        type=float,
+        default=1.0,
+        help="of the continuations: that at which you will decode; 0: greedy "
+        "(default: %(default)s)",
     )
     add("--held-out", **number, default=16, help="texts to evaluate on (default: %(default)s)")
     add("--max-new-tokens", **number, default=128, help="of each continuation; " + shown)

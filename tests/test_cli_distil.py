@@ -6,8 +6,11 @@ import subprocess
 import sys
 import time
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import nnx
 from jsonl import END, TEXTS, assert_error, save_random_model
 
 import emsjax
@@ -200,6 +203,9 @@ def test_texts_that_cannot_be_trained_on_are_named(
         (["--losses", "kl"], "losses must be of cross-entropy"),
         (["--losses", "forward-kl=-1"], "must be above 0"),
         (["--draft-model", "x"], "--layers: the size is that of --draft-model"),
+        (["--temperature", "-1"], "--temperature must be finite and >= 0, not -1.0"),
+        (["--learning-rate", "0"], "--learning-rate must be finite and > 0, not 0.0"),
+        (["--weight-decay", "inf"], "--weight-decay must be finite and >= 0, not inf"),
         (["--target", "./none"], "--target: none is no folder"),
         (["--data", "none.jsonl"], "none.jsonl"),
         (["--text-template", "{"], "{"),
@@ -230,6 +236,27 @@ def test_a_draft_model_that_does_not_suit_is_named(
     for option in ("--layers", "--width"):
         del run[run.index(option) : run.index(option) + 2]
     assert_error(capsys, main(run), error)
+    assert_error(capsys, main([*run, "--start", "random"]), "--start random: --draft-model is")
+
+
+def test_training_may_start_with_random_weights(tiny_model, data, tmp_path):
+    options = ["--start", "random", "--steps", 1, "--learning-rate", 1e-9, "--generations", 0]
+    assert main(arguments(tiny_model, data, tmp_path / "draft", *options, "--seed", 3)) == 0
+    draft = emsjax.OPT.from_pretrained(tmp_path / "draft", dtype=jnp.float32)
+    start = emsjax.OPT(draft.config, rngs=nnx.Rngs(3), dtype=jnp.float32)
+    leaves = [jax.tree.leaves(nnx.state(model)) for model in (draft, start)]
+    for found, expected in zip(*leaves, strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-7)
+    assert "random weights (embeddings projected)" in (tmp_path / "draft/README.md").read_text()
+
+
+def test_continuations_have_the_temperature_asked_for(tiny_model, data, tmp_path, monkeypatch):
+    def asked(*_, temperature, **__):
+        raise StoppedError(temperature)
+
+    monkeypatch.setattr(distillation, "continuations", asked)
+    with pytest.raises(StoppedError, match=r"^0\.25$"):
+        main(arguments(tiny_model, data, tmp_path / "draft", "--temperature", 0.25))
 
 
 def test_an_output_that_holds_something_else_is_left_alone(tiny_model, data, tmp_path, capsys):

@@ -428,20 +428,27 @@ def test_other_vocabularies_and_missing_targets_are_refused(target):
 
 def test_continuations_are_what_the_target_says(target):
     texts = documents(20, 7, 2, seed=4)
+    lengths = (4, 3, 1)  # of excerpts: at most half of the text
     found = distillation.continuations(
-        target, texts, 5, prompt_tokens=4, new_tokens=6, batch_size=2, temperature=0.0
+        target, texts, 9, prompt_tokens=4, new_tokens=6, batch_size=2, temperature=0.0
     )
-    beginnings = {
-        tuple(text[:length].tolist()) for text, length in zip(texts, (4, 3, 1), strict=True)
-    }
-    assert len(found) == 5
-    cut = []
-    for document in found:
-        (prompt,) = [b for b in beginnings if tuple(document[: len(b)].tolist()) == b]
-        cut.append(prompt)
+    assert len(found) == 9
+    places = []
+    for document in map(np.ndarray.tolist, found):
+        (place,) = (
+            (i, at)
+            for i, (text, length) in enumerate(zip(texts, lengths, strict=True))
+            for at in range(len(text) - length)
+            if document[:length] == text[at : at + length].tolist()
+        )
+        places.append(place)
+        prompt, said = document[: lengths[place[0]]], document[lengths[place[0]] :]
         out = emsjax.generate(target, [prompt], max_new_tokens=6)
-        assert document[len(prompt) :].tolist() == out.tokens[0, : out.lengths[0]].tolist()
-    assert set(cut) == beginnings  # all once before any twice
+        assert said == out.tokens[0, : out.lengths[0]].tolist()
+    for first in (0, 3, 6):  # all once before any twice
+        assert {i for i, _ in places[first : first + 3]} == {0, 1, 2}
+    assert all(at == 0 for _, at in places[:3])
+    assert any(at > 0 for _, at in places[3:])
     sampled = distillation.continuations(target, texts, 5, new_tokens=6, seed=1)
     again = distillation.continuations(target, texts, 5, new_tokens=6, seed=1)
     assert all(map(np.array_equal, sampled, again))

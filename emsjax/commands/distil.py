@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -50,7 +51,7 @@ def distil(options: argparse.Namespace, command: str) -> int:
         say(f"{options.output} is finished")
     else:
         record |= {"command": command, **surroundings(None)}
-        record["results"] = run(options, held_out, training, say)
+        record["results"] = run(options, draft_config, held_out, training, say)
         finish(options.output, record, say)
     console = make_console()
     line(console, "| held-out texts | plain | before | after |")
@@ -76,6 +77,8 @@ def check_draft(options: argparse.Namespace, config: OPTConfig) -> OPTConfig:
     for name in ("layers", "width"):
         if getattr(options, name) is not None:
             raise ValueError(f"--{name}: the size is that of --draft-model")
+    if options.start == "random":
+        raise ValueError("--start random: --draft-model is what training starts with")
     draft = read_config(options.draft_model, options.draft_revision)
     for name in ("vocab_size", "max_position_embeddings"):
         sizes = [getattr(one, name) for one in (draft, config)]
@@ -102,7 +105,7 @@ def prepare(
 
     Raises:
         ValueError: too few texts or tokens, another vocabulary, lengths that the models have no
-            positions for, or a batch that cannot be dealt out to the devices.
+            positions for, rates that are none, or a batch that cannot be dealt out to the devices.
     """
     positions = min(config.max_position_embeddings, draft_config.max_position_embeddings)
     for name, least in (("sequence_length", MIN_TOKENS), ("max_new_tokens", 1)):
@@ -110,6 +113,11 @@ def prepare(
         if not least <= value <= most:
             option = "--" + name.replace("_", "-")
             raise ValueError(f"{option} must be in {least}..{most}, not {value}")
+    for name, zero in (("learning_rate", False), ("weight_decay", True), ("temperature", True)):
+        value = getattr(options, name)
+        if not (math.isfinite(value) and (value > 0 or (zero and value == 0))):
+            option, least = "--" + name.replace("_", "-"), ">= 0" if zero else "> 0"
+            raise ValueError(f"{option} must be finite and {least}, not {value}")
     devices = len(jax.local_devices())
     if options.batch_size % devices:
         raise ValueError(
@@ -160,6 +168,7 @@ def open_output(options: argparse.Namespace) -> dict[str, Any]:
 
 def run(
     options: argparse.Namespace,
+    draft_config: OPTConfig,
     held_out: Documents,
     training: Documents,
     say: Callable[[str], None],
@@ -167,10 +176,12 @@ def run(
     """Train, save and evaluate."""
     load = emsjax.OPT.from_pretrained
     target = load(options.target, dtype=options.dtype, revision=options.revision)
-    if options.draft_model is None:
-        start = distillation.prune(target, options.layers, options.width, options.embeddings)
-    else:
+    if options.draft_model is not None:
         start = load(options.draft_model, dtype="float32", revision=options.draft_revision)
+    elif options.start == "random":
+        start = emsjax.OPT(draft_config, rngs=nnx.Rngs(options.seed), dtype="float32")
+    else:
+        start = distillation.prune(target, options.layers, options.width, options.embeddings)
     training = training + generations(options, target, training, say)
     model, losses = train(options, start, target, training, say)
     model, start = (one.astype(options.dtype) for one in (model, start))
@@ -208,6 +219,7 @@ def generations(
             training,
             options.generations,
             new_tokens=options.max_new_tokens,
+            temperature=options.temperature,
             seed=options.seed,
         )
         write_atomically(path, json.dumps([ids.tolist() for ids in new]))

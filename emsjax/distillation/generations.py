@@ -20,35 +20,37 @@ def continuations(
     temperature: float = 1.0,
     seed: int = 0,
 ) -> list[np.ndarray]:
-    """Beginnings of documents, each with what the target says next.
+    """Excerpts of documents, each with what the target says next.
 
     A draft model is asked to go on where the target has been writing for a while: there its
     drafts are verified, and there it must be like the target.
 
     Args:
         target: the model.
-        documents: token ids; all begin one continuation before any begins a second one.
+        documents: token ids; all are taken once before any a second time. Their first excerpts
+            are their beginnings, later ones begin anywhere.
         count: how many.
-        prompt_tokens: of a beginning, and at most half of the document.
+        prompt_tokens: of an excerpt, and at most half of the document.
         new_tokens: at most.
         batch_size: decoded at once.
         temperature: 0: greedy.
-        seed: of the choice and of the samples.
+        seed: of the excerpts and of the samples.
 
     Returns:
-        `count` arrays of token ids, int32 [t] each: a beginning, and what the target said.
+        `count` arrays of token ids, int32 [t] each: an excerpt, and what the target said.
     """
     rng = np.random.default_rng(seed)
     rounds = -(-count // len(documents))
     order = np.concatenate([rng.permutation(len(documents)) for _ in range(rounds)])[:count]
     room = target.config.max_position_embeddings - new_tokens
-    beginnings = []
-    for i in order:
-        length = min(prompt_tokens, max(1, len(documents[i]) // 2), room)
-        beginnings.append(np.asarray(documents[i][:length], np.int32))
+    excerpts = []
+    for taken, document in enumerate(documents[i] for i in order):
+        length = min(prompt_tokens, max(1, len(document) // 2), room)
+        begin = 0 if taken < len(documents) else rng.integers(max(1, len(document) - length))
+        excerpts.append(np.asarray(document[begin : begin + length], np.int32))
     out = emsjax.generate(
         target,
-        beginnings,
+        excerpts,
         emsjax.PromptLookup(),
         max_new_tokens=new_tokens,
         sampling=emsjax.Sampling(temperature=temperature),
@@ -56,4 +58,4 @@ def continuations(
         key=jax.random.key(seed),
     )
     new = [tokens[:length] for tokens, length in zip(out.tokens, out.lengths, strict=True)]
-    return [np.concatenate(parts) for parts in zip(beginnings, new, strict=True)]
+    return [np.concatenate(parts) for parts in zip(excerpts, new, strict=True)]

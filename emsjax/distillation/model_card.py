@@ -24,8 +24,8 @@ out = emsjax.generate(target, prompts, drafter=emsjax.DraftModel(draft))
 ## Training
 It began as {start}. {steps} steps of {batch} sequences of {length} tokens: the user's texts
 (SHA-256 of the file {digest}), {held_out} of which were held out, and {generations} of the target's
-own continuations. Losses: {losses}. AdamW, peak learning rate {rate:g}, weight decay {decay:g},
-{warm_up} steps of warm-up and a cosine. Command:
+own continuations, at temperature {temperature:g}. Losses: {losses}. AdamW, peak learning rate
+{rate:g}, weight decay {decay:g}, {warm_up} steps of warm-up and a cosine. Command:
 ```
 {command}
 ```
@@ -46,6 +46,8 @@ def model_card(record: Mapping[str, Any]) -> str:
     settings, results = record["settings"], record["results"]
     config, parameters = results["config"], results["parameters"]
     started = settings["draft_model"]
+    if settings["start"] == "random":
+        started = f"random weights (embeddings {settings['embeddings']})"
     return TEMPLATE.format(
         target=settings["target"],
         layers=config["num_hidden_layers"],
@@ -59,6 +61,7 @@ def model_card(record: Mapping[str, Any]) -> str:
         digest=settings["data_sha256"],
         held_out=settings["held_out"],
         generations=settings["generations"],
+        temperature=settings["temperature"],
         losses=", ".join(f"{name} {weight:g}" for name, weight in settings["losses"].items()),
         rate=settings["learning_rate"],
         decay=settings["weight_decay"],
