@@ -1,6 +1,7 @@
 """Shapes in annotations are checked at run time: the library promises what it documents."""
 
 import atexit
+import gc
 import os
 import re
 import tempfile
@@ -60,6 +61,7 @@ settings.load_profile("emsjax")
 def pytest_configure(config):
     if config.option.markexpr == "gpu" and not runs_triton():
         raise pytest.UsageError("-m gpu needs a GPU of compute capability 8.0 or newer")
+    gc.set_threshold(100_000, 20, 20)  # tracing makes many objects, few of them in cycles
 
 
 def pytest_collection_modifyitems(items):
@@ -82,6 +84,7 @@ def forget_executables():
     maps = Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
         jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="module")

@@ -186,8 +186,8 @@ def test_formats_are_preferred_in_their_order(tmp_path):
 
 @pytest.mark.parametrize("form", ["safetensors", "msgpack"])
 def test_the_host_holds_one_tensor_at_a_time(tmp_path, form):
-    config = {**CONFIG, "hidden_size": 128, "ffn_dim": 1024, "num_hidden_layers": 10}
-    config["word_embed_proj_dim"] = 128
+    config = {**CONFIG, "hidden_size": 512, "ffn_dim": 4096, "num_hidden_layers": 4}
+    config["word_embed_proj_dim"] = 512
     values = {
         name: np.ones(shape, np.float32)
         for name, shape in tiny_models.tensor_shapes(config).items()
@@ -201,8 +201,8 @@ def test_the_host_holds_one_tensor_at_a_time(tmp_path, form):
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert sum(sizes) > 20 * max(sizes)
-    assert peak < 5 * max(sizes)
+    assert sum(sizes) > 10 * max(sizes)
+    assert peak < 2 * max(sizes)  # room for small ones and for what tracing leaves
 
 
 @formats
