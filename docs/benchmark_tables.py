@@ -121,6 +121,14 @@ KINDS = (
         "A step of distillation beside the rate of a large matrix product.",
         tables.training,
     ),
+    Kind(
+        "Distilled draft models",
+        "emsjax distil",
+        "What `emsjax distil` measures at its end: decoding plainly, with the draft model that "
+        "training began with, and with the trained one. Position: of the draft tokens there, all "
+        "before which stood, how many stood.",
+        tables.distillation,
+    ),
 )
 
 

@@ -324,3 +324,27 @@ def training(results: Results) -> list[str]:
         f"{settings['sequence_length']} tokens.",
         table(head, rows),
     ]
+
+
+def distillation(results: Results) -> list[str]:
+    settings, found = results["settings"], results["results"]
+    config, parameters = found["config"], found["parameters"]
+    losses = ", ".join(f"{name} {weight:g}" for name, weight in settings["losses"].items())
+    rows = []
+    for name in ("plain", "before", "after"):
+        of = found[name]
+        rate = None if name == "plain" else number(of["acceptance_rate"], 3)
+        positions = [number(share, 3) for share in of["by_position"]]
+        positions += [None] * (settings["draft_tokens"] - len(positions))
+        speed = number(of["tokens_per_s"], 0)
+        rows.append([name, rate, *positions, number(of["mean_acceptance_length"]), speed])
+    positions = [f"position {i + 1}" for i in range(settings["draft_tokens"])]
+    return [
+        f"{config['num_hidden_layers']} layers of width {config['hidden_size']}, "
+        f"{parameters['draft']:,} parameters, for a target of {parameters['target']:,} "
+        f"(`{settings['target']}`). Start: {settings['draft_model'] or settings['start']}. "
+        f"{settings['steps']} steps of {settings['batch_size']} x {settings['sequence_length']} "
+        f"tokens, {losses}; {settings['generations']} continuations by the target. Evaluated on "
+        f"{settings['held_out']} texts, {settings['max_new_tokens']} greedy tokens each.",
+        table(["", "acceptance rate", *positions, "mean acceptance length", "tokens/s"], rows),
+    ]

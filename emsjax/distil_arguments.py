@@ -76,7 +76,18 @@ def add_distil_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the continuations: that at which you will decode; 0: greedy "
         "(default: %(default)s)",
     )
-    add("--held-out", **number, default=16, help="texts to evaluate on (default: %(default)s)")
+    add(
+        "--held-out",
+        **number,
+        default=16,
+        help="texts to evaluate on, not trained on (default: %(default)s)",
+    )
+    add(
+        "--held-out-data",
+        type=Path,
+        metavar="FILE",
+        help="take the first of this file as those, and train on all of --data",
+    )
     add("--max-new-tokens", **number, default=128, help="of each continuation; " + shown)
     add("--draft-tokens", **number, default=4, help="of a step, in evaluation; " + shown)
     add("--checkpoint-every", **number, default=500, help="steps; " + shown)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jsonl import END, TEXTS, assert_error, save_random_model
+from transformers import AutoTokenizer
 
 import emsjax
 from emsjax import distillation
@@ -84,7 +85,7 @@ def test_the_folder_is_a_model_with_its_card_figure_and_record(whole, tiny_model
 
 def test_torch_reads_it(whole):
     pytest.importorskip("torch")
-    from transformers import AutoTokenizer, OPTForCausalLM
+    from transformers import OPTForCausalLM
 
     assert OPTForCausalLM.from_pretrained(whole).config.hidden_size == 8
     assert AutoTokenizer.from_pretrained(whole)("x = 1").input_ids[0] == END
@@ -161,6 +162,30 @@ def test_a_draft_model_of_ones_own_is_trained_on(tmp_path, tiny_model, data):
     assert main(run) == 0
     assert record_of(tmp_path / "draft")["results"]["config"]["hidden_size"] == 8
     assert str(tmp_path / "start") in (tmp_path / "draft" / "README.md").read_text()
+
+
+def test_texts_of_another_file_may_be_held_out(tiny_model, data, tmp_path, monkeypatch, capsys):
+    found = {}
+
+    def run(options, draft_config, held_out, training, say):
+        found.update(held_out=held_out, training=training)
+        raise StoppedError
+
+    monkeypatch.setattr(command, "run", run)
+    other = tmp_path / "other.jsonl"
+    other.write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
+    arguments_of = lambda *options: arguments(tiny_model, data, tmp_path / "draft", *options)
+    with pytest.raises(StoppedError):
+        main(arguments_of("--held-out-data", other, "--generations", 0))
+    assert len(found["training"]) == len(LINES)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    assert tokenizer.batch_decode(found["held_out"], skip_special_tokens=True) == TEXTS[:3]
+    many = arguments_of("--held-out-data", other, "--held-out", len(TEXTS) + 1)
+    assert_error(capsys, main(many), f"{other} has {len(TEXTS)} texts")
+    assert_error(capsys, main(arguments_of("--held-out-data", data)), "would be trained on")
+    again = arguments_of("--held-out-data", other, "--generations", 0)
+    other.write_text(other.read_text().replace("hello", "other"))
+    assert_error(capsys, main(again), "held_out_data_sha256")
 
 
 def test_without_matplotlib_the_rest_is_there(tmp_path, whole, monkeypatch, capsys):

@@ -1,6 +1,8 @@
 """The recipe of the embedded pair: its data, how it is evaluated, and that it runs."""
 
 import dataclasses
+import json
+import sysconfig
 
 import jax.numpy as jnp
 import numpy as np
@@ -41,6 +43,19 @@ def test_held_out_text_is_in_no_training_document(library, tmp_path):
     }
     assert len(documents) == info["train_files"] + 1  # and nothing after the last end token
     assert not documents & {ids.tobytes() for ids in data.held_out.values()}
+
+
+def test_texts_for_distillation_are_split_the_same_way(library, tmp_path, monkeypatch):
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(library)})
+    recipe.main(["texts", "--output", str(tmp_path / "out")])
+    train, held_out = (
+        [json.loads(line)["text"] for line in (tmp_path / "out" / name).open()]
+        for name in ("train.jsonl", "held-out.jsonl")
+    )
+    texts = corpus.read_library(library)
+    names = corpus.choose_held_out({name: len(text.encode()) for name, text in texts.items()})
+    assert held_out == [texts[name] for name in names]
+    assert sorted(train + held_out) == sorted(texts.values())
 
 
 def test_held_out_choice_does_not_depend_on_the_order_of_files():

@@ -396,6 +396,45 @@ NOT_YET = {  # kinds of which no results may be committed, as their writers make
         },
         ["| forward-kl 0.9, cross-entropy 0.1 | 250.0 | 1234 | 150.0 | 20.0% |"],
     ),
+    "emsjax distil --target a": (
+        {
+            "settings": {
+                "target": "a",
+                "draft_model": None,
+                "start": "random",
+                "steps": 7,
+                "batch_size": 32,
+                "sequence_length": 1024,
+                "losses": {"forward-kl": 0.9},
+                "generations": 5,
+                "held_out": 16,
+                "max_new_tokens": 128,
+                "draft_tokens": 2,
+            },
+            "results": {
+                "config": {"num_hidden_layers": 2, "hidden_size": 128},
+                "parameters": {"draft": 1000, "target": 9000},
+                **{
+                    name: {
+                        "acceptance_rate": rate,
+                        "by_position": positions,
+                        "mean_acceptance_length": length,
+                        "tokens_per_s": 100 * length,
+                    }
+                    for name, rate, positions, length in (
+                        ("plain", 0.0, [], 1.0),
+                        ("before", 0.25, [0.5, 0.25], 1.5),
+                        ("after", 0.75, [0.875, 0.75], 2.5),
+                    )
+                },
+            },
+        },
+        [
+            "1,000 parameters, for a target of 9,000 (`a`). Start: random. 7 steps",
+            "| plain |  |  |  | 1.00 | 100 |",
+            "| after | 0.750 | 0.875 | 0.750 | 2.50 | 250 |",
+        ],
+    ),
 }
 
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,10 @@ def distil(options: argparse.Namespace, command: str) -> int:
             else. Nothing has been done then.
     """
     check_losses(options.losses)
-    texts = read_texts(options.data, options.text_template)
+    files = [path for path in (options.data, options.held_out_data) if path is not None]
+    if len(files) == 2 and files[0].resolve() == files[1].resolve():
+        raise ValueError("--held-out-data is --data: its texts would be trained on")
+    texts = {path: read_texts(path, options.text_template) for path in files}
     config = read_config(options.target, options.revision)
     draft_config = check_draft(options, config)
     held_out, training = prepare(options, texts, config, draft_config)
@@ -99,9 +102,12 @@ def size_of(config: OPTConfig) -> int:
 
 
 def prepare(
-    options: argparse.Namespace, texts: list[str], config: OPTConfig, draft_config: OPTConfig
+    options: argparse.Namespace,
+    texts: Mapping[Path, list[str]],
+    config: OPTConfig,
+    draft_config: OPTConfig,
 ) -> tuple[Documents, Documents]:
-    """The documents held out and those to train on.
+    """The documents held out and those to train on, given the texts of each file.
 
     Raises:
         ValueError: too few texts or tokens, another vocabulary, lengths that the models have no
@@ -128,8 +134,18 @@ def prepare(
 
     tokenizer = AutoTokenizer.from_pretrained(options.target, **revision_of(options.revision))
     ends = config.eos_token_ids
-    documents = tokenize(tokenizer, texts, vocab_size=config.vocab_size, end_token_ids=ends)
-    held_out, training = hold_out(documents, options.held_out, options.seed)
+    sizes = {"vocab_size": config.vocab_size, "end_token_ids": ends}
+    documents = {path: tokenize(tokenizer, of, str(path), **sizes) for path, of in texts.items()}
+    if options.held_out_data is None:
+        held_out, training = hold_out(documents[options.data], options.held_out, options.seed)
+    else:
+        held_out = documents[options.held_out_data][: options.held_out]
+        training = documents[options.data]
+        if len(held_out) < options.held_out:
+            raise ValueError(
+                f"{options.held_out_data} has {len(held_out)} texts, and --held-out asks for "
+                f"{options.held_out}"
+            )
     distillation.PackedSequences(training, options.sequence_length, options.batch_size)
     return held_out, training
 
@@ -140,9 +156,12 @@ def open_output(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ValueError: the folder holds something else, or a run with other options.
     """
-    left_out = {"command", "data", "output", "checkpoint_every"}
+    left_out = {"command", "data", "held_out_data", "output", "checkpoint_every"}
     settings = {name: value for name, value in vars(options).items() if name not in left_out}
-    settings["data_sha256"] = hashlib.sha256(options.data.read_bytes()).hexdigest()
+    for name in ("data", "held_out_data"):
+        path = getattr(options, name)
+        digest = None if path is None else hashlib.sha256(path.read_bytes()).hexdigest()
+        settings[name + "_sha256"] = digest
     settings = json.loads(json.dumps(settings))
     folder, path = options.output, options.output / RECORD
     if path.exists():

@@ -145,6 +145,16 @@ def prepare(output: Path, *, vocab_size: int = 4096, library: Path | None = None
     return info
 
 
+def write_texts(output: Path, library: Path | None = None) -> None:
+    """Write `train.jsonl` and `held-out.jsonl` below `output`: a module a line, as "text"."""
+    texts = read_library(library)
+    held_out = choose_held_out({name: len(text.encode()) for name, text in texts.items()})
+    output.mkdir(parents=True, exist_ok=True)
+    for file, names in (("train", texts.keys() - set(held_out)), ("held-out", held_out)):
+        lines = [json.dumps({"text": texts[name]}) + "\n" for name in sorted(names)]
+        (output / f"{file}.jsonl").write_text("".join(lines))
+
+
 def load(output: Path) -> Corpus:
     """What `prepare` wrote."""
     info = json.loads((output / "corpus.json").read_text())

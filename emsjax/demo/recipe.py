@@ -2,7 +2,8 @@
 
 Stage `prepare` reads the running Python's standard library and trains the
 tokenizer; stage `train` trains the target, then the draft on the target's
-distribution, evaluates both on the held-out modules and exports them.
+distribution, evaluates both on the held-out modules and exports them. Stage
+`texts` writes the same modules, and those held out, for `emsjax distil`.
 """
 
 import argparse
@@ -169,11 +170,15 @@ def train_pair(output: Path, steps: dict[str, int]) -> dict:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Train the embedded target and draft.")
-    parser.add_argument("stage", nargs="?", choices=["prepare", "train", "all"], default="all")
+    stages = ["prepare", "train", "all", "texts"]
+    parser.add_argument("stage", nargs="?", choices=stages, default="all")
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
     parser.add_argument("--steps", type=int, default=5000, help="of the target")
     parser.add_argument("--draft-steps", type=int, default=12000)
     options = parser.parse_args(arguments)
+    if options.stage == "texts":
+        corpus.write_texts(options.output)
+        return
     if options.stage != "train":
         print(json.dumps(corpus.prepare(options.output), indent=2), flush=True)
     if options.stage != "prepare":

@@ -23,7 +23,7 @@ out = emsjax.generate(target, prompts, drafter=emsjax.DraftModel(draft))
 
 ## Training
 It began as {start}. {steps} steps of {batch} sequences of {length} tokens: the user's texts
-(SHA-256 of the file {digest}), {held_out} of which were held out, and {generations} of the target's
+(SHA-256 of the file {digest}){apart}, and {generations} of the target's
 own continuations, at temperature {temperature:g}. Losses: {losses}. AdamW, peak learning rate
 {rate:g}, weight decay {decay:g}, {warm_up} steps of warm-up and a cosine. Command:
 ```
@@ -45,6 +45,9 @@ def model_card(record: Mapping[str, Any]) -> str:
     """The card of a finished run's record, as `emsjax distil` writes it."""
     settings, results = record["settings"], record["results"]
     config, parameters = results["config"], results["parameters"]
+    apart = ", {held_out} of which were held out"
+    if settings["held_out_data_sha256"] is not None:
+        apart = ", beside {held_out} held-out ones (of the file {held_out_data_sha256})"
     started = settings["draft_model"]
     if settings["start"] == "random":
         started = f"random weights (embeddings {settings['embeddings']})"
@@ -59,6 +62,7 @@ def model_card(record: Mapping[str, Any]) -> str:
         batch=settings["batch_size"],
         length=settings["sequence_length"],
         digest=settings["data_sha256"],
+        apart=apart.format(**settings),
         held_out=settings["held_out"],
         generations=settings["generations"],
         temperature=settings["temperature"],

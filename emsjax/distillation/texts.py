@@ -33,12 +33,14 @@ def read_texts(path: Path, template: str) -> list[str]:
 
 
 def tokenize(
-    tokenizer, texts: Sequence[str], *, vocab_size: int, end_token_ids: Sequence[int]
+    tokenizer, texts: Sequence[str], source: str, *, vocab_size: int, end_token_ids: Sequence[int]
 ) -> list[np.ndarray]:
     """The documents of the texts, int32 [t] each.
 
     Args:
         tokenizer: of transformers.
+        texts: any number.
+        source: of the texts, for messages.
         vocab_size: of the model.
         end_token_ids: the first of them ends every document; empty: nothing does.
 
@@ -49,11 +51,12 @@ def tokenize(
     for number, ids in enumerate(tokenizer(list(texts)).input_ids, start=1):
         if len(ids) < MIN_TOKENS:
             raise ValueError(
-                f"text {number} is too short: it has {len(ids)} tokens, not at least {MIN_TOKENS}"
+                f"{source}, text {number} is too short: it has {len(ids)} tokens, not at least "
+                f"{MIN_TOKENS}"
             )
         if max(ids) >= vocab_size:
             raise ValueError(
-                f"text {number} has token {max(ids)}, and the model a vocabulary of "
+                f"{source}, text {number} has token {max(ids)}, and the model a vocabulary of "
                 f"{vocab_size} tokens: tokenizer and model do not belong together"
             )
         documents.append(np.array([*ids, *end_token_ids[:1]], np.int32))
