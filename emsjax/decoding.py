@@ -21,7 +21,7 @@ from emsjax.feeding import feed, is_ready
 from emsjax.kernels import resolve_kernels
 from emsjax.layout import UNPADDED, Layout
 from emsjax.opt import OPT
-from emsjax.sampling import Sampling
+from emsjax.sampling import Purpose, Sampling, position_keys
 from emsjax.verification import accepted_counts, first_end, usable_counts
 
 
@@ -151,7 +151,6 @@ def step(
     logprobs = jnp.where(stands, verdict.drafted_logprobs, verdict.logprobs)
     num_emitted = jnp.where(ready, num_accepted + 1, 0)
     num_emitted, ended = first_end(tokens, num_emitted, state.end_token_ids)
-    num_accepted = jnp.minimum(num_accepted, num_emitted)
 
     # A step commits as many rows as it emits, and prompts' own; rejected rows leave no trace.
     committed = num_emitted + fed.prompt_counts
@@ -260,8 +259,11 @@ def _propose(model, drafter, state, draft_length, ready) -> _Proposal:
 
     if not view.drafted:
         limits = chosen(view)
+    # Of a draft that is cut short a policy may learn more than what stood. No later step may draw
+    # from the same bits again: whether it drafts could depend on what it would draw.
+    keys = position_keys(state.keys, state.lengths, Purpose.STEP)
     draft, drafter_state = drafter.propose(
-        state.drafter_state, state.tokens, state.lengths, limits, state.keys, state.sampling
+        state.drafter_state, state.tokens, state.lengths, limits, keys, state.sampling
     )
     counts = usable_counts(
         draft.tokens, draft.counts, limits, state.end_token_ids, model.config.vocab_size

@@ -77,6 +77,7 @@ class Purpose(enum.IntEnum):
     DRAFT = 1
     ACCEPTANCE = 2
     RESIDUAL = 3
+    STEP = 4  # keys of their own for what is drafted in a step
 
 
 def position_keys(

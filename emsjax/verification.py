@@ -23,7 +23,7 @@ def acceptance_probability(
     """
     drafted = draft_probs > 0
     ratio = target_probs / jnp.where(drafted, draft_probs, 1)
-    return jnp.where(drafted, jnp.minimum(ratio, 1), 1)
+    return jnp.where(drafted, jnp.minimum(ratio, 1), (target_probs > 0).astype(ratio.dtype))
 
 
 def residual_distribution(

@@ -16,7 +16,7 @@ from toy import VOCAB, ragged_prompts, tiny_model
 
 import emsjax
 from emsjax import initial_state
-from emsjax.sampling import warp
+from emsjax.sampling import Purpose, position_keys, warp
 from emsjax.verification import acceptance_probability, residual_distribution
 
 PROMPTS = ragged_prompts([5, 12, 2, 9])
@@ -39,6 +39,7 @@ def test_accepted_and_residual_mass_add_up_to_the_target(p, q):
     emitted = accepted + (1 - accepted.sum()) * residual_distribution(p, q)
     np.testing.assert_allclose(emitted, p, atol=1e-6)
     assert (accepted <= p + 1e-6).all()
+    assert (acceptance_probability(p, q)[p == 0] == 0).all()
 
 
 @pytest.mark.parametrize(
@@ -283,6 +284,65 @@ def test_the_first_tokens_have_exactly_the_targets_distribution(drafter):
     }
     statistic, freedom = chi_square(model, drafters.get(drafter))
     # Mean `freedom`, variance 2 x freedom: above this once in more than a thousand seeds.
+    assert statistic < freedom + 3.5 * np.sqrt(2 * freedom)
+
+
+@jax.tree_util.register_static
+class HalfEnds:
+    """Draws the end token, or token 0, with probability one half each."""
+
+    max_draft_tokens = 3
+    probs = (0.5, 0.0, 0.0, 0.5)
+
+    def init(self, prompts, prompt_lengths, max_len):
+        return ()
+
+    def propose(self, state, tokens, lengths, draft_lengths, keys, sampling):
+        of_each = jax.vmap(lambda key: jax.random.choice(key, CELLS, p=jnp.array(self.probs)))
+        drawn = [of_each(position_keys(keys, lengths + i, Purpose.DRAFT)) for i in range(3)]
+        probs = jnp.broadcast_to(jnp.array(self.probs), (len(lengths), 3, CELLS))
+        return emsjax.Draft(jnp.stack(drawn, 1).astype(jnp.int32), draft_lengths, probs), state
+
+    def commit(self, state, lengths):
+        return state
+
+
+@jax.tree_util.register_static
+class AfterWholeDrafts:
+    """Drafts all at first, then one token if nothing of the last draft was cut off, or none."""
+
+    def init(self, batch, max_draft_tokens):
+        return jnp.full(batch, -1, jnp.int32)
+
+    def lengths(self, state, view):
+        return jnp.where(state < 0, 3, jnp.where(state == 3, 1, 0))
+
+    def update(self, state, view, num_drafted, num_accepted):
+        return num_drafted
+
+
+def test_what_a_policy_sees_of_a_rejected_draft_tells_nothing_of_the_next_one():
+    model, prompt, sequences = four_tokens(0), [1, 3, 0, 2, 1, 3], SEQUENCES // 10
+    observed = np.zeros((CELLS, CELLS))
+    for key in jax.random.split(jax.random.key(5), sequences // AT_ONCE):
+        out = emsjax.generate(
+            model,
+            [prompt],
+            HalfEnds(),
+            AfterWholeDrafts(),
+            max_new_tokens=5,
+            eos_token_ids=[3],
+            sampling=SAMPLING,
+            num_sequences=AT_ONCE,
+            key=key,
+        )
+        np.add.at(observed, tuple(np.where(out.tokens[:, :1] == 3, 3, out.tokens[:, :2]).T), 1)
+    expected = sequences * exact_distribution(model, prompt).sum(axis=2)
+    expected[3] = expected[3].sum() * (np.arange(CELLS) == 3)  # nothing comes after the end
+    possible = expected > 0
+    assert observed[~possible].sum() == 0
+    statistic = ((observed - expected)[possible] ** 2 / expected[possible]).sum()
+    freedom = possible.sum() - 1
     assert statistic < freedom + 3.5 * np.sqrt(2 * freedom)
 
 

@@ -76,7 +76,7 @@ class Drafter(Protocol):
     ) -> tuple[Draft, Any]:
         """Continue tokens[s, :lengths[s]] by up to draft_lengths[s] <= k tokens.
 
-        `keys` are the sequences' random keys: derive bits with
+        `keys` are random keys of the sequences, others in each step: derive bits with
         `emsjax.sampling.position_keys`. `sampling` is None for greedy decoding,
         otherwise holds one value per sample. A draft length of 0 asks for nothing.
         """
