@@ -136,7 +136,12 @@ def test_total_variation_is_the_chance_of_a_rejection():
 
 @pytest.mark.parametrize(
     ("weights", "error"),
-    [({}, "empty"), ({"kl": 1.0}, "'kl'"), ({"forward-kl": 0.0}, "above 0")],
+    [
+        ({}, "empty"),
+        ({"kl": 1.0}, "'kl'"),
+        ({"forward-kl": 0.0}, "above 0"),
+        ({"forward-kl": np.inf}, "above 0 and finite"),
+    ],
 )
 def test_wrong_losses_are_refused(target, weights, error):
     with pytest.raises(ValueError, match=error):
@@ -461,6 +466,26 @@ def test_a_perfect_draft_is_always_accepted(target):
     assert found["by_position"] == [1.0] * 4
     plain = distillation.evaluate(target, None, documents(4, 6, 5), new_tokens=11, batch_size=2)
     assert (plain["by_position"], plain["mean_acceptance_length"]) == ([], 1.0)
+
+
+def test_ends_of_texts_count_at_no_position():
+    ending = make(OPTConfig(**{**vars(CONFIG), "eos_token_id": 13}))
+    prompts = [np.array([i, i + 1]) for i in range(2, 60, 8)]
+    out = emsjax.generate(ending, prompts, max_new_tokens=20)
+    assert "eos" in out.finish_reasons
+    assert distillation.evaluate(ending, ending, prompts, new_tokens=20)["by_position"] == [1.0] * 4
+
+
+def test_drafts_longer_than_what_is_decoded_are_not_evaluated(target):
+    with pytest.raises(ValueError, match="draft_tokens must be below new_tokens 3, not 3"):
+        distillation.evaluate(target, target, [[3]], draft_tokens=3, new_tokens=3)
+
+
+def test_continuations_need_room_and_may_be_none(target):
+    assert distillation.continuations(target, documents(5), 0) == []
+    positions = target.config.max_position_embeddings
+    with pytest.raises(ValueError, match=f"new_tokens must be below {positions}"):
+        distillation.continuations(target, documents(5), 1, new_tokens=positions)
 
 
 def test_acceptance_by_position_is_conditional():

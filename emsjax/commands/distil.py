@@ -119,6 +119,11 @@ def prepare(
         if not least <= value <= most:
             option = "--" + name.replace("_", "-")
             raise ValueError(f"{option} must be in {least}..{most}, not {value}")
+    if options.draft_tokens >= options.max_new_tokens:
+        raise ValueError(
+            f"--draft-tokens must be below --max-new-tokens {options.max_new_tokens}, not "
+            f"{options.draft_tokens}"
+        )
     for name, zero in (("learning_rate", False), ("weight_decay", True), ("temperature", True)):
         value = getattr(options, name)
         if not (math.isfinite(value) and (value > 0 or (zero and value == 0))):

@@ -26,18 +26,20 @@ def evaluate(
         target: the model that decodes.
         draft_model: None: plain decoding.
         prompts: token ids, int32 [t] each.
-        draft_tokens: of every step.
+        draft_tokens: of every step; below `new_tokens`.
         new_tokens: of each prompt, at most.
         batch_size: prompts decoded at once.
 
     Returns:
         `acceptance_rate`; `by_position`, the share of draft tokens at each position that stood
-        where all before did, of steps that drafted them all; `mean_acceptance_length`;
+        where all before did, of sequences that no token ends; `mean_acceptance_length`;
         `tokens_per_s`, prefill excluded.
 
     Raises:
-        ValueError: as `emsjax.generate`.
+        ValueError: as `emsjax.generate`, or so many draft tokens that no step drafts them all.
     """
+    if draft_tokens >= new_tokens:
+        raise ValueError(f"draft_tokens must be below new_tokens {new_tokens}, not {draft_tokens}")
     drafter = None if draft_model is None else emsjax.DraftModel(draft_model, draft_tokens)
     groups = [prompts[at : at + batch_size] for at in range(0, len(prompts), batch_size)]
     for _ in range(2):  # the first time compiles
@@ -55,13 +57,14 @@ def evaluate(
 
 
 def by_position(target: OPT, drafter: emsjax.DraftModel, groups, new_tokens: int) -> list[float]:
-    """Of steps so early that none is cut short by a sequence's limit."""
+    """Of steps that all draft as much as they can: none is cut short by a sequence's end."""
     k = drafter.max_draft_tokens
-    new_tokens = max(new_tokens, k + 1)
     histogram = np.zeros(k + 1, np.int64)
-    weights = Flat.of(target), Flat.of(drafter)  # as in `generate`, which has compiled this loop
+    weights = Flat.of(target), Flat.of(drafter)
     for prompts in groups:
-        state = emsjax.init_state(target, drafter, prompts, max_new_tokens=new_tokens)
+        state = emsjax.init_state(
+            target, drafter, prompts, max_new_tokens=new_tokens, eos_token_ids=()
+        )
         state = decode_loop(
             *weights,
             state,

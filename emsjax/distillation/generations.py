@@ -38,11 +38,21 @@ def continuations(
 
     Returns:
         `count` arrays of token ids, int32 [t] each: an excerpt, and what the target said.
+
+    Raises:
+        ValueError: the target has no room for `new_tokens` behind a prompt.
     """
+    if not count:
+        return []
+    room = target.config.max_position_embeddings - new_tokens
+    if room < 1:
+        raise ValueError(
+            f"new_tokens must be below {target.config.max_position_embeddings}, the positions of "
+            f"the target, not {new_tokens}"
+        )
     rng = np.random.default_rng(seed)
     rounds = -(-count // len(documents))
     order = np.concatenate([rng.permutation(len(documents)) for _ in range(rounds)])[:count]
-    room = target.config.max_position_embeddings - new_tokens
     excerpts = []
     for taken, document in enumerate(documents[i] for i in order):
         length = min(prompt_tokens, max(1, len(document) // 2), room)

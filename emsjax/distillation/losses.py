@@ -6,6 +6,7 @@ Reference: of the acceptance rate and total variation, corollary 3.6 of Leviatha
 arXiv 2211.17192; of both divergences for draft models, DistillSpec, arXiv 2310.08461.
 """
 
+import math
 from collections.abc import Mapping
 
 import jax
@@ -55,14 +56,14 @@ LOSSES = {
 
 
 def check_losses(weights: Mapping[str, float]) -> None:
-    """Raises a ValueError for an unknown loss, or weights that are not above 0."""
+    """Raises a ValueError for an unknown loss, or weights that are no finite numbers above 0."""
     if not weights:
         raise ValueError("losses is empty: at least one is needed")
     for name, weight in weights.items():
         if name not in LOSSES:
             raise ValueError(f"losses must be of {', '.join(LOSSES)}, not {name!r}")
-        if not weight > 0:
-            raise ValueError(f"the weight of {name} must be above 0, not {weight}")
+        if not 0 < weight < math.inf:
+            raise ValueError(f"the weight of {name} must be above 0 and finite, not {weight}")
 
 
 def needs_target(weights: Mapping[str, float]) -> bool:

@@ -22,8 +22,8 @@ def read_texts(path: Path, template: str) -> list[str]:
             continue
         try:
             value = json.loads(line.decode())
-            if isinstance(value, dict):
-                value = {"id": number} | value
+            if isinstance(value, dict) and "id" not in fields:  # it may be anything
+                value = {**value, "id": number}
             texts.append(make_record(value, template, fields, number).prompt)
         except ValueError as error:  # bad JSON and bad UTF-8 included
             raise ValueError(f"{path}, line {number}: {error}") from error
