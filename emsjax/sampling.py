@@ -91,10 +91,12 @@ def position_keys(
 def warp(logits: Float[Array, "r v"], sampling: Sampling) -> Float[Array, "r v"]:
     """Logits of the distribution that each row is sampled from, -inf for what is ruled out.
 
-    `sampling` holds one value per row. Rows of temperature 0 stay as they are.
+    `sampling` holds one value per row. Rows of temperature 0 keep their distribution.
     """
     greedy = sampling.temperature <= 0
-    warped = logits / jnp.where(greedy, 1, sampling.temperature)[:, None]
+    # Of the largest at 0 no temperature makes an infinite number.
+    warped = logits - jnp.max(logits, axis=1, keepdims=True)
+    warped = warped / jnp.where(greedy, 1, sampling.temperature)[:, None]
     if sampling.top_k is None and sampling.top_p is None:
         return warped
     cutoff = pallas_kernels.sampling_cutoff(warped, sampling.top_k, sampling.top_p)

@@ -17,6 +17,7 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.implementations import choose
 
 LOWEST = -(2**31)  # of the order; no float has this place
+TINY = np.finfo(np.float32).tiny
 CHUNK = 4096  # logits that a program holds at a time
 
 
@@ -80,7 +81,8 @@ def _cutoff(highest, sums, *, top_k=None, top_p=None):
         weigh = lambda logits: jnp.exp(logits - highest[..., None])
         (total,) = sums(weigh, [cutoff])
         # What top-k rules out lies below the cutoff, where the goal is reached already.
-        reached = lambda bounds: [weight >= top_p * total for weight in sums(weigh, bounds)]
+        share = jnp.maximum(top_p * total, TINY)  # of 0 it would be reached beyond the largest
+        reached = lambda bounds: [weight >= share for weight in sums(weigh, bounds)]
         cutoff = jnp.where(top_p < 1, _largest(reached, lowest), cutoff)
     value = lax.bitcast_convert_type(_flip_negative(cutoff), jnp.float32)
     return jnp.where(cutoff == LOWEST, -jnp.inf, value)

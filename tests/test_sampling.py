@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import CARELESS, ragged_prompts, tiny_model
@@ -43,6 +44,17 @@ def test_warped_distribution_equals_the_sorted_one(logits, temperature, top_k, t
     sampling = Sampling(one(temperature, "float32"), one(top_k, "int32"), one(top_p, "float32"))
     probs = jax.nn.softmax(warp(jnp.asarray(logits)[None], sampling)[0])
     np.testing.assert_allclose(probs, expected_probs(logits, temperature, top_k, top_p), atol=1e-6)
+
+
+@pytest.mark.parametrize("sampling", [(1e-12, 0, 1.0), (1e-30, 5, 0.9), (1.0, 0, 1e-46)])
+def test_what_is_all_but_greedy_is_greedy(sampling):
+    model, prompts = tiny_model(), ragged_prompts([5, 9])
+    greedy = emsjax.generate(model, prompts, max_new_tokens=7)
+    for drafter in (None, emsjax.DraftModel(tiny_model(num_hidden_layers=1), 3)):
+        options = {"sampling": Sampling(*sampling), "key": jax.random.key(2)}
+        out = emsjax.generate(model, prompts, drafter, max_new_tokens=7, **options)
+        np.testing.assert_array_equal(out.tokens, greedy.tokens)
+        np.testing.assert_array_equal(out.logprobs, 0)
 
 
 def test_draws_follow_the_distribution():

@@ -14,6 +14,7 @@ import pallas_kernels
 
 pytestmark = pytest.mark.gpu
 LIMITS = [(0, 0.3), (5, 1.0), (9000, 0.9), (1, 1e-6), (40, 0.5), (0, 1.0), (3, 0.0001)]
+LIMITS += [(0, 1e-40), (7, 0.0)]
 
 
 def kept(logits, top_k, top_p):
