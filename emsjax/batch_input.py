@@ -121,7 +121,7 @@ def make_record(value: Any, template: str | None, fields: list[str], line: int) 
     if not isinstance(record_id, str | int) or isinstance(record_id, bool):
         raise ValueError(f'field "id" must be a string or an integer, not {record_id!r}')
     for field in fields:
-        if not isinstance(value[field], str):
+        if field != "id" and not isinstance(value[field], str):
             raise ValueError(f'field "{field}" must be a string, not {value[field]!r}')
     prompt = value["prompt"] if template is None else template.format(**value)
     if not prompt:

@@ -24,7 +24,10 @@ def as_token_ids(name: str, tokens: Any, vocab_size: int | None = None) -> np.nd
     Raises:
         ValueError: empty, not 1-D, not integers, negative, or not below `vocab_size`.
     """
-    ids = np.asarray(tokens)
+    try:
+        ids = np.asarray(tokens)
+    except Exception as error:  # whatever an object's __array__ raises
+        raise ValueError(f"{name} cannot be read as token ids: {error}") from error
     if ids.ndim != 1:
         raise ValueError(f"{name} must be a 1-D sequence of token ids, not of shape {ids.shape}")
     if ids.size == 0:

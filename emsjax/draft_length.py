@@ -75,7 +75,7 @@ class FixedLength:
     """
 
     def __init__(self, k: int):
-        self.k = check_at_least("k", k, 0)
+        self.k = min(check_at_least("k", k, 0), np.iinfo(np.int32).max)
 
     def tree_flatten(self):
         return (self.k,), None

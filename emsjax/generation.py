@@ -1,6 +1,7 @@
 """`generate`: ragged prompts in, the target model's own continuations out."""
 
 import functools
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic, perf_counter
 
@@ -74,8 +75,9 @@ def generate(
 
     Reference: EMS-SD, arXiv 2405.07542.
     """
-    if time_budget_s is not None and not time_budget_s > 0:
-        raise ValueError(f"time_budget_s must be above 0, not {time_budget_s}")
+    is_time = isinstance(time_budget_s, numbers.Real) and time_budget_s > 0
+    if not (is_time or time_budget_s is None):
+        raise ValueError(f"time_budget_s must be seconds above 0, not {time_budget_s!r}")
     deadline = None if time_budget_s is None else monotonic() + time_budget_s
     requests, drafter = check(
         model,
@@ -207,7 +209,8 @@ def init_state(
     """The state before the first `step`: prompts prefilled, nothing emitted.
 
     Arguments and errors are those of `generate`; every sequence gets a slot. `layout` says
-    what is padded.
+    what is padded. With several sequences per prompt, a drafter that holds something for each
+    prompt goes to `step` as drafter.for_prompts(np.arange(slots) // num_sequences, len(prompts)).
     """
     requests, drafter = check(
         model,

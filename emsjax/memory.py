@@ -1,5 +1,6 @@
 """Bytes of a run, computed before anything is allocated."""
 
+import bisect
 import dataclasses
 import os
 
@@ -109,8 +110,12 @@ def check_fits(
     max_draft_tokens: int,
     drafter_bytes_per_slot: int = 0,
     refilled: bool = False,
+    device: jax.Device | None = None,
 ) -> MemoryPlan:
     """The plan of a run whose weights are loaded already; the drafter's own are too.
+
+    Args:
+        device: that it is to run on; None: the default device.
 
     Raises:
         ValueError: it does not fit; names the sum and the largest batch that does.
@@ -128,14 +133,13 @@ def check_fits(
             refilled=refilled,
         )
 
-    wanted, available = plan(slots, prompt_slots, refilled), available_bytes()
+    wanted, available = plan(slots, prompt_slots, refilled), available_bytes(device)
     fits = lambda plan: available is None or plan.total - plan.weights <= available
     if fits(wanted):
         return wanted
     # With fewer slots than sequences these are refilled.
-    largest = slots - 1
-    while largest > 0 and not fits(plan(largest, largest, refilled=True)):
-        largest -= 1
+    too_many = lambda slots: not fits(plan(slots, slots, refilled=True))
+    largest = bisect.bisect_left(range(1, slots), True, key=too_many)
     raise ValueError(
         f"batch_size {slots} with max_len {max_len} needs {wanted.describe()}, but only "
         f"{readable(available)} are free beside the weights; "
@@ -173,9 +177,11 @@ def weight_bytes(config: OPTConfig, dtype) -> int:
     return count * jnp.dtype(dtype).itemsize
 
 
-def available_bytes() -> int | None:
-    """Free memory of the default device; None where it cannot be told."""
-    device = jax.config.jax_default_device or jax.local_devices()[0]
+def available_bytes(device: jax.Device | None = None) -> int | None:
+    """Free memory of a device, or of the default one; None where it cannot be told."""
+    device = device or jax.config.jax_default_device
+    if device is None or isinstance(device, str):  # the name of a platform
+        device = jax.local_devices(backend=device)[0]
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         # A reserve for fragmentation and for the libraries' own workspaces.

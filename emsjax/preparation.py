@@ -39,9 +39,9 @@ def check_drafter(
     if drafter is None:
         return None
     drafter = with_policys_limit(drafter, draft_length)
+    check_at_least("drafter.max_draft_tokens", drafter.max_draft_tokens, 1)
     if hasattr(drafter, "check_target"):
         drafter.check_target(model.config, positions)
-    check_at_least("drafter.max_draft_tokens", drafter.max_draft_tokens, 1)
     return drafter
 
 
@@ -55,11 +55,16 @@ def drafter_for(drafter: Drafter | None, prompts: np.ndarray, num_prompts: int):
     return _ConstantDrafter(drafter) if is_leaf else drafter
 
 
-def holds_prompts(drafter: Drafter | None, num_prompts: int) -> bool:
-    """Whether the drafter holds something for each prompt."""
+def holds_prompts(drafter: Drafter | None, num_prompts: int | None) -> bool:
+    """Whether the drafter holds something for each prompt; None: for any number of prompts."""
     if not hasattr(drafter, "for_prompts"):
         return False
-    return drafter.for_prompts(np.zeros(1, np.int64), num_prompts) is not drafter
+    try:
+        return drafter.for_prompts(np.zeros(1, np.int64), num_prompts or 1) is not drafter
+    except ValueError:
+        if num_prompts is None:
+            return True  # of another number
+        raise
 
 
 def check_memory(
@@ -93,8 +98,17 @@ def check_memory(
         max_draft_tokens=k,
         drafter_bytes_per_slot=state_bytes(max_len),
         refilled=refilled,
+        device=device_of(model),
     )
     return cache_length
+
+
+def device_of(model: OPT) -> jax.Device | None:
+    """Where the model lies, or the first of several devices; None where it is traced."""
+    weight = jax.tree.leaves(model)[0]
+    if isinstance(weight, jax.core.Tracer):
+        return None
+    return min(weight.devices(), key=lambda device: device.id)
 
 
 @jax.tree_util.register_static

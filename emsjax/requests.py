@@ -12,6 +12,8 @@ from emsjax.config import OPTConfig
 from emsjax.packing import round_up_length
 from emsjax.sampling import Sampling
 
+KEY_IMPL = "threefry2x32"  # of random keys
+
 
 @dataclasses.dataclass(frozen=True)
 class Requests:
@@ -74,6 +76,11 @@ def check_requests(
     Raises:
         ValueError: see `generate`.
     """
+    if jax.config.jax_enable_x64:
+        raise ValueError(
+            "jax_enable_x64 is set, and decoding counts in 32 bits: call it within "
+            "jax.enable_x64(False)"
+        )
     if isinstance(prompts, (str, bytes)) or not hasattr(prompts, "__len__"):
         raise ValueError("prompts must be a sequence of token-id sequences")
     if len(prompts) == 0:
@@ -124,12 +131,18 @@ def _sequence_keys(key: jax.Array | None, count: int, *, needed: bool) -> jax.Ar
     if key is None:
         if needed:
             raise ValueError("key is needed when a temperature is above 0: pass jax.random.key(n)")
-        key = jax.random.key(0)
+        key = jax.random.key(0, impl=KEY_IMPL)
     dtype = getattr(key, "dtype", None)
     if dtype is None or not jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         raise ValueError(
             "key must be a typed key from jax.random.key(seed), not a legacy uint32 key "
             f"or {type(key).__name__}"
+        )
+    if str(jax.random.key_impl(key)) != KEY_IMPL:
+        # Bits of others depend on the place in the batch.
+        raise ValueError(
+            f"key must be of jax.random.key(seed, impl={KEY_IMPL!r}), not of "
+            f"{jax.random.key_impl(key)}"
         )
     if key.ndim == 0:
         return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, np.arange(count))

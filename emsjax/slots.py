@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from time import monotonic, perf_counter
 from typing import Any
@@ -89,19 +89,23 @@ class Slots:
         self.attention, self.max_len = attention_implementation, max_len
         self.staged: deque[Entry] = deque()
         self.prompts = np.zeros(count, np.int64)  # that the slots serve
-        self.totals, self.busy_slots, self.seconds = Counter(), 0, 0.0
+        self.totals, self.busy_slots, self.seconds = dict.fromkeys(TOTALS, 0), 0, 0.0
         self.drafter = drafter_for(self.prompts)
+        # From the host: the key may lie on another device than the model.
+        self.key_impl, self.key_data = (
+            jax.random.key_impl(key),
+            np.asarray(jax.random.key_data(key))[None],
+        )
         self.state = _idle_state(
             self.drafter,
             draft_length,
             model.init_cache(count, max_len),
             end_token_ids,
-            jnp.stack([key] * count),
+            jax.random.wrap_key_data(self.key_data.repeat(count, axis=0), impl=self.key_impl),
             jax.tree.map(lambda value: np.zeros(count, np.asarray(value).dtype), sampling),
             max_len=max_len,
             max_draft_tokens=max_draft_tokens,
         )
-        self.key_impl, self.key_data = jax.random.key_impl(key), jax.random.key_data(key)[None]
         self.finished = Finished.places(2 * count, self.state)
         self.idle = list(range(count))  # as of the last call
 

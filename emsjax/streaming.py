@@ -17,14 +17,15 @@ from emsjax.drafting import Drafter
 from emsjax.kernels import resolve_kernels
 from emsjax.opt import OPT
 from emsjax.output import finish_reason
-from emsjax.packing import round_up_length
+from emsjax.packing import round_up
 from emsjax.preparation import check, check_drafter, holds_prompts
 from emsjax.replicas import rows_of_all
-from emsjax.requests import Requests, check_positions, check_requests
+from emsjax.requests import KEY_IMPL, Requests, check_positions, check_requests
 from emsjax.sampling import Sampling
 from emsjax.slots import Entry, Row, Slots, sequences_of
 
 KEYS_AT_ONCE = 256
+WIDTH = 64  # of whose multiples caches are long
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +159,7 @@ def stream_numbered(
     batch_size = check_at_least("batch_size", batch_size, 1)
     if getattr(key, "ndim", 0):
         raise ValueError("one key per sequence needs a sequence of prompts, no iterator")
-    if holds_prompts(drafter, 1):
+    if holds_prompts(drafter, None):
         raise ValueError(
             "a drafter that holds something for each prompt needs a sequence of prompts, "
             "no iterator"
@@ -176,7 +177,8 @@ def stream_numbered(
     longest = model.config.max_position_embeddings + 1  # the last token is never fed
     if max_len is not None:
         longest = min(longest, check_at_least("max_len", max_len, 2))
-    requests = dataclasses.replace(requests, max_len=round_up_length(longest))
+    # One width for the whole run: no need to have few of them.
+    requests = dataclasses.replace(requests, max_len=round_up(longest, WIDTH))
     drafter = check_drafter(model, drafter, draft_length, longest - 1)
     source = Source(prompts, model.config, requests, key, longest)
     rows = rows_of(
@@ -244,7 +246,7 @@ class Source:
         longest: int,
     ):
         self.prompts, self.config, self.requests = prompts, config, requests
-        self.key = jax.random.key(0) if key is None else key
+        self.key = jax.random.key(0, impl=KEY_IMPL) if key is None else key
         self.longest = longest
         self.keys = {}  # the last block, by its first sequence
         self.error: BaseException | None = None

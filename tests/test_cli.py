@@ -336,6 +336,13 @@ def test_prompts_beyond_the_position_limit_are_counted(tiny_model, paths, fake, 
     assert main(command(tiny_model, paths, "--max-prompt-tokens", "59")) == 0
 
 
+def test_a_prompt_may_be_made_of_a_number_that_is_the_id(tiny_model, paths, fake):
+    write_records(paths.input, [{"id": 17, "text": "x"}])
+    assert main(command(tiny_model, paths, "--prompt-template", "{id}: {text}")) == 0
+    (prompt,) = fake.calls[0].prompts.values()
+    assert AutoTokenizer.from_pretrained(tiny_model).decode(prompt) == "</s>17: x"
+
+
 @pytest.mark.parametrize(("keep", "kept"), [("first", "0123"), ("last", "789:")])
 def test_a_cut_prompt_keeps_its_start_token_and_one_end(tiny_model, paths, fake, keep, kept):
     write_records(paths.input, [{"id": 1, "digits": "0123456", "more": "789"}])

@@ -235,6 +235,18 @@ def test_a_policy_limits_drafts_without_changing_tokens():
         assert out.stats.num_steps.tolist() == [steps, steps]
 
 
+def test_a_fixed_length_may_be_any_number():
+    model, prompts = tiny_model(), ragged_prompts([5, 9])
+    drafter = emsjax.PromptLookup(match_length=1)
+    steps = [
+        emsjax.generate(
+            model, prompts, drafter, policy, max_new_tokens=NEW
+        ).stats.num_steps.tolist()
+        for policy in (None, emsjax.FixedLength(2**40))
+    ]
+    assert steps[0] == steps[1]
+
+
 def test_a_spent_time_budget_returns_what_there_is(monkeypatch):
     model, prompts = tiny_model(), ragged_prompts([9, 2])
     plain = emsjax.generate(model, prompts, max_new_tokens=40)
@@ -245,6 +257,37 @@ def test_a_spent_time_budget_returns_what_there_is(monkeypatch):
     assert out.lengths.tolist() == [steps, steps]
     assert out.finish_reasons == ["time"] * 2
     np.testing.assert_array_equal(out.tokens[:, :steps], plain.tokens[:, :steps])
+
+
+@pytest.mark.parametrize("batch_size", [None, 1])
+def test_a_time_budget_may_be_spent_before_the_first_step(batch_size):
+    prompts = ragged_prompts([3, 2])
+    out = emsjax.generate(
+        tiny_model(), prompts, max_new_tokens=NEW, time_budget_s=1e-9, batch_size=batch_size
+    )
+    assert out.finish_reasons == ["time", "time"]
+    assert (out.lengths.tolist(), out.stats.model_calls) == ([0, 0], 0)
+
+
+def test_numbers_of_64_bits_are_refused_and_may_be_put_aside():
+    model, prompts = tiny_model(), ragged_prompts([5, 9])
+    plain = emsjax.generate(model, prompts, max_new_tokens=NEW)
+    with jax.enable_x64(True):
+        with pytest.raises(ValueError, match="jax_enable_x64 is set"):
+            emsjax.generate(model, prompts, max_new_tokens=NEW)
+        with jax.enable_x64(False):
+            again = emsjax.generate(model, prompts, max_new_tokens=NEW)
+    np.testing.assert_array_equal(again.tokens, plain.tokens)
+
+
+def test_greedy_decoding_needs_no_kind_of_keys():
+    model, prompts = tiny_model(), ragged_prompts([5, 9])
+    plain = emsjax.generate(model, prompts, max_new_tokens=NEW)
+    with jax.default_prng_impl("rbg"):
+        again = emsjax.generate(model, prompts, max_new_tokens=NEW)
+        lazy = list(emsjax.stream(model, iter(prompts), max_new_tokens=NEW, batch_size=2))
+    np.testing.assert_array_equal(again.tokens, plain.tokens)
+    assert {c.prompt: c.tokens.tolist() for c in lazy} == dict(enumerate(plain.tokens.tolist()))
 
 
 def test_own_attention_runs_in_the_loop():
@@ -288,7 +331,13 @@ BAD = {
     "top_k": ({"sampling": emsjax.Sampling(top_k=-1)}, "sampling.top_k"),
     "top_p": ({"sampling": emsjax.Sampling(top_p=0.0)}, "sampling.top_p"),
     "sampling values": ({"sampling": emsjax.Sampling(top_k=[1])}, "got 1 for 2 prompts"),
-    "budget": ({"time_budget_s": 0}, "time_budget_s must be above 0"),
+    "budget": ({"time_budget_s": 0}, "time_budget_s must be seconds above 0, not 0"),
+    "budget as text": ({"time_budget_s": "1"}, "time_budget_s must be seconds above 0, not '1'"),
+    "ragged prompt": ({"prompts": [[[5, 6], [7]]]}, r"prompts\[0\] cannot be read as token ids"),
+    "key of another kind": (
+        {"key": jax.random.key(0, impl="rbg")},
+        "key must be of jax.random.key.seed, impl='threefry2x32'., not of rbg",
+    ),
     "unknown attention": ({"attention_implementation": "flash"}, "attention_implementation"),
     "references": ({"drafter": emsjax.PromptLookup(references=[[1]])}, "got 1 for 2 prompts"),
 }

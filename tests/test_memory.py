@@ -45,7 +45,7 @@ def test_what_does_not_fit_names_the_sum_and_the_largest_batch(monkeypatch):
     four = MemoryPlan.for_run(
         model.config, model.dtype, slots=4, prompt_slots=4, refilled=True, **sizes
     )
-    monkeypatch.setattr(memory, "available_bytes", lambda: four.total - four.weights)
+    monkeypatch.setattr(memory, "available_bytes", lambda _: four.total - four.weights)
     with monkeypatch.context() as patch:
         patch.setattr(generation, "init_group", None)  # nothing may be allocated
         with pytest.raises(ValueError, match=r"KV caches .* largest batch_size that fits is 4"):
@@ -53,7 +53,7 @@ def test_what_does_not_fit_names_the_sum_and_the_largest_batch(monkeypatch):
         with pytest.raises(ValueError, match="largest batch_size that fits is 4"):
             emsjax.init_state(model, None, prompts, max_new_tokens=4)
     emsjax.generate(model, prompts, max_new_tokens=4, batch_size=4)
-    monkeypatch.setattr(memory, "available_bytes", lambda: 10)
+    monkeypatch.setattr(memory, "available_bytes", lambda _: 10)
     with pytest.raises(ValueError, match="not even batch_size 1 fits"):
         emsjax.generate(model, prompts, max_new_tokens=4)
 
@@ -79,7 +79,31 @@ def test_weights_that_do_not_fit_are_not_loaded(monkeypatch, tmp_path):
 def test_an_accelerators_own_figures_are_used_less_a_reserve(monkeypatch):
     stats = {"bytes_limit": 1000, "bytes_in_use": 300}
     device = SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
-    monkeypatch.setattr(jax, "local_devices", lambda: [device])
-    assert memory.available_bytes() == 680
+    monkeypatch.setattr(jax, "local_devices", lambda backend: [device])
+    assert memory.available_bytes() == memory.available_bytes(device) == 680
     stats.clear()
     assert memory.available_bytes() is None
+
+
+def test_memory_is_that_of_the_models_device(monkeypatch):
+    model, asked = tiny_model(), []
+    monkeypatch.setattr(memory, "available_bytes", asked.append)
+    emsjax.generate(model, ragged_prompts([5]), max_new_tokens=2)
+    assert asked == jax.local_devices()[:1]
+
+
+def test_the_default_device_may_be_the_name_of_a_platform():
+    with jax.default_device("cpu"):
+        assert memory.available_bytes() > 0
+
+
+@pytest.mark.parametrize("largest", [0, 1, 6, 99])
+def test_the_largest_batch_that_fits_is_found(largest, monkeypatch):
+    config, sizes = tiny_model().config, {"max_len": 64, "max_draft_tokens": 3}
+    plan = MemoryPlan.for_run(
+        config, "float32", slots=largest + 1, prompt_slots=largest + 1, refilled=True, **sizes
+    )
+    monkeypatch.setattr(memory, "available_bytes", lambda _: plan.total - plan.weights - 1)
+    found = f"that fits is {largest}$" if largest else "not even batch_size 1 fits"
+    with pytest.raises(ValueError, match=found):
+        memory.check_fits(config, "float32", slots=100, prompt_slots=100, refilled=True, **sizes)

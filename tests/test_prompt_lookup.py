@@ -3,8 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from toy import tiny_model
 
 import emsjax
 
@@ -59,6 +61,17 @@ def test_copies_what_follows_the_last_occurrence(
     )
     got = draft.tokens[0, : int(draft.counts[0])].tolist()
     assert got == expected_copy(context, texts, n, min(limit, 4))
+
+
+def test_a_step_of_several_sequences_per_prompt_needs_references_for_each():
+    model, prompts = tiny_model(), [[5, 6, 5], [9]]
+    drafter = emsjax.PromptLookup(references=prompts)
+    state = emsjax.init_state(model, drafter, prompts, num_sequences=2, max_new_tokens=4)
+    with pytest.raises(ValueError, match="2 references for 4 samples"):
+        emsjax.step(model, drafter, state)
+    served = drafter.for_prompts(np.arange(4) // 2, 2)
+    _, info = emsjax.step(model, served, state)
+    assert (np.asarray(info.num_emitted) > 0).all()
 
 
 def test_each_slot_searches_its_own_prompts_reference():

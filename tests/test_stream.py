@@ -93,6 +93,31 @@ def test_a_prompt_of_an_iterator_that_cannot_be_decoded_is_refused():
         emsjax.stream(model, prompts, max_new_tokens=9, batch_size=2)
 
 
+def test_a_prompt_that_cannot_be_read_at_all_is_refused():
+    class Deleted:
+        def __array__(self, *args, **options):
+            raise RuntimeError("deleted")
+
+    model = tiny_model()
+    found = list(emsjax.stream(model, iter([[3, 4], Deleted()]), max_new_tokens=3, batch_size=2))
+    assert {c.prompt: c.error for c in found} == {
+        0: None,
+        1: "prompts[1] cannot be read as token ids: deleted",
+    }
+
+
+def test_caches_of_an_iterator_are_not_much_longer_than_the_model_allows(monkeypatch):
+    found = []
+    monkeypatch.setattr(
+        emsjax.streaming,
+        "rows_of",
+        lambda model, drafter, requests, *_, **__: found.append(requests),
+    )
+    model = tiny_model(max_position_embeddings=2048)
+    emsjax.stream(model, iter([]), max_new_tokens=3, batch_size=2)
+    assert 2049 <= found[0].max_len <= 2049 + 64
+
+
 def test_refusals_are_handed_over_as_they_come():
     endless = ([VOCAB] for _ in itertools.count())
     options = {"max_new_tokens": 4, "batch_size": 2, "max_len": 16, "num_sequences": 2}
@@ -126,9 +151,12 @@ def test_when_the_iterator_raises_what_came_before_is_done_first():
         ({"sampling": emsjax.Sampling(0.9)}, "key is needed"),
         ({"attention_implementation": "own"}, "own"),
         ({"devices": []}, "devices must not be empty"),
-        (
-            {"drafter": emsjax.PromptLookup(references=[[3, 4]])},
-            "a drafter that holds something for each prompt needs a sequence",
+        *(
+            (
+                {"drafter": emsjax.PromptLookup(references=[[3, 4]] * count)},
+                "a drafter that holds something for each prompt needs a sequence",
+            )
+            for count in (1, 3)
         ),
     ],
 )
@@ -207,6 +235,7 @@ FOUR_DEVICES = """
         emsjax.DraftModel(draft_model, 3),
         max_new_tokens=9,
         batch_size=2,
+        key=jax.device_put(jax.random.key(1), jax.local_devices()[2]),
         devices=jax.local_devices(),
     )
     tokens = {{c.prompt: c.tokens.tolist() for c in completions}}

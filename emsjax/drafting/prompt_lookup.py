@@ -117,6 +117,11 @@ class PromptLookup:
         own_lengths = lengths if self.search_generated else prompt_lengths
         if self.references is None:
             return [(tokens, own_lengths)]
+        if len(self.references) != len(tokens):
+            raise ValueError(
+                f"the drafter holds {len(self.references)} references for {len(tokens)} samples: "
+                "give `step` what for_prompts returns for these"
+            )
         texts = [(jnp.asarray(self.references), jnp.asarray(self.reference_lengths))]
         return [*texts, (tokens, own_lengths)] if self.search_generated else texts
 
