@@ -8,6 +8,7 @@ from emsjax.argument_types import DTYPES, names, positive_int, positive_ints
 # What `emsjax profile` measures if nothing else is asked for.
 PROFILED_BATCH_SIZES, PROFILED_DRAFT_TOKENS, ACCEPTANCE_RATE = (1, 8, 64), 16, 0.8
 PROFILED_CONTEXT = 900  # or as much as the models have room for
+SHAPES = "opt-125m, opt-1.3b, opt-2.7b, opt-6.7b, opt-13b or opt-30b"  # for help texts
 
 
 def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +51,7 @@ def add_draft_length_arguments(parser: argparse.ArgumentParser) -> None:
         "--shape",
         default="embedded",
         help="what is decoded: embedded, the models that come with the library, or a model shape "
-        "such as opt-6.7b, with random weights and scripted drafts (default: %(default)s)",
+        f"({SHAPES}) with random weights and scripted drafts (default: %(default)s)",
     )
     add("--draft-shape", help="of the draft model beside a model shape (default: opt-125m)")
     add("--batch-sizes", type=positive_ints, metavar="N,N,...", help="default: the shape's own")
@@ -101,7 +102,7 @@ def add_subject_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
         "--shape",
-        help="such as opt-6.7b: a model of random weights that says a known text",
+        help=f"{SHAPES}: a model of random weights that says a known text",
     )
     what.add_argument(
         "--model", metavar="DIR_OR_ID", help="local folder or Hugging Face id; needs --data"

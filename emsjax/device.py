@@ -10,7 +10,7 @@ def best_dtype():
     """The type to load a model in on the default device.
 
     Returns:
-        float32 on a CPU, where nothing is gained by fewer bits; bfloat16 on GPUs that run the
+        float32 on a CPU, where 16-bit types are not faster; bfloat16 on GPUs that run the
         Triton kernels (NVIDIA, compute capability 8.0 and newer) and on TPUs; float16 on other
         GPUs, such as a T4, which have no bfloat16.
     """

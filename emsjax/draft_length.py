@@ -106,7 +106,7 @@ class BassState(NamedTuple):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class BassHeuristic:
-    """One length for all samples: longer after a step in which one accepted so many, else shorter.
+    """One length for all samples: it grows when some sample accepted all of it, else shrinks.
 
     After a step in which some sample accepted as many tokens as the length it grows by
     `increment`, up to `limit`. Otherwise it shrinks by a `divisor`-th, rounded up, and by one

@@ -36,8 +36,8 @@ class Goodput:
     Args:
         costs: of a step on this device.
         prior_rate: acceptance rate before any verdict.
-        prior_weight: how many verdicts of its own a sample needs to count as much as what
-            is known of the others, before they are seen to differ much or little.
+        prior_weight: strength of the prior: after this many verdicts a sample's own acceptance
+            weighs as much as the batch's. Adapted to how much the samples are seen to differ.
         memory: what a verdict weighs after each further step, relative to before.
         limit: the largest length; also `DraftModel`'s limit where its user set none. Above
             the default a sample's cache is read more than once, which is not priced here.
@@ -127,11 +127,11 @@ class Goodput:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CostCapped:
-    """Another policy's lengths, but none above the one with which the step is the fastest.
+    """Caps another policy's lengths at the length with the highest expected tokens per second.
 
-    That one, the same for all samples, may be 0: drafting is off while it does not pay. It
-    comes from the same estimates as `Goodput`'s lengths. The other policy learns from the
-    steps that had its own lengths.
+    The cap is the same for all samples and may be 0: drafting is off while it does not pay. It
+    comes from the same estimates as `Goodput`'s lengths, `least_gain` included. The other policy
+    learns only from steps in which its lengths were not cut.
 
     Args:
         policy: the other one.

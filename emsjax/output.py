@@ -26,13 +26,15 @@ class PaddingRatio(NamedTuple):
 
 
 class LatencyPerToken(NamedTuple):
-    """Seconds per new token, from the start of a sequence's batch (of a slot that is refilled: from
-    its own start) to its end.
+    """Seconds per new token of a sequence, from the start of decoding to the sequence's end.
+
+    Prefill is not included; the compilation in a process's first call is, so time a second call.
+    Decoding starts with the sequence's batch or, in a slot that is refilled, with the sequence.
 
     Attributes:
         first: of the sequence that finished first.
-        last: of the one that finished last.
-        all: the mean of all sequences that emitted something.
+        last: of the sequence that finished last.
+        all: the mean over all sequences that emitted something.
 
     Reference: the latencies that BASS reports, arXiv 2404.15778.
     """
@@ -81,7 +83,7 @@ class Stats:
 
     @property
     def latency_per_token(self) -> LatencyPerToken:
-        """Of the first and last finished sequences, and of all; 0 if nothing was emitted."""
+        """Seconds per token, without prefill; all 0 if nothing was emitted."""
         emitted = self.num_emitted > 0
         if not emitted.any():
             return LatencyPerToken(0.0, 0.0, 0.0)

@@ -35,6 +35,8 @@ def test_the_examples_give_the_tokens_of_plain_decoding(capsys, tmp_path, monkey
         np.testing.assert_array_equal(out.tokens, plain.tokens)
     assert names["found"].output.stats.num_accepted.sum() > 0
     printed = capsys.readouterr().out
+    for _, output in examples.blocks(README, "text"):
+        assert output in printed
     plain = emsjax.generate(names["model"], names["prompts"], max_new_tokens=8)
     for i, length in enumerate(plain.lengths):
         said = plain.tokens[i, :length].tolist()

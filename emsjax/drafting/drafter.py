@@ -18,9 +18,9 @@ class Draft:
     Attributes:
         tokens: the proposals; entries at or beyond `counts` are ignored.
         counts: proposed tokens per sample, 0 allowed.
-        probs: the distributions the tokens were drawn from, each after the tokens
-            before it, v at most the target's vocabulary; None where the tokens were
-            not drawn: all is greedy, or the drafter is deterministic.
+        probs: the distributions the tokens were drawn from, each conditioned on the
+            preceding draft tokens, v at most the target's vocabulary; None where the
+            tokens were not drawn: all is greedy, or the drafter is deterministic.
     """
 
     tokens: Int32[Array, "b k"]
@@ -34,24 +34,29 @@ class Drafter(Protocol):
 
     All methods are pure functions on arrays, traced once into the loop. The
     drafter may be a pytree (its arrays are then arguments of the compiled loop)
-    or any other object (then it is a constant of it). Whatever it proposes, the
-    output tokens are those of plain decoding: proposals beyond a sample's limit,
-    outside the vocabulary, or behind an end token are cut off before
-    verification.
+    or any other object (then it is a constant of it). In greedy decoding, and under
+    sampling where `Draft.probs` is None, the output tokens are those of plain decoding
+    whatever it proposes. If it returns `Draft.probs`, these must be the distributions that
+    its tokens were really drawn from; otherwise sampled output has the wrong distribution,
+    which no comparison of tokens can show. Proposals beyond a sample's limit, outside the
+    vocabulary, or behind an end token are cut off before verification.
 
-    A drafter that holds something for each prompt may also have
-    `for_prompts(prompt_indices, num_prompts)`, called on the host before `init`:
-    it returns the drafter for a batch whose slot i serves prompt prompt_indices[i].
-    One that cannot serve every target may have `check_target(config, positions)`,
-    which raises a ValueError, and one with large state `state_bytes(max_len)` (per sample).
-    One whose limit is open may have `with_limit(max_draft_tokens)`: itself, with a policy's.
-    One whose `init` is work may have `fork(state, samples)`: where prompts have several
-    sequences, `init` then sees each prompt once, and slot i starts from samples[i]'s state.
-    Where slots are refilled, `admit(state, tokens, lengths, fresh)` returns the state in which
-    slots with `fresh` [b] begin a new prompt tokens[s, :lengths[s]]; without it they take what
-    `init` makes of all slots, from arrays whose first axis is theirs.
-    One that proposes at next to no cost, and whose tokens are not drawn, may have `free`, a
-    true attribute: a draft-length policy then chooses among the tokens that it found.
+    Optional parts:
+
+    - `for_prompts(prompt_indices, num_prompts)`: for a drafter that holds something for each
+      prompt; called on the host before `init`. Returns the drafter for a batch whose slot i
+      serves prompt prompt_indices[i].
+    - `check_target(config, positions)`: raises a ValueError for a target that it cannot serve.
+    - `state_bytes(max_len)`: bytes of its state per sample, if that is large.
+    - `with_limit(n)`: for a drafter made without a limit; returns a copy limited to n.
+    - `fork(state, samples)`: for an expensive `init`. Where prompts have several sequences,
+      `init` then sees each prompt once, and slot i starts from samples[i]'s state.
+    - `admit(state, tokens, lengths, fresh)`: where slots are refilled, returns the state in which
+      slots with `fresh` [b] begin a new prompt tokens[s, :lengths[s]]. Without it `init` is
+      called for all slots, and fresh slots take their part of arrays whose first axis is the
+      slots'.
+    - `free`: a true attribute, for a drafter that proposes at next to no cost and does not draw
+      its tokens. A draft-length policy then chooses among the tokens that it found.
 
     Attributes:
         max_draft_tokens: static upper limit k of tokens per sample and step.
