@@ -205,7 +205,8 @@ def run(
     elif options.start == "random":
         start = emsjax.OPT(draft_config, rngs=nnx.Rngs(options.seed), dtype="float32")
     else:
-        start = distillation.prune(target, options.layers, options.width, options.embeddings)
+        sizes = (options.layers, options.width, options.embeddings)
+        start = distillation.prune(target, *sizes, documents=training)
     training = training + generations(options, target, training, say)
     model, losses = train(options, start, target, training, say)
     model, start = (one.astype(options.dtype) for one in (model, start))

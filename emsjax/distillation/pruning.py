@@ -1,20 +1,31 @@
 """A small model made of parts of a large one: where distillation starts.
 
-Kept are evenly spaced layers, and of their width what is read or written most: dimensions of the
-residual stream, attention heads, feed-forward neurons. Heads keep their size.
+Kept are evenly spaced layers. Of their width those directions of the residual stream are left in
+which it varies most, and the attention heads and neurons that write most in these; heads keep their
+size. Each kept layer then follows others than before: what its heads and neurons read is scaled and
+shifted until it varies as in the target, as many neurons would never fire otherwise.
+
+Axis legend: see `emsjax.packing`; n = tokens, w = the small model's width.
+
+Reference: SliceGPT, arXiv 2401.15024, whose directions these are.
 """
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import Array
+from jaxtyping import Array, Float
 
-from emsjax.config import OPTConfig
-from emsjax.opt import OPT, OPTLayer
+from emsjax.config import ACTIVATIONS, POSITION_OFFSET, OPTConfig
+from emsjax.distillation.sequences import Batch, PackedSequences
+from emsjax.distillation.training import forward
+from emsjax.opt import LAYER_NORM_EPSILON, OPT, OPTLayer, affine, weights
+from pallas_kernels.add_layer_norm import normalise
 
+SEQUENCES, TOKENS = 64, 256  # of each, that directions and deviations are measured on
 PROJECTED, SHARED = "projected", "shared"
 EMBEDDINGS = (PROJECTED, SHARED)
 
@@ -50,15 +61,24 @@ def pruned_config(
     )
 
 
-def prune(target: OPT, layers: int, width: int, embeddings: str = PROJECTED) -> OPT:
+def prune(
+    target: OPT,
+    layers: int,
+    width: int,
+    embeddings: str = PROJECTED,
+    documents: Sequence[np.ndarray] | None = None,
+) -> OPT:
     """A float32 model of `layers` layers and hidden size `width`, cut out of the target.
 
     Args:
         target: the large model.
         layers: how many are kept, the first and, if more than one, the last among them.
-        width: a multiple of the size of the target's heads.
-        embeddings: "projected": tables of the kept dimensions alone, quick to decode with;
+        width: a multiple of the size of the target's heads; the target's own: layers alone are
+            left out, and the rest stays as it is.
+        embeddings: "projected": tables of the kept directions alone, quick to decode with;
             "shared": the target's own table, and projections between it and the layers.
+        documents: token ids like those that the draft model is for, int32 [t] each; None:
+            random ones, which say less of what is worth keeping.
 
     Raises:
         ValueError: a size that does not fit into the target, or an unknown kind of embeddings.
@@ -66,81 +86,199 @@ def prune(target: OPT, layers: int, width: int, embeddings: str = PROJECTED) -> 
     config = pruned_config(target.config, layers, width, embeddings)
     target = target.astype(jnp.float32)
     chosen = np.linspace(0, len(target.layers) - 1, layers).round().astype(int).tolist()
-    kept = [target.layers[i] for i in chosen]
-    dims = largest(sum(read_strength(layer) for layer in kept), width)
+    if width == target.config.hidden_size:
+        return of_layers(target, chosen)
+    batch = calibration_batch(target.config, documents)
+    streams = [residual_stream(target, i, batch, half) for i in chosen for half in (False, True)]
+    streams.append(residual_stream(target, len(target.layers), batch))
+    basis = principal_directions([*streams, embedded(target)], width)
 
     draft = OPT(config, rngs=nnx.Rngs(0), dtype=jnp.float32)
-    draft.embed_positions.embedding[...] = target.embed_positions.embedding[...][:, dims]
-    if embeddings == PROJECTED:
-        draft.embed_tokens.embedding[...] = target.embed_tokens.embedding[...][:, dims]
-    else:
-        share_embeddings(draft, target, dims)
+    cut_embeddings(draft, target, basis)
+    for place, (small, i) in enumerate(zip(draft.layers, chosen, strict=True)):
+        large, (before, between) = target.layers[i], streams[2 * place : 2 * place + 2]
+        if not config.do_layer_norm_before:
+            cut_norm(small.self_attn_layer_norm, large.self_attn_layer_norm, basis)
+            cut_norm(small.final_layer_norm, large.final_layer_norm, basis)
+        cut_attention(small, large, basis, before, residual_stream(draft, place, batch))
+        own = residual_stream(draft, place, batch, attended=True)
+        cut_feed_forward(small, large, basis, between, own)
     if draft.final_layer_norm is not None:
-        copy(draft.final_layer_norm, target.final_layer_norm, dims)
-    for small, large in zip(draft.layers, kept, strict=True):
-        cut_layer(small, large, dims)
+        cut_norm(draft.final_layer_norm, target.final_layer_norm, basis)
+        # In fewer directions each has a larger share of a length that is always the same.
+        scale = draft.final_layer_norm.scale
+        if scale is not None:
+            scale[...] *= jnp.sqrt(jnp.mean((centred(streams[-1]) @ basis) ** 2))
     return draft
 
 
-def share_embeddings(draft: OPT, target: OPT, dims: Array) -> None:
-    """The target's table, projected to the kept dimensions and back."""
-    draft.embed_tokens.embedding[...] = target.embed_tokens.embedding[...]
-    if not draft.config.has_projections:
+def of_layers(model: OPT, chosen: Iterable[int]) -> OPT:
+    """The model with these of its layers alone."""
+    model = nnx.clone(model)
+    model.layers = nnx.List([model.layers[i] for i in chosen])
+    model.config = dataclasses.replace(model.config, num_hidden_layers=len(model.layers))
+    return model
+
+
+def calibration_batch(config: OPTConfig, documents: Sequence[np.ndarray] | None) -> Batch:
+    """Sequences of the documents, or of random tokens."""
+    length = min(TOKENS, config.max_position_embeddings)
+    if documents is None:
+        shape = (SEQUENCES, length)
+        documents = list(np.random.default_rng(0).integers(0, config.vocab_size, shape, np.int32))
+    total = sum(map(len, documents))
+    length = min(length, total)
+    return PackedSequences(documents, length, min(SEQUENCES, total // length))[0]
+
+
+def residual_stream(
+    model: OPT, index: int, batch: Batch, attended: bool = False
+) -> Float[Array, "n e"]:
+    """What layer `index` is given, or with `attended` what its feed-forward part is given."""
+    if index == 0 and not attended:
+        positions = model.embed_positions.embedding[...][batch.positions + POSITION_OFFSET]
+        return (embedded(model)[batch.tokens] + positions).reshape(-1, positions.shape[-1])
+    first = of_layers(model, range(index + attended))
+    if attended:
+        for parameter in filter(
+            None, (first.layers[index].fc2.kernel, first.layers[index].fc2.bias)
+        ):
+            parameter[...] = jnp.zeros_like(parameter[...])
+    stream = forward(first, jax.tree.map(jnp.asarray, batch))
+    return stream.reshape(-1, stream.shape[-1])
+
+
+def embedded(model: OPT) -> Float[Array, "v e"]:
+    """Every token as it enters the residual stream."""
+    table = model.embed_tokens.embedding[...]
+    return table if model.project_in is None else model.project_in(table)
+
+
+def centred(stream: Float[Array, "n e"]) -> Float[Array, "n e"]:
+    """As a normalisation without scale and bias leaves it."""
+    return normalise(stream, None, None, LAYER_NORM_EPSILON)
+
+
+def principal_directions(streams: Sequence[Float[Array, "n e"]], width: int) -> Float[Array, "e w"]:
+    """An orthonormal basis of the directions in which normalised streams vary most.
+
+    The last one counts as much as all others. Coordinates of centred streams add up to 0, so
+    the smaller model's normalisation, which centres too, changes nothing about them.
+    """
+    covariances = [centred(stream).T @ centred(stream) / len(stream) for stream in streams]
+    *others, last = covariances
+    _, directions = jnp.linalg.eigh(sum(others) + len(others) * last)
+    # Mixed, as otherwise the first coordinates would vary far more than the last.
+    ones = jnp.ones((width, 1))
+    mixed = jnp.concatenate([ones, jax.random.normal(jax.random.key(0), (width, width - 1))], 1)
+    return directions[:, ::-1][:, : width - 1] @ jnp.linalg.qr(mixed)[0][:, 1:].T
+
+
+def cut_embeddings(draft: OPT, target: OPT, basis: Float[Array, "e w"]) -> None:
+    """Tables in the basis, or the target's own table projected to it and back."""
+    draft.embed_positions.embedding[...] = target.embed_positions.embedding[...] @ basis
+    table = target.embed_tokens.embedding[...]
+    if draft.project_in is None:
+        draft.embed_tokens.embedding[...] = table @ basis
         return
-    size = target.config.hidden_size
-    identity = jnp.eye(size)  # where the table is as wide as the layers
-    project_in, project_out = (
-        identity if linear is None else linear.kernel[...]
-        for linear in (target.project_in, target.project_out)
-    )
-    draft.project_in.kernel[...] = project_in[:, dims]
-    draft.project_out.kernel[...] = project_out[dims]
+    draft.embed_tokens.embedding[...] = table
+    linears = (target.project_in, target.project_out)
+    # Where the target's table is as wide as its layers there are none.
+    into, out = (jnp.eye(len(basis)) if one is None else one.kernel[...] for one in linears)
+    draft.project_in.kernel[...] = into @ basis
+    draft.project_out.kernel[...] = basis.T @ out
 
 
-def read_strength(layer: OPTLayer) -> Array:
-    """How much a layer's products depend on each dimension of the residual stream, [e]."""
-    strength = 0
-    for norm, linear in (
-        (layer.self_attn_layer_norm, layer.qkv_proj),
-        (layer.final_layer_norm, layer.fc1),
-    ):
-        scale = 1 if norm.scale is None else norm.scale[...][:, None]
-        strength += jnp.sum((scale * linear.kernel[...]) ** 2, axis=1)
-    return strength
+def cut_norm(small: nnx.LayerNorm, large: nnx.LayerNorm, basis: Float[Array, "e w"]) -> None:
+    """The scale of each direction by itself: how it mixes them is left out."""
+    if large.scale is not None:
+        small.scale[...] = large.scale[...] @ basis**2 / jnp.sum(basis**2, axis=0)
+        small.bias[...] = large.bias[...] @ basis
 
 
-def cut_layer(small: OPTLayer, large: OPTLayer, dims: Array) -> None:
-    """Fill `small` with the dimensions, heads and neurons of `large` that weigh most."""
+def cut_attention(small: OPTLayer, large: OPTLayer, basis, stream, own_stream) -> None:
+    """Fill the attention of `small` with the heads of `large` that write most.
+
+    Args:
+        small, large: layers.
+        basis: what is left of the residual stream, [e, w].
+        stream: what `large` is given, [n, e].
+        own_stream: what `small` is given, [n, w].
+    """
     config = large.config
-    head_shape = (config.num_attention_heads, config.head_dim)
-    query, key, value = jnp.split(large.qkv_proj.kernel[...], 3, axis=1)
-    out = large.out_proj.kernel[...]
-    of_heads = jnp.sum(value**2, axis=0).reshape(head_shape).sum(1)
-    of_heads *= jnp.sum(out**2, axis=1).reshape(head_shape).sum(1)
-    heads = largest(of_heads, small.config.num_attention_heads)
+    wanted = outputs(large.qkv_proj, read(large, large.self_attn_layer_norm, stream))
+    values = wanted[:, 2 * config.hidden_size :]
+    out = large.out_proj.kernel[...] @ basis
+    heads = strength(values, out).reshape(config.num_attention_heads, config.head_dim).sum(axis=1)
+    heads = largest(heads, small.config.num_attention_heads)
     columns = (heads[:, None] * config.head_dim + jnp.arange(config.head_dim)).reshape(-1)
-    fc1, fc2 = large.fc1.kernel[...], large.fc2.kernel[...]
-    neurons = largest(jnp.sum(fc1**2, axis=0) * jnp.sum(fc2**2, axis=1), small.config.ffn_dim)
-
-    cut = lambda kernel, rows, columns: kernel[rows][:, columns]
-    parts = [cut(part, dims, columns) for part in (query, key, value)]
-    small.qkv_proj.kernel[...] = jnp.concatenate(parts, axis=1)
-    small.out_proj.kernel[...] = cut(out, columns, dims)
-    small.fc1.kernel[...] = cut(fc1, dims, neurons)
-    small.fc2.kernel[...] = cut(fc2, neurons, dims)
-    if config.enable_bias:
-        parts = [part[columns] for part in jnp.split(large.qkv_proj.bias[...], 3)]
-        small.qkv_proj.bias[...] = jnp.concatenate(parts)
-        for name, kept in (("out_proj", dims), ("fc1", neurons), ("fc2", dims)):
-            getattr(small, name).bias[...] = getattr(large, name).bias[...][kept]
-    for name in ("self_attn_layer_norm", "final_layer_norm"):
-        copy(getattr(small, name), getattr(large, name), dims)
+    of_parts = (columns + part * config.hidden_size for part in range(3))
+    columns_of_qkv = jnp.concatenate(list(of_parts))
+    fit(
+        small.qkv_proj,
+        in_basis(large, large.self_attn_layer_norm, large.qkv_proj, basis)[:, columns_of_qkv],
+        read(small, small.self_attn_layer_norm, own_stream),
+        wanted[:, columns_of_qkv],
+    )
+    write(small.out_proj, large.out_proj, basis, values, columns)
 
 
-def copy(small: nnx.LayerNorm, large: nnx.LayerNorm, dims: Array) -> None:
-    for name in ("scale", "bias"):
-        if getattr(large, name) is not None:
-            getattr(small, name)[...] = getattr(large, name)[...][dims]
+def cut_feed_forward(small: OPTLayer, large: OPTLayer, basis, stream, own_stream) -> None:
+    """Fill the feed-forward part of `small` with the neurons that write most: as above."""
+    wanted = outputs(large.fc1, read(large, large.final_layer_norm, stream))
+    said = ACTIVATIONS[large.config.activation_function](wanted)
+    neurons = largest(strength(said, large.fc2.kernel[...] @ basis), small.config.ffn_dim)
+    fit(
+        small.fc1,
+        in_basis(large, large.final_layer_norm, large.fc1, basis)[:, neurons],
+        read(small, small.final_layer_norm, own_stream),
+        wanted[:, neurons],
+    )
+    write(small.fc2, large.fc2, basis, said, neurons)
+
+
+def read(layer: OPTLayer, norm: nnx.LayerNorm, stream: Float[Array, "n e"]) -> Float[Array, "n e"]:
+    """What a part of the layer makes its first product of."""
+    if not layer.config.do_layer_norm_before:
+        return stream
+    return normalise(stream, *affine(norm), LAYER_NORM_EPSILON)
+
+
+def outputs(linear: nnx.Linear, x: Float[Array, "n i"]) -> Float[Array, "n o"]:
+    kernel, bias = weights(linear)
+    return x @ kernel if bias is None else x @ kernel + bias
+
+
+def in_basis(
+    layer: OPTLayer, norm: nnx.LayerNorm, linear: nnx.Linear, basis
+) -> Float[Array, "w o"]:
+    """The kernel for coordinates in the basis, with the normalisation's scale in it."""
+    scale = norm.scale if layer.config.do_layer_norm_before else None
+    kernel = linear.kernel[...]
+    return basis.T @ (kernel if scale is None else scale[...][:, None] * kernel)
+
+
+def fit(linear: nnx.Linear, kernel, x: Float[Array, "n i"], wanted: Float[Array, "n o"]) -> None:
+    """The kernel, scaled and shifted so that of x it makes the mean and deviation of `wanted`."""
+    made = jnp.std(x @ kernel, axis=0)
+    kernel = kernel * jnp.where(made > 0, jnp.std(wanted, axis=0) / jnp.where(made > 0, made, 1), 1)
+    linear.kernel[...] = kernel
+    if linear.bias is not None:
+        linear.bias[...] = jnp.mean(wanted, axis=0) - jnp.mean(x @ kernel, axis=0)
+
+
+def strength(said: Float[Array, "n i"], out: Float[Array, "i w"]) -> Float[Array, "i"]:
+    """How much of what is written varies with each entry."""
+    return jnp.var(said, axis=0) * jnp.sum(out**2, axis=1)
+
+
+def write(small: nnx.Linear, large: nnx.Linear, basis, said: Float[Array, "n i"], kept) -> None:
+    """The rows of what is kept; what the others write on average is in the bias."""
+    out = large.kernel[...] @ basis
+    small.kernel[...] = out[kept]
+    if large.bias is not None:
+        mean = jnp.mean(said, axis=0)
+        small.bias[...] = large.bias[...] @ basis + mean @ out - mean[kept] @ out[kept]
 
 
 def largest(values: Array, count: int) -> Array:
