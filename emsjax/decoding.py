@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int32, Key
 from emsjax.cache import Cache
 from emsjax.draft_length import DraftLength, StepView
 from emsjax.drafting import Draft, Drafter
-from emsjax.drafting.drafter import is_free, with_policys_limit
+from emsjax.drafting.drafter import is_free, proposed, state_after_commit, with_policys_limit
 from emsjax.feeding import feed, is_ready
 from emsjax.kernels import resolve_kernels
 from emsjax.layout import UNPADDED, Layout
@@ -133,7 +133,8 @@ def step(
         The next state, and what the step did.
 
     Raises:
-        ValueError: an unknown attention, or a `free` drafter that draws its tokens.
+        ValueError: an unknown attention, a `free` drafter that draws its tokens, or one that
+            does not return what `emsjax.Drafter` says.
     """
     kernels = resolve_kernels(attention_implementation)
     drafter = with_policys_limit(drafter, draft_length)
@@ -158,7 +159,7 @@ def step(
     cache = state.cache.commit(fed.fresh, fed.rows, committed, kernels.update)
     lengths = state.lengths + num_emitted
     if drafter is not None:
-        drafter_state = drafter.commit(drafter_state, lengths)
+        drafter_state = state_after_commit(drafter, drafter_state, lengths)
     policy_state = state.policy_state
     if draft_length is not None:
         policy_state = draft_length.update(policy_state, view, draft_rows, num_accepted)
@@ -260,8 +261,15 @@ def _propose(model, drafter, state, draft_length, ready) -> _Proposal:
 
     if not view.drafted:
         limits = chosen(view)
-    draft, drafter_state = drafter.propose(
-        state.drafter_state, state.tokens, state.lengths, limits, state.keys, state.sampling
+    draft, drafter_state = proposed(
+        drafter,
+        state.drafter_state,
+        state.tokens,
+        state.lengths,
+        limits,
+        state.keys,
+        state.sampling,
+        vocab_size=model.config.vocab_size,
     )
     counts = usable_counts(
         draft.tokens, draft.counts, limits, state.end_token_ids, model.config.vocab_size

@@ -8,7 +8,12 @@ import numpy as np
 from emsjax.checks import check_at_least
 from emsjax.draft_length import DraftLength
 from emsjax.drafting import Drafter
-from emsjax.drafting.drafter import admitted, is_free, with_policys_limit
+from emsjax.drafting.drafter import (
+    admitted,
+    is_free,
+    state_after_commit,
+    with_policys_limit,
+)
 from emsjax.initial_state import max_draft_tokens_of, prompt_slots
 from emsjax.layout import Layout
 from emsjax.memory import check_fits
@@ -122,4 +127,4 @@ class _ConstantDrafter:
         return self.drafter.propose(*args)
 
     def commit(self, *args):
-        return self.drafter.commit(*args)
+        return state_after_commit(self.drafter, *args)

@@ -13,6 +13,7 @@ from emsjax.decoding import DecodeState
 from emsjax.divergence import NEAR_TIE, Divergence, first_divergences
 from emsjax.draft_length import DraftLength
 from emsjax.drafting import Drafter
+from emsjax.drafting.drafter import proposed
 from emsjax.generation import generate, init_state
 from emsjax.opt import OPT
 from emsjax.output import GenerateOutput
@@ -109,21 +110,21 @@ def _check_comparable(model: OPT, drafter: Drafter | None, prompts, options) -> 
         return
     known = ("max_new_tokens", "num_sequences", "sampling", "key")
     state = init_state(model, drafter, prompts, **{name: options[name] for name in known})
-    if _draws(drafter, state):
+    if _draws(drafter, state, model.config.vocab_size):
         raise ValueError(
             "the drafter draws its tokens (Draft.probs), so sampled output has plain decoding's "
             "distribution and not its tokens: compare greedily, or distributions"
         )
 
 
-def _draws(drafter: Drafter, state: DecodeState) -> bool:
+def _draws(drafter: Drafter, state: DecodeState, vocab_size: int) -> bool:
     """Whether what it proposes has probabilities; nothing is computed."""
     found = []
 
     def propose(state: DecodeState):
         lengths = jnp.full_like(state.lengths, drafter.max_draft_tokens)
         arguments = (state.tokens, state.lengths, lengths, state.keys, state.sampling)
-        draft, _ = drafter.propose(state.drafter_state, *arguments)
+        draft, _ = proposed(drafter, state.drafter_state, *arguments, vocab_size=vocab_size)
         found.append(draft.probs is not None)
 
     jax.eval_shape(propose, state)
