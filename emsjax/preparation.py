@@ -10,6 +10,7 @@ from emsjax.draft_length import DraftLength
 from emsjax.drafting import Drafter
 from emsjax.drafting.drafter import (
     admitted,
+    check_is_drafter,
     is_free,
     state_after_commit,
     with_policys_limit,
@@ -39,10 +40,11 @@ def check_drafter(
     """The drafter with the policy's limit.
 
     Raises:
-        ValueError: it cannot draft for this model at so many positions.
+        ValueError: it is no drafter, or cannot draft for this model at so many positions.
     """
     if drafter is None:
         return None
+    check_is_drafter(drafter)
     drafter = with_policys_limit(drafter, draft_length)
     if hasattr(drafter, "check_target"):
         drafter.check_target(model.config, positions)

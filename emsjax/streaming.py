@@ -14,6 +14,7 @@ from emsjax.checks import as_token_ids, check_at_least
 from emsjax.config import OPTConfig
 from emsjax.draft_length import DraftLength
 from emsjax.drafting import Drafter
+from emsjax.drafting.drafter import check_is_drafter
 from emsjax.kernels import resolve_kernels
 from emsjax.opt import OPT
 from emsjax.output import finish_reason
@@ -155,6 +156,8 @@ def stream_numbered(
 
     A run that leaves out what it has done already says the same of the rest.
     """
+    if drafter is not None:
+        check_is_drafter(drafter)
     batch_size = check_at_least("batch_size", batch_size, 1)
     if getattr(key, "ndim", 0):
         raise ValueError("one key per sequence needs a sequence of prompts, no iterator")

@@ -7,6 +7,7 @@ import pytest
 from toy import ragged_prompts, tiny_model
 
 import emsjax
+from emsjax.drafting.replay import Replay
 
 pytestmark = pytest.mark.usefixtures("unchecked_annotations")  # a user's are not checked, either
 NEW = 8
@@ -15,7 +16,7 @@ SAMPLED = {"sampling": emsjax.Sampling(0.9), "key": jax.random.key(0)}
 
 
 class Own:
-    """Says the last token again."""
+    """Says the last token again; without `commit`."""
 
     max_draft_tokens = 3
 
@@ -25,9 +26,6 @@ class Own:
     def propose(self, state, tokens, lengths, draft_lengths, keys, sampling):
         last = jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1)
         return self.made(jnp.repeat(last, 3, axis=1), draft_lengths, state)
-
-    def commit(self, state, lengths):
-        return state
 
     def made(self, tokens, counts, state):
         return emsjax.Draft(tokens, counts), state
@@ -123,3 +121,42 @@ def test_a_state_of_another_kind_names_the_method(method, change, message, batch
     options = {"max_new_tokens": NEW, "batch_size": batch_size}
     with pytest.raises(ValueError, match=f"^{rule}: {method} returned .*{message}"):
         emsjax.generate(tiny_model(), PROMPTS, drafter, **options)
+
+
+def test_without_commit_a_drafter_is_one_whose_commit_changes_nothing():
+    assert isinstance(Own(), emsjax.Drafter)
+    plain = emsjax.generate(tiny_model(), PROMPTS, max_new_tokens=NEW)
+    zeros = np.zeros((2, 1), np.int32)
+    over = Replay(zeros, zeros, zeros, 61, 3, source=jax.tree_util.Partial(int))
+    assert over.commit("state", None) == "state"  # a source without it
+    for drafter in (Own(), own(commit=lambda state, lengths: state)):
+        out = emsjax.generate(tiny_model(), PROMPTS, drafter, max_new_tokens=NEW)
+        np.testing.assert_array_equal(out.tokens, plain.tokens)
+        assert out.stats.num_drafted.sum() > 0
+
+
+class Half:
+    max_draft_tokens = 3
+
+    def init(self, *prompts):
+        return ()
+
+
+NO_DRAFTERS = {
+    "a name": (lambda: "prompt-lookup", r"\(emsjax\.Drafter\); 'str' has none"),
+    "a model": (tiny_model, "'OPT' has none"),
+    "a class": (
+        lambda: emsjax.PromptLookup,
+        r"instance, .* class PromptLookup: pass P",
+    ),
+    "half of one": (Half, "'Half' has no propose$"),
+}
+
+
+@pytest.mark.parametrize(("drafter", "message"), NO_DRAFTERS.values(), ids=NO_DRAFTERS)
+def test_what_is_no_drafter_is_named_before_any_work(drafter, message):
+    options = {"max_new_tokens": NEW, "batch_size": 1}
+    for decode in (emsjax.generate, emsjax.stream):
+        for prompts in (PROMPTS, iter(PROMPTS)) if decode is emsjax.stream else (PROMPTS,):
+            with pytest.raises(ValueError, match=f"^drafter must .*{message}"):
+                decode(tiny_model(), prompts, drafter(), **options)

@@ -10,6 +10,8 @@ from jaxtyping import Array, Bool, Float, Int32, Key
 
 from emsjax.sampling import Sampling
 
+REQUIRED = ("max_draft_tokens", "init", "propose")
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +42,9 @@ class Drafter(Protocol):
     outside the vocabulary, or behind an end token are cut off before
     verification.
 
-    A drafter that holds something for each prompt may have
+    One that has to forget what was rejected has `commit(state, lengths)`, called after
+    verification, when tokens[s, :lengths[s]] stand: it returns what is left of the state.
+    One that holds something for each prompt may have
     `for_prompts(prompt_indices, num_prompts)`, called on the host before `init`:
     it returns the drafter for a batch whose slot i serves prompt prompt_indices[i].
     One that cannot serve every target may have `check_target(config, positions)`,
@@ -83,9 +87,23 @@ class Drafter(Protocol):
         """
         ...
 
-    def commit(self, state: Any, lengths: Int32[Array, "b"]) -> Any:
-        """Told after verification: tokens[s, :lengths[s]] stand. By default changes nothing."""
-        return state
+
+def check_is_drafter(drafter: Any) -> None:
+    """Whether it has what every drafter has.
+
+    Raises:
+        ValueError: it has not, or it is a class.
+    """
+    if isinstance(drafter, type):
+        name = drafter.__name__
+        raise ValueError(f"drafter must be an instance, not the class {name}: pass {name}(...)")
+    missing = [name for name in REQUIRED if not hasattr(drafter, name)]
+    if missing:
+        lacks = "none" if len(missing) == len(REQUIRED) else f"no {' and no '.join(missing)}"
+        raise ValueError(
+            "drafter must have max_draft_tokens, init and propose (emsjax.Drafter); "
+            f"{type(drafter).__name__!r} has {lacks}"
+        )
 
 
 def proposed(
@@ -151,6 +169,8 @@ def state_after_commit(drafter: Drafter, state: Any, lengths: Int32[Array, "b"])
     Raises:
         ValueError: it is of another kind than before.
     """
+    if not hasattr(drafter, "commit"):
+        return state
     after = drafter.commit(state, lengths)
     check_state("commit", state, after)
     return after
