@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, Key
 
 from emsjax.cache import Cache
-from emsjax.draft_length import DraftLength, StepView
+from emsjax.draft_length import DraftLength, StepView, available_lengths
 from emsjax.drafting import Draft, Drafter
 from emsjax.drafting.drafter import is_free, proposed, state_after_commit, with_policys_limit
 from emsjax.feeding import feed, is_ready
@@ -257,7 +257,7 @@ def _propose(model, drafter, state, draft_length, ready) -> _Proposal:
     def chosen(view: StepView):
         if draft_length is None:
             return view.available
-        return jnp.clip(draft_length.lengths(state.policy_state, view), 0, view.available)
+        return available_lengths(draft_length, state.policy_state, view)
 
     if not view.drafted:
         limits = chosen(view)

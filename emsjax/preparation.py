@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from emsjax.checks import check_at_least
-from emsjax.draft_length import DraftLength
+from emsjax.draft_length import DraftLength, check_is_policy
 from emsjax.drafting import Drafter
 from emsjax.drafting.drafter import (
     admitted,
@@ -40,8 +40,11 @@ def check_drafter(
     """The drafter with the policy's limit.
 
     Raises:
-        ValueError: it is no drafter, or cannot draft for this model at so many positions.
+        ValueError: it is no drafter, or cannot draft for this model at so many positions; or the
+            policy is none.
     """
+    if draft_length is not None:
+        check_is_policy(draft_length)
     if drafter is None:
         return None
     check_is_drafter(drafter)
