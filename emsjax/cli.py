@@ -61,14 +61,14 @@ def complete_drafter_options(given: dict[str, Any]) -> None:
 def check_sampling(given: dict[str, Any]) -> None:
     from emsjax.sampling import Sampling
 
-    for name in ("temperature", "top_k", "top_p"):
-        try:
-            Sampling(**{name: given[name]}).expand(1)
-        except ValueError as error:
-            raise ValueError(str(error).replace(f"sampling.{name}", flag(name))) from error
-    for name, off in (("top_k", 0), ("top_p", 1)):
-        if given["temperature"] == 0 and given[name] != off:
-            raise ValueError(f"{flag(name)} needs a --temperature above 0: greedy has no choice")
+    names = ("temperature", "top_k", "top_p")
+    try:
+        Sampling(**{name: given[name] for name in names}).expand(1)
+    except ValueError as error:
+        message = str(error)
+        for name in names:
+            message = message.replace(f"sampling.{name}", flag(name))
+        raise ValueError(message) from error
 
 
 def resolve_models(given: dict[str, Any]) -> None:

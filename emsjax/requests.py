@@ -84,6 +84,8 @@ def check_requests(
     for i, (prompt, extra) in enumerate(zip(ids, new, strict=True)):
         check_positions(config, i, prompt, extra)
     num_sequences = check_at_least("num_sequences", num_sequences, 1)
+    if not isinstance(sampling, Sampling | None):
+        raise ValueError(f"sampling must be emsjax.Sampling(...), not {type(sampling).__name__}")
     sampling = (Sampling() if sampling is None else sampling).expand(len(ids)).in_use()
     return Requests(
         prompts=ids,

@@ -38,7 +38,8 @@ class Sampling:
 
         Raises:
             ValueError: a wrong number of values, a negative or non-finite
-                temperature, a negative top_k, or top_p outside (0, 1].
+                temperature, a negative top_k, top_p outside (0, 1], or one of
+                these two where all is greedy.
         """
         columns = {}
         for name, dtype in (("temperature", float), ("top_k", int), ("top_p", float)):
@@ -54,6 +55,13 @@ class Sampling:
         for value in columns["top_p"]:
             if not 0 < value <= 1:
                 raise ValueError(f"sampling.top_p must lie in (0, 1], not {value}")
+        if not (columns["temperature"] > 0).any():
+            for name, cuts in (("top_k", columns["top_k"] > 0), ("top_p", columns["top_p"] < 1)):
+                if cuts.any():
+                    raise ValueError(
+                        f"sampling.{name} needs a sampling.temperature above 0: "
+                        "greedy decoding has no choice"
+                    )
         return Sampling(
             columns["temperature"].astype(np.float32),
             np.minimum(columns["top_k"], np.iinfo(np.int32).max).astype(np.int32),

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from emsjax.checks import check_at_least
 from emsjax.decoding import DecodeState
@@ -17,9 +16,11 @@ from emsjax.drafting.drafter import proposed
 from emsjax.generation import generate, init_state
 from emsjax.opt import OPT
 from emsjax.output import GenerateOutput
+from emsjax.preparation import check
 from emsjax.sampling import Sampling
 
 EXPLAINED = 4  # sequences of a failure
+ASKED = ("max_new_tokens", "num_sequences", "sampling", "key", "eos_token_ids")  # of prompts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,9 +75,10 @@ def assert_lossless(
         "sampling": sampling,
         "key": key,
     }
-    greedy = sampling is None or not np.any(np.asarray(sampling.temperature) > 0)
+    asked = {name: options[name] for name in ASKED if name in options}
+    greedy = check(model, drafter, draft_length, prompts, **asked)[0].sampling is None
     if not greedy:
-        _check_comparable(model, drafter, prompts, options)
+        _check_comparable(model, drafter, prompts, asked)
     expected = generate(model, prompts, **options)
     actual = generate(
         model,
@@ -99,7 +101,7 @@ def assert_lossless(
     return Lossless(actual, tuple(found))
 
 
-def _check_comparable(model: OPT, drafter: Drafter | None, prompts, options) -> None:
+def _check_comparable(model: OPT, drafter: Drafter | None, prompts, asked) -> None:
     """Whether sampled tokens must be equal."""
     if model.dtype != jnp.float32:
         raise ValueError(
@@ -108,8 +110,7 @@ def _check_comparable(model: OPT, drafter: Drafter | None, prompts, options) -> 
         )
     if drafter is None:
         return
-    known = ("max_new_tokens", "num_sequences", "sampling", "key")
-    state = init_state(model, drafter, prompts, **{name: options[name] for name in known})
+    state = init_state(model, drafter, prompts, **asked)
     if _draws(drafter, state, model.config.vocab_size):
         raise ValueError(
             "the drafter draws its tokens (Draft.probs), so sampled output has plain decoding's "

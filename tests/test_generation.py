@@ -287,6 +287,16 @@ BAD = {
     "temperature": ({"sampling": emsjax.Sampling(temperature=-1.0)}, "sampling.temperature"),
     "top_k": ({"sampling": emsjax.Sampling(top_k=-1)}, "sampling.top_k"),
     "top_p": ({"sampling": emsjax.Sampling(top_p=0.0)}, "sampling.top_p"),
+    "top_p without temperature": (
+        {"sampling": emsjax.Sampling(top_p=0.9)},
+        "sampling.top_p needs a sampling.temperature above 0",
+    ),
+    "one top_k without temperature": (
+        {"sampling": emsjax.Sampling([0.0, 0.0], top_k=[0, 5])},
+        "sampling.top_k needs a sampling.temperature above 0",
+    ),
+    "a number as sampling": ({"sampling": 0.8}, r"must be emsjax\.Sampling\(\.\.\.\), not float"),
+    "a dict as sampling": ({"sampling": {"top_p": 0.9}}, "sampling must be .*, not dict"),
     "sampling values": ({"sampling": emsjax.Sampling(top_k=[1])}, "got 1 for 2 prompts"),
     "budget": ({"time_budget_s": 0}, "time_budget_s must be above 0"),
     "unknown attention": ({"attention_implementation": "flash"}, "attention_implementation"),

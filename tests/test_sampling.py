@@ -84,6 +84,12 @@ def test_sampled_tokens_do_not_depend_on_drafts_or_batches():
         np.testing.assert_allclose(out.logprobs, plain.logprobs, atol=1e-4)
 
 
+def test_one_temperature_above_0_is_enough_for_cutoffs_of_all_prompts():
+    for sampling in (Sampling([0.0, 0.5], 5, 0.9), Sampling([0.0, 0.5], [5, 0], [0.9, 1.0])):
+        assert sampling.expand(2).top_k[0] == 5
+    assert Sampling().expand(2).in_use() is None
+
+
 def test_logprobs_are_those_of_the_warped_distribution():
     model, prompt = tiny_model(), ragged_prompts([6])[0]
     sampling = Sampling(0.7, 4, 0.9)

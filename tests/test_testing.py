@@ -108,6 +108,14 @@ def test_what_cannot_be_compared_is_refused(model, prompts):
         assert_lossless(model.astype(jnp.bfloat16), LOOKUP, prompts, **options)
 
 
+def test_what_generate_refuses_is_refused_before_any_work(model, prompts, monkeypatch):
+    monkeypatch.setattr(testing, "generate", None)
+    with pytest.raises(ValueError, match=r"sampling must be emsjax\.Sampling"):
+        assert_lossless(model, LOOKUP, prompts, **OPTIONS, sampling=0.8)
+    with pytest.raises(ValueError, match="'str' has none"):
+        assert_lossless(model, "prompt-lookup", prompts, **OPTIONS)
+
+
 def test_sixteen_bits_may_part_at_near_ties_alone(model, prompts, monkeypatch):
     narrow = model.astype(jnp.bfloat16)
     found = assert_lossless(narrow, LOOKUP, prompts, **OPTIONS)
