@@ -1,7 +1,7 @@
 """What a call of `generate` asks for, checked as a whole before any work starts."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -76,6 +76,9 @@ def check_requests(
     """
     if isinstance(prompts, (str, bytes)) or not hasattr(prompts, "__len__"):
         raise ValueError("prompts must be a sequence of token-id sequences")
+    if isinstance(prompts, Mapping):
+        kind = type(prompts).__name__
+        raise ValueError(f"prompts is a {kind}: pass token ids, such as tokenizer(texts).input_ids")
     if len(prompts) == 0:
         raise ValueError("prompts is empty: at least one prompt is needed")
     ids = [as_token_ids(f"prompts[{i}]", p, config.vocab_size) for i, p in enumerate(prompts)]

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import CARELESS, ScriptedDrafter, ragged_prompts, script_of, tiny_model
+from transformers import BatchEncoding
 
 import emsjax
 from emsjax import generation
@@ -270,6 +271,12 @@ too_many_keys = lambda: jax.random.split(jax.random.key(0), 3)
 BAD = {
     "no prompts": ({"prompts": []}, "prompts is empty"),
     "prompts is text": ({"prompts": "abc"}, "prompts must be a sequence"),
+    "texts": ({"prompts": ["a", "b"]}, r"prompts\[0\] is a str: .*tokenizer\(texts\)\.input_ids"),
+    "a text among ids": ({"prompts": [[5], "b"]}, r"prompts\[1\] is a str: pass token ids"),
+    "a tokenizer's output": (
+        {"prompts": BatchEncoding({"input_ids": [[5], [6]]})},
+        r"prompts is a BatchEncoding: .*\.input_ids",
+    ),
     "empty prompt": ({"prompts": [[5], []]}, r"prompts\[1\] is empty"),
     "2-D prompt": ({"prompts": [[[5]]]}, r"prompts\[0\] must be a 1-D"),
     "id too large": ({"prompts": [[5, 61]]}, r"prompts\[0\] .* 61, outside 0\.\.60"),
