@@ -307,6 +307,10 @@ BAD = {
     "sampling values": ({"sampling": emsjax.Sampling(top_k=[1])}, "got 1 for 2 prompts"),
     "budget": ({"time_budget_s": 0}, "time_budget_s must be above 0"),
     "unknown attention": ({"attention_implementation": "flash"}, "attention_implementation"),
+    "attention of another device": (
+        {"attention_implementation": "triton"},
+        "attention_implementation 'triton' needs .*: use 'xla'$",
+    ),
     "references": ({"drafter": emsjax.PromptLookup(references=[[1]])}, "got 1 for 2 prompts"),
 }
 
