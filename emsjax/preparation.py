@@ -18,7 +18,7 @@ from emsjax.drafting.drafter import (
 from emsjax.initial_state import max_draft_tokens_of, prompt_slots
 from emsjax.layout import Layout
 from emsjax.memory import check_fits
-from emsjax.opt import OPT
+from emsjax.opt import OPT, check_is_model
 from emsjax.requests import Requests, check_requests
 
 
@@ -28,8 +28,9 @@ def check(
     """The checked requests, and the drafter with the policy's limit.
 
     Raises:
-        ValueError: bad requests, or a drafter that cannot draft for this model and them.
+        ValueError: no model, bad requests, or a drafter that cannot draft for this model and them.
     """
+    check_is_model("model", model)
     requests = check_requests(model.config, prompts, **asked)
     return requests, check_drafter(model, drafter, draft_length, requests.positions)
 

@@ -329,6 +329,15 @@ def test_bad_input_is_named_before_any_work(arguments, monkeypatch):
         emsjax.generate(tiny_model(), **call)
 
 
+def test_what_is_no_model_is_named_by_its_argument():
+    model, prompts = tiny_model(), [[5], [6, 7]]
+    with pytest.raises(ValueError, match=r"^model must be an emsjax\.OPT .*, not list$"):
+        emsjax.generate(prompts, model)
+    for unread in (prompts, iter(prompts)):
+        with pytest.raises(ValueError, match=r"^model must be an emsjax\.OPT .*, not str$"):
+            emsjax.stream("facebook/opt-125m", unread, batch_size=1)
+
+
 @pytest.mark.parametrize("name", ["match_length", "max_draft_tokens"])
 def test_prompt_lookup_names_a_bad_length(name):
     with pytest.raises(ValueError, match=f"{name} must be at least 1"):
