@@ -183,7 +183,10 @@ def test_sampled_tokens_are_the_same_for_any_batch_size(tiny_model, draft_models
 
 
 BAD_LINES = {
-    "malformed": ('{"id": 2, "prompt": "b"', "line 2", "delimiter"),
+    "malformed": ('{"id": 2, "prompt": "b"', "line 2: not JSON", "delimiter, column 24"),
+    "no JSON": ("not json", "line 2: not JSON: 'not json' (Expecting value, column 1)"),
+    "long and no JSON": ("x" * 99, f"line 2: not JSON: '{'x' * 40}...' ("),
+    "byte-order mark": (b'\xef\xbb\xbf{"id": 2}', "line 2: not JSON"),
     "no object": ("[1]", "line 2", "object"),
     "not UTF-8": (b'{"id": 2, "prompt": "\xff"}', "line 2", "utf-8"),
     "lone surrogate": (r'{"id": 2, "prompt": "\ud800"}', "line 2", "surrogates"),
@@ -204,6 +207,14 @@ def test_a_bad_line_is_named_before_any_work_starts(paths, fake, capsys, bad):
     code = main(command("no such model", paths))  # so the model is not looked at either
     assert_error(capsys, code, *parts)
     assert not paths.output.exists()
+
+
+@pytest.mark.parametrize("first", [b"", b"\r\n"], ids=["at once", "blank line"])
+def test_a_byte_order_mark_before_the_first_line_is_skipped(tmp_path, first):
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + first + b'{"id": 1, "prompt": "a"}\r\n')
+    (record,) = Records(path, None)
+    assert (record.id, record.prompt) == (1, "a")
 
 
 def test_an_input_that_can_be_read_only_once_is_refused(paths, fake, capsys):

@@ -1,5 +1,6 @@
 """Texts of a JSON Lines file as documents: token ids, with an end token behind."""
 
+import codecs
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,8 @@ def read_texts(path: Path, template: str) -> list[str]:
         ValueError: the first bad line with its number, a bad template, or no texts.
     """
     fields, texts = template_fields(template), []
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+    content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+    for number, line in enumerate(content.split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
