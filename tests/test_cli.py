@@ -270,6 +270,7 @@ def test_a_token_that_is_none_of_the_models_names_its_record(
         (["--top-p", "nan"], ["--top-p", "(0, 1]"]),
         (["--top-k", "5"], ["--top-k", "--temperature above 0"]),
         (["--top-p", "0.9"], ["--top-p needs a --temperature above 0"]),
+        (["--keep", "last"], ["--keep needs --max-prompt-tokens"]),
         (["--drafter", "model"], ["--drafter model", "--draft-model"]),
         (["--drafter", "tree"], ["--drafter", "prompt-lookup"]),
         (["--drafter", "model", "--draft-model", "./none"], ["--draft-model", "none is no folder"]),
