@@ -17,11 +17,17 @@ TOLD = 40  # characters of a line that is no JSON
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """One prompt; `line` counts from 1 in the input file."""
+    """One prompt.
+
+    Attributes:
+        line: counts from 1 in the input file.
+        truncated: whether its tokens are cut, as far as that is known.
+    """
 
     id: str | int
     prompt: str
     line: int
+    truncated: bool = False
 
 
 class Records:

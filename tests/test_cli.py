@@ -355,3 +355,19 @@ def test_a_cut_prompt_keeps_its_start_token_and_one_end(tiny_model, paths, fake,
     assert main(command(tiny_model, paths, *options)) == 0
     (prompt,) = fake.calls[0].prompts.values()
     assert AutoTokenizer.from_pretrained(tiny_model).decode(prompt) == f"</s>{kept}"
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_cut_prompts_are_counted_and_their_lines_marked(
+    tiny_model, paths, fake, capsys, monkeypatch, is_fast
+):
+    monkeypatch.setattr(type(AutoTokenizer.from_pretrained(tiny_model)), "is_fast", is_fast)
+    texts = {"shorter": "01", "as long": "0123", "cut": "01234", "cut again": "0" * 99}
+    write_records(paths.input, [{"id": name, "prompt": text} for name, text in texts.items()])
+    options = ["--max-prompt-tokens", "5", "--num-sequences", "2"]  # and the start token
+    assert main(command(tiny_model, paths, *options)) == 0
+    assert '2 of 4 prompts are cut to 5 tokens: their lines have "truncated"' in (
+        " ".join(capsys.readouterr().err.split())
+    )
+    marked = {(line["id"], line.get("truncated")) for line in read_lines(paths.output)}
+    assert marked == {("shorter", None), ("as long", None), ("cut", True), ("cut again", True)}
