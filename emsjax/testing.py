@@ -1,6 +1,7 @@
 """A check for drafters, draft-length policies and attention of your own."""
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -63,6 +64,8 @@ def assert_lossless(
             not draw its tokens: one that does keeps the distribution, not the tokens.
         options: more of `emsjax.generate`.
 
+    Warns where no draft token stood in the whole check, as nothing was found out about drafts then.
+
     Raises:
         AssertionError: tokens differ; the message tells where, and by what margins float32
             decides there.
@@ -98,7 +101,22 @@ def assert_lossless(
         more = ["..."] if len(told) > EXPLAINED else []
         count = f"{len(faults)} of {len(prompts)} sequences are not those of plain decoding:"
         raise AssertionError("\n".join([count, *told[:EXPLAINED], *more]))
+    if drafter is not None:
+        _warn_if_idle(actual)
     return Lossless(actual, tuple(found))
+
+
+def _warn_if_idle(output: GenerateOutput) -> None:
+    """A check in which no draft was used, or none stood, says little."""
+    drafted = int(output.stats.num_drafted.sum())
+    if output.stats.num_accepted.sum() > 0:
+        return
+    what = f"none of its {drafted} draft tokens stood" if drafted else "it drafted nothing"
+    warnings.warn(
+        f"the drafter was hardly checked: {what} in {output.stats.num_steps.sum()} steps of these "
+        "prompts; other prompts or more new tokens may show more",
+        stacklevel=3,
+    )
 
 
 def _check_comparable(model: OPT, drafter: Drafter | None, prompts, asked) -> None:
@@ -135,25 +153,26 @@ def _draws(drafter: Drafter, state: DecodeState, vocab_size: int) -> bool:
 def _explain(of: Divergence, prompt_tokens: int, greedy: bool, exact: bool) -> str:
     """Where, what, and which of both runs float32 agrees with."""
     where = (
-        f"  sequence {of.sequence}, new token {of.position} (position "
-        f"{prompt_tokens + of.position}): {of.token} instead of {of.expected}"
+        f"  sequence {of.sequence}, position {of.position} of the new tokens "
+        f"({prompt_tokens + of.position} with the prompt's): {of.token} instead of {of.expected}"
     )
     if not greedy:
         return f"{where}, drawn under the same key"
-    allowed = f"up to {NEAR_TIE:.2%} is a near-tie, which 16-bit rounding may decide"
+    allowed = f"Up to {NEAR_TIE:.2%} is a near-tie, which 16-bit rounding may decide."
     if exact:
-        allowed = "a float32 model's tokens must be equal, however near"
+        allowed = "In float32 no difference is allowed: this is a defect and not rounding."
     first, second = of.likeliest
     verdicts = {
-        of.expected: "plain decoding is right: look at what the other run's attention reads",
-        of.token: "plain decoding is the one that is wrong",
+        of.expected: "float32 agrees with plain decoding: check what the other run's attention "
+        "reads.",
+        of.token: "float32 agrees with the other run: plain decoding is the one that is wrong.",
     }
     return "\n    ".join(
         [
             where,
-            f"in float32 their logits are {of.margin:.4g} apart, {of.margin / of.largest:.2%} of "
-            f"the largest; {allowed}",
-            f"the likeliest tokens in float32 are {first} and {second}, {of.lead:.4g} apart: "
-            + verdicts.get(first, "neither run is right"),
+            f"The two tokens' float32 logits differ by {of.margin:.4g} "
+            f"({of.margin / of.largest:.2%} of the largest). {allowed}",
+            f"The likeliest tokens in float32 are {first} and {second}, {of.lead:.4g} apart: "
+            + verdicts.get(first, "neither run is right."),
         ]
     )
