@@ -176,7 +176,8 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         required=True,
         type=Path,
-        help="JSON Lines: id, text, tokens, mean_logprob (higher is likelier), finish_reason",
+        help="JSON Lines: id, text, tokens, mean_logprob (higher is likelier), finish_reason; "
+        "truncated where the prompt was cut",
     )
     add(
         "--prompt-template",

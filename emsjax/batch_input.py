@@ -1,5 +1,6 @@
 """Input records of `emsjax generate`: JSON Lines, checked before any work, read as needed."""
 
+import codecs
 import dataclasses
 import hashlib
 import json
@@ -11,14 +12,22 @@ from typing import Any
 
 from emsjax.digests import Digests, digest
 
+TOLD = 40  # characters of a line that is no JSON
+
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """One prompt; `line` counts from 1 in the input file."""
+    """One prompt.
+
+    Attributes:
+        line: counts from 1 in the input file.
+        truncated: whether its tokens are cut, as far as that is known.
+    """
 
     id: str | int
     prompt: str
     line: int
+    truncated: bool = False
 
 
 class Records:
@@ -50,13 +59,30 @@ class Records:
             for number, line in enumerate(file, start=1):
                 if _version(os.fstat(file.fileno())) != self.version:
                     raise ValueError(f"{self.path} has changed while it was in use")
-                yield line, self._record(line, number) if line.strip() else None
+                text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                yield line, self._record(text, number) if text.strip() else None
 
     def _record(self, line: bytes, number: int) -> Record:
         try:
-            return make_record(json.loads(line.decode()), self.template, self.fields, number)
-        except ValueError as error:  # bad JSON and bad UTF-8 included
+            return make_record(read_json(line.decode()), self.template, self.fields, number)
+        except ValueError as error:  # bad UTF-8 included
             raise ValueError(f"{self.path}, line {number}: {error}") from error
+
+
+def read_json(line: str) -> Any:
+    """What a line holds.
+
+    Raises:
+        ValueError: it is not JSON; the message has the line's beginning.
+    """
+    line = line.strip()
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        told = line if len(line) <= TOLD else line[:TOLD] + "..."
+        raise ValueError(f"not JSON: {told!r} ({error.msg}, column {error.colno})") from error
+    except RecursionError as error:
+        raise ValueError("not JSON that can be read: nested too deeply") from error
 
 
 def _version(found: os.stat_result) -> tuple[int, int, int]:

@@ -66,7 +66,13 @@ def run(
 
     config = read_config(options.model, options.revision)
     prompts = Prompts(records, options)
-    longest = check_prompts(prompts, options.max_new_tokens, config)
+    longest, truncated = check_prompts(prompts, options.max_new_tokens, config)
+    if truncated:
+        console.print(
+            f"{truncated} of {known.count} prompts are cut to {options.max_prompt_tokens} tokens: "
+            'their lines have "truncated".',
+            highlight=False,
+        )
     resolved = read_resolved(output_path) if len(done) else resolve(options, config, profile_path)
     import emsjax
 
@@ -132,7 +138,7 @@ def make_progress(console: Console) -> Progress:
 
 
 class Prompts:
-    """Every record's token ids, cut to `max_prompt_tokens`, made anew each time.
+    """Every record, `truncated` or not, and its ids, cut to `max_prompt_tokens`: made each time.
 
     Raises:
         ValueError: while going through, a prompt without tokens.
@@ -155,27 +161,38 @@ class Prompts:
         records = iter(self.records)
         while group := list(itertools.islice(records, TOKENIZED_AT_ONCE)):
             texts = [record.prompt for record in group]
-            ids = self.tokenizer(texts, **self.length).input_ids
-            for record, prompt in zip(group, ids, strict=True):
+            encoded = self.tokenizer(texts, **self.length)
+            cut = self._cut(texts, encoded)
+            for record, prompt, truncated in zip(group, encoded.input_ids, cut, strict=True):
                 if not prompt:
                     where = f"record {record.id!r} (line {record.line})"
                     raise ValueError(f"{where}: no tokens in the prompt")
-                yield record, prompt
+                yield dataclasses.replace(record, truncated=truncated), prompt
+
+    def _cut(self, texts: list[str], encoded) -> list[bool]:
+        """Whether each text has more tokens than were encoded of it."""
+        if not self.length:
+            return [False] * len(texts)
+        if self.tokenizer.is_fast:
+            return [bool(encoding.overflowing) for encoding in encoded.encodings]
+        whole = self.tokenizer(texts).input_ids
+        return [len(ids) > self.length["max_length"] for ids in whole]
 
 
 def check_prompts(
     prompts: Iterable[tuple[Record, list[int]]], max_new_tokens: int, config: OPTConfig
-) -> int:
-    """Tokens of the longest record with its continuation.
+) -> tuple[int, int]:
+    """Tokens of the longest record with its continuation, and how many records are truncated.
 
     Raises:
         ValueError: it needs more positions than the model has, or a token is not the model's.
     """
     limit = config.max_position_embeddings
     fits = limit - max_new_tokens + 1  # the last token is emitted, never fed
-    count, longest, too_long, first = 0, 0, 0, None
+    count, longest, truncated, too_long, first = 0, 0, 0, 0, None
     for record, prompt in prompts:
         count, longest = count + 1, max(longest, len(prompt))
+        truncated += record.truncated
         if max(prompt) >= config.vocab_size:
             raise ValueError(
                 f"record {record.id!r} (line {record.line}): the tokenizer's token {max(prompt)} "
@@ -185,7 +202,7 @@ def check_prompts(
             too_long += 1
             first = first or (record, len(prompt))
     if first is None:
-        return longest + max_new_tokens
+        return longest + max_new_tokens, truncated
     record, tokens = first
     advice = f"--max-prompt-tokens {fits} would fit" if fits > 0 else "lower --max-new-tokens"
     raise ValueError(
@@ -251,4 +268,5 @@ def output_line(record: Record, completion, tokenizer, options: RunOptions) -> d
         "tokens": tokens,
         "mean_logprob": float(f"{completion.logprobs.mean(dtype=float):.6g}"),
         "finish_reason": completion.finish_reason,
+        **({"truncated": True} if record.truncated else {}),
     }

@@ -95,13 +95,12 @@ def load(
         revision: a branch, tag or commit of the repository.
 
     Raises:
-        ValueError: neither a folder nor a repository; no config.json or weights;
-            a file is malformed, truncated, or does not fit the config; the device
+        ValueError: another dtype; neither a folder nor a repository; no config.json or
+            weights; a file is malformed, truncated, or does not fit the config; the device
             has no room for the weights.
         ImportError: the weights are only there as .bin, and torch is not installed.
     """
-    if jnp.dtype(dtype).name not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {jnp.dtype(dtype).name}")
+    check_dtype(dtype)
     is_folder = os.path.isdir(path_or_repo_id)  # of "", Path would make the current one
     folder = Path(path_or_repo_id) if is_folder else download(path_or_repo_id, revision)
     config = read_config(folder / "config.json")
@@ -122,11 +121,21 @@ def load(
     return nnx.merge(graph, nnx.from_flat_state(variables))
 
 
+def check_dtype(dtype) -> None:
+    """Raises a ValueError where no model has this dtype."""
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = repr(dtype)
+    if name not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {name}")
+
+
 def download(repo_id: str | PathLike, revision: str | None) -> Path:
     """The cached folder of a repository's config and the files of one weight format."""
-    problem = f"{str(repo_id)!r} is neither a folder nor a repository of the Hugging Face hub"
-    if not isinstance(repo_id, str) or Path(repo_id).exists():
-        raise ValueError(problem)
+    if not isinstance(repo_id, str) or Path(repo_id).exists() or looks_like_path(repo_id):
+        raise ValueError(f"{str(repo_id)!r} is no folder")
+    problem = f"{repo_id!r} is neither a folder nor a repository of the Hugging Face hub"
     try:
         names = huggingface_hub.list_repo_files(repo_id, revision=revision)
     except OfflineModeIsEnabled:
@@ -149,6 +158,11 @@ def download(repo_id: str | PathLike, revision: str | None) -> Path:
     return Path(
         huggingface_hub.snapshot_download(repo_id, revision=revision, allow_patterns=sorted(wanted))
     )
+
+
+def looks_like_path(text: str) -> bool:
+    """Of a repository's id it is not: that is a name, or an owner and a name."""
+    return text.startswith((".", "~", "/")) or text.count("/") > 1
 
 
 def read_config(path: Path) -> OPTConfig:

@@ -22,8 +22,11 @@ def as_token_ids(name: str, tokens: Any, vocab_size: int | None = None) -> np.nd
     """`tokens` as an int32 array [n].
 
     Raises:
-        ValueError: empty, not 1-D, not integers, negative, or not below `vocab_size`.
+        ValueError: text, empty, not 1-D, not integers, negative, or not below `vocab_size`.
     """
+    if isinstance(tokens, str | bytes):
+        kind = type(tokens).__name__
+        raise ValueError(f"{name} is a {kind}: pass token ids, such as tokenizer(texts).input_ids")
     try:
         ids = np.asarray(tokens)
     except Exception as error:  # whatever an object's __array__ raises

@@ -32,6 +32,8 @@ def run_options(arguments: argparse.Namespace) -> RunOptions:
     given = dict(vars(arguments))
     complete_drafter_options(given)
     check_sampling(given)
+    if given["keep"] != "first" and given["max_prompt_tokens"] is None:
+        raise ValueError("--keep needs --max-prompt-tokens: without it no prompt is cut")
     resolve_models(given)
     return RunOptions(**{name: given[name] for name in RunOptions.__dataclass_fields__})
 

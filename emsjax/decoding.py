@@ -14,9 +14,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, Key
 
 from emsjax.cache import Cache
-from emsjax.draft_length import DraftLength, StepView
+from emsjax.draft_length import DraftLength, StepView, available_lengths
 from emsjax.drafting import Draft, Drafter
-from emsjax.drafting.drafter import is_free, with_policys_limit
+from emsjax.drafting.drafter import is_free, proposed, state_after_commit, with_policys_limit
 from emsjax.feeding import feed, is_ready
 from emsjax.kernels import resolve_kernels
 from emsjax.layout import UNPADDED, Layout
@@ -133,7 +133,8 @@ def step(
         The next state, and what the step did.
 
     Raises:
-        ValueError: an unknown attention, or a `free` drafter that draws its tokens.
+        ValueError: an unknown attention, a `free` drafter that draws its tokens, or one that
+            does not return what `emsjax.Drafter` says.
     """
     kernels = resolve_kernels(attention_implementation)
     drafter = with_policys_limit(drafter, draft_length)
@@ -157,7 +158,7 @@ def step(
     cache = state.cache.commit(fed.fresh, fed.rows, committed, kernels.update)
     lengths = state.lengths + num_emitted
     if drafter is not None:
-        drafter_state = drafter.commit(drafter_state, lengths)
+        drafter_state = state_after_commit(drafter, drafter_state, lengths)
     policy_state = state.policy_state
     if draft_length is not None:
         policy_state = draft_length.update(policy_state, view, draft_rows, num_accepted)
@@ -255,15 +256,22 @@ def _propose(model, drafter, state, draft_length, ready) -> _Proposal:
     def chosen(view: StepView):
         if draft_length is None:
             return view.available
-        return jnp.clip(draft_length.lengths(state.policy_state, view), 0, view.available)
+        return available_lengths(draft_length, state.policy_state, view)
 
     if not view.drafted:
         limits = chosen(view)
     # Of a draft that is cut short a policy may learn more than what stood. No later step may draw
     # from the same bits again: whether it drafts could depend on what it would draw.
     keys = position_keys(state.keys, state.lengths, Purpose.STEP)
-    draft, drafter_state = drafter.propose(
-        state.drafter_state, state.tokens, state.lengths, limits, keys, state.sampling
+    draft, drafter_state = proposed(
+        drafter,
+        state.drafter_state,
+        state.tokens,
+        state.lengths,
+        limits,
+        keys,
+        state.sampling,
+        vocab_size=model.config.vocab_size,
     )
     counts = usable_counts(
         draft.tokens, draft.counts, limits, state.end_token_ids, model.config.vocab_size

@@ -28,7 +28,7 @@ class Divergence:
 
     Attributes:
         sequence: its index.
-        position: of the token among the new ones, from 0.
+        position: of the token among the new ones, from 0: the prompt's are not counted.
         expected: the token of plain decoding.
         token: the token instead.
         margin: by how much their logits differ when computed in float32 from the same weights.

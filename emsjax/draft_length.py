@@ -64,6 +64,40 @@ class DraftLength(Protocol):
         ...
 
 
+def check_is_policy(draft_length: Any) -> None:
+    """Whether it can be asked in the device loop.
+
+    Raises:
+        ValueError: it is no policy, or one that is not registered as a pytree.
+    """
+    kind = type(draft_length)
+    is_class = isinstance(draft_length, type)
+    if is_class or not isinstance(draft_length, DraftLength):
+        what = f"the class {draft_length.__name__}" if is_class else kind.__name__
+        raise ValueError(f"draft_length must be a policy such as emsjax.FixedLength(3), not {what}")
+    if jax.tree_util.all_leaves([draft_length]):
+        raise ValueError(
+            f"draft_length must be a pytree, and {kind.__name__} is none: register the class with "
+            "jax.tree_util.register_static, or with register_dataclass if it holds arrays"
+        )
+
+
+def available_lengths(policy: DraftLength, state: Any, view: StepView) -> Int32[Array, "b"]:
+    """The policy's lengths, as far as each sample could use them.
+
+    Raises:
+        ValueError: they are no integers, or not one for each sample.
+    """
+    lengths = policy.lengths(state, view)
+    shape, dtype = jnp.shape(lengths), jnp.result_type(lengths)
+    if not jnp.issubdtype(dtype, jnp.integer) or shape not in ((), view.available.shape):
+        raise ValueError(
+            f"{type(policy).__name__}.lengths must return integers [b] = {view.available.shape}, "
+            f"not {dtype}{list(shape)}"
+        )
+    return jnp.clip(jnp.asarray(lengths).astype(jnp.int32), 0, view.available)
+
+
 @jax.tree_util.register_pytree_node_class
 class FixedLength:
     """Up to `k` draft tokens for every sample in every step; 0 switches drafting off.

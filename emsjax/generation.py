@@ -48,7 +48,7 @@ def generate(
         prompts: 1-D integer token-id sequences of any lengths.
         drafter: what proposes tokens; None: plain decoding.
         draft_length: a policy limiting draft tokens per step; None: as many as the
-            drafter proposes.
+            drafter proposes. Without a drafter it changes nothing.
         max_new_tokens: tokens to emit at most, for all prompts or one per prompt.
         sampling: temperature, top-k and top-p; None: greedy.
         num_sequences: sequences per prompt; the prompt is prefilled once.

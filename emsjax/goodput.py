@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from emsjax.acceptance import Verdicts, check_estimates
 from emsjax.checks import check_at_least
-from emsjax.draft_length import DraftLength, StepView
+from emsjax.draft_length import DraftLength, StepView, available_lengths
 from emsjax.packing import row_buckets, smallest_bucket
 from emsjax.step_costs import LEAST_GAIN, TILE_ROWS, StepCosts
 
@@ -45,9 +45,9 @@ class Goodput:
             tokens per second: see `emsjax.step_costs.LEAST_GAIN`.
 
     Raises:
-        ValueError: a `limit` that is no integer or below 1; where decoding begins, a `prior_rate`
-            not between 0 and 1, a `prior_weight` that is not above 0, a `memory` outside 0..1, or
-            a `least_gain` below 0.
+        ValueError: a `limit` that is no integer or below 1, or a profile as `costs`; where
+            decoding begins, a `prior_rate` not between 0 and 1, a `prior_weight` that is not
+            above 0, a `memory` outside 0..1, or a `least_gain` below 0.
     """
 
     costs: StepCosts
@@ -59,6 +59,7 @@ class Goodput:
 
     def __post_init__(self):
         check_at_least("limit", self.limit, 1)
+        check_no_profile(self.costs, "Goodput.from_profile(profile)")
 
     @classmethod
     def from_profile(cls, profile: str | PathLike | Mapping[str, Any], **settings) -> "Goodput":
@@ -149,6 +150,9 @@ class CostCapped:
     memory: float = MEMORY
     least_gain: float = LEAST_GAIN
 
+    def __post_init__(self):
+        check_no_profile(self.costs, "CostCapped(policy, StepCosts.from_profile(profile))")
+
     @property
     def max_draft_tokens(self) -> int | None:
         return getattr(self.policy, "max_draft_tokens", None)
@@ -193,7 +197,7 @@ class CostCapped:
         return inner, verdicts.admit(fresh)
 
     def _wanted(self, inner: Any, view: StepView) -> Int32[Array, "b"]:
-        return jnp.clip(self.policy.lengths(inner, view), 0, view.available)
+        return available_lengths(self.policy, inner, view)
 
 
 def worth(
@@ -204,6 +208,17 @@ def worth(
 ) -> Float[Array, "*n"]:
     """Tokens per millisecond; a step that takes longer than one without drafts has to earn it."""
     return tokens / jnp.where(ms > without_ms, (1 + least_gain) * ms, ms)
+
+
+def check_no_profile(costs: Any, instead: str) -> None:
+    """All else is taken as it is: a pytree is made of anything.
+
+    Raises:
+        ValueError: a profile, or its file.
+    """
+    if isinstance(costs, str | PathLike | Mapping):
+        kind = type(costs).__name__
+        raise ValueError(f"costs must be StepCosts, not {kind}: of a profile, {instead}")
 
 
 def check_gain(least_gain: Any) -> None:

@@ -28,7 +28,9 @@ def resolve_kernels(attention_implementation: str | Callable | None) -> Kernels:
     try:
         name = choose(attention_implementation, ATTENTIONS)
     except ValueError as error:
-        raise ValueError(f"attention_{error}") from None
+        # Whoever calls a kernel can interpret it; a run cannot.
+        advice = str(error).removesuffix(" or interpret=True")
+        raise ValueError(f"attention_{advice}") from None
     bind = functools.partial
     return Kernels(
         bind(pallas_kernels.ragged_attention, implementation=name),

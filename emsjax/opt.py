@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 from os import PathLike
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -254,3 +254,14 @@ class OPT(nnx.Module):
     def save_pretrained(self, path: str | PathLike) -> None:
         """Write a folder that transformers loads: see `emsjax.checkpoint.save`."""
         checkpoint.save(self, path)
+
+
+def check_is_model(name: str, model: Any) -> None:
+    """Whether it is one.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not isinstance(model, OPT):
+        kind = type(model).__name__
+        raise ValueError(f"{name} must be an emsjax.OPT (see OPT.from_pretrained), not {kind}")

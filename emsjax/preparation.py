@@ -6,13 +6,19 @@ import jax
 import numpy as np
 
 from emsjax.checks import check_at_least
-from emsjax.draft_length import DraftLength
+from emsjax.draft_length import DraftLength, check_is_policy
 from emsjax.drafting import Drafter
-from emsjax.drafting.drafter import admitted, is_free, with_policys_limit
+from emsjax.drafting.drafter import (
+    admitted,
+    check_is_drafter,
+    is_free,
+    state_after_commit,
+    with_policys_limit,
+)
 from emsjax.initial_state import max_draft_tokens_of, prompt_slots
 from emsjax.layout import Layout
 from emsjax.memory import check_fits
-from emsjax.opt import OPT
+from emsjax.opt import OPT, check_is_model
 from emsjax.requests import Requests, check_requests
 
 
@@ -22,8 +28,9 @@ def check(
     """The checked requests, and the drafter with the policy's limit.
 
     Raises:
-        ValueError: bad requests, or a drafter that cannot draft for this model and them.
+        ValueError: no model, bad requests, or a drafter that cannot draft for this model and them.
     """
+    check_is_model("model", model)
     requests = check_requests(model.config, prompts, **asked)
     return requests, check_drafter(model, drafter, draft_length, requests.positions)
 
@@ -34,10 +41,14 @@ def check_drafter(
     """The drafter with the policy's limit.
 
     Raises:
-        ValueError: it cannot draft for this model at so many positions.
+        ValueError: it is no drafter, or cannot draft for this model at so many positions; or the
+            policy is none.
     """
+    if draft_length is not None:
+        check_is_policy(draft_length)
     if drafter is None:
         return None
+    check_is_drafter(drafter)
     drafter = with_policys_limit(drafter, draft_length)
     check_at_least("drafter.max_draft_tokens", drafter.max_draft_tokens, 1)
     if hasattr(drafter, "check_target"):
@@ -136,4 +147,4 @@ class _ConstantDrafter:
         return self.drafter.propose(*args)
 
     def commit(self, *args):
-        return self.drafter.commit(*args)
+        return state_after_commit(self.drafter, *args)

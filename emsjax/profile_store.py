@@ -105,8 +105,17 @@ def check_subject(profile: Mapping[str, Any], wanted: Mapping[str, Any], name: s
     for what in ("device", "dtype", "model", "draft_model"):
         found, expected = profile["subject"][what], wanted[what]
         if found != expected and not (what == "draft_model" and expected is None):
-            values = "" if isinstance(expected, Mapping | None) else f": {found}, not {expected}"
-            raise ValueError(f"{name} is a profile of another {what}{values}")
+            values = f"{_told(found, expected)}, not {_told(expected, found)}"
+            raise ValueError(f"{name} is a profile of another {what}: {values}")
+
+
+def _told(this: Any, other: Any) -> str:
+    """A part of a subject; of a model what is not the other's."""
+    if not isinstance(this, Mapping):
+        return "none" if this is None else str(this)
+    other = other if isinstance(other, Mapping) else {"hidden_size": 0, "num_hidden_layers": 0}
+    names = [name for name in this if name in other and this[name] != other[name]]
+    return " ".join(f"{name}={this[name]}" for name in names)
 
 
 def choose(

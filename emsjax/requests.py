@@ -1,7 +1,7 @@
 """What a call of `generate` asks for, checked as a whole before any work starts."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -83,6 +83,9 @@ def check_requests(
         )
     if isinstance(prompts, (str, bytes)) or not hasattr(prompts, "__len__"):
         raise ValueError("prompts must be a sequence of token-id sequences")
+    if isinstance(prompts, Mapping):
+        kind = type(prompts).__name__
+        raise ValueError(f"prompts is a {kind}: pass token ids, such as tokenizer(texts).input_ids")
     if len(prompts) == 0:
         raise ValueError("prompts is empty: at least one prompt is needed")
     ids = [as_token_ids(f"prompts[{i}]", p, config.vocab_size) for i, p in enumerate(prompts)]
@@ -91,6 +94,8 @@ def check_requests(
     for i, (prompt, extra) in enumerate(zip(ids, new, strict=True)):
         check_positions(config, i, prompt, extra)
     num_sequences = check_at_least("num_sequences", num_sequences, 1)
+    if not isinstance(sampling, Sampling | None):
+        raise ValueError(f"sampling must be emsjax.Sampling(...), not {type(sampling).__name__}")
     sampling = (Sampling() if sampling is None else sampling).expand(len(ids)).in_use()
     return Requests(
         prompts=ids,

@@ -22,7 +22,8 @@ class Sampling:
     loop, an array [b], or None if no sample has a use for it.
 
     Attributes:
-        temperature: divides the logits; 0 is greedy decoding.
+        temperature: divides the logits; 0, the default, is greedy decoding, which top_k and
+            top_p do not change.
         top_k: only the k likeliest tokens are kept, ties with the k-th included;
             0 keeps all.
         top_p: only the smallest set of likeliest tokens with at least this

@@ -14,8 +14,9 @@ from emsjax.checks import as_token_ids, check_at_least
 from emsjax.config import OPTConfig
 from emsjax.draft_length import DraftLength
 from emsjax.drafting import Drafter
+from emsjax.drafting.drafter import check_is_drafter
 from emsjax.kernels import resolve_kernels
-from emsjax.opt import OPT
+from emsjax.opt import OPT, check_is_model
 from emsjax.output import finish_reason
 from emsjax.packing import round_up
 from emsjax.preparation import check, check_drafter, holds_prompts
@@ -156,6 +157,9 @@ def stream_numbered(
 
     A run that leaves out what it has done already says the same of the rest.
     """
+    check_is_model("model", model)
+    if drafter is not None:
+        check_is_drafter(drafter)
     batch_size = check_at_least("batch_size", batch_size, 1)
     if getattr(key, "ndim", 0):
         raise ValueError("one key per sequence needs a sequence of prompts, no iterator")

@@ -6,19 +6,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from emsjax.checks import check_at_least
 from emsjax.decoding import DecodeState
 from emsjax.divergence import NEAR_TIE, Divergence, first_divergences
 from emsjax.draft_length import DraftLength
 from emsjax.drafting import Drafter
+from emsjax.drafting.drafter import proposed
 from emsjax.generation import generate, init_state
 from emsjax.opt import OPT
 from emsjax.output import GenerateOutput
+from emsjax.preparation import check
 from emsjax.sampling import Sampling
 
 EXPLAINED = 4  # sequences of a failure
+ASKED = ("max_new_tokens", "num_sequences", "sampling", "key", "eos_token_ids")  # of prompts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +63,8 @@ def assert_lossless(
             not draw its tokens: one that does keeps the distribution, not the tokens.
         options: more of `emsjax.generate`.
 
+    Where no draft token stood, `output.stats.num_accepted` is 0, and the check says little.
+
     Raises:
         AssertionError: tokens differ; the message tells where, and by what margins float32
             decides there.
@@ -73,9 +77,10 @@ def assert_lossless(
         "sampling": sampling,
         "key": key,
     }
-    greedy = sampling is None or not np.any(np.asarray(sampling.temperature) > 0)
+    asked = {name: options[name] for name in ASKED if name in options}
+    greedy = check(model, drafter, draft_length, prompts, **asked)[0].sampling is None
     if not greedy:
-        _check_comparable(model, drafter, prompts, options)
+        _check_comparable(model, drafter, prompts, asked)
     expected = generate(model, prompts, **options)
     actual = generate(
         model,
@@ -98,7 +103,7 @@ def assert_lossless(
     return Lossless(actual, tuple(found))
 
 
-def _check_comparable(model: OPT, drafter: Drafter | None, prompts, options) -> None:
+def _check_comparable(model: OPT, drafter: Drafter | None, prompts, asked) -> None:
     """Whether sampled tokens must be equal."""
     if model.dtype != jnp.float32:
         raise ValueError(
@@ -107,23 +112,22 @@ def _check_comparable(model: OPT, drafter: Drafter | None, prompts, options) -> 
         )
     if drafter is None:
         return
-    known = ("max_new_tokens", "num_sequences", "sampling", "key")
-    state = init_state(model, drafter, prompts, **{name: options[name] for name in known})
-    if _draws(drafter, state):
+    state = init_state(model, drafter, prompts, **asked)
+    if _draws(drafter, state, model.config.vocab_size):
         raise ValueError(
             "the drafter draws its tokens (Draft.probs), so sampled output has plain decoding's "
             "distribution and not its tokens: compare greedily, or distributions"
         )
 
 
-def _draws(drafter: Drafter, state: DecodeState) -> bool:
+def _draws(drafter: Drafter, state: DecodeState, vocab_size: int) -> bool:
     """Whether what it proposes has probabilities; nothing is computed."""
     found = []
 
     def propose(state: DecodeState):
         lengths = jnp.full_like(state.lengths, drafter.max_draft_tokens)
         arguments = (state.tokens, state.lengths, lengths, state.keys, state.sampling)
-        draft, _ = drafter.propose(state.drafter_state, *arguments)
+        draft, _ = proposed(drafter, state.drafter_state, *arguments, vocab_size=vocab_size)
         found.append(draft.probs is not None)
 
     jax.eval_shape(propose, state)
@@ -133,25 +137,26 @@ def _draws(drafter: Drafter, state: DecodeState) -> bool:
 def _explain(of: Divergence, prompt_tokens: int, greedy: bool, exact: bool) -> str:
     """Where, what, and which of both runs float32 agrees with."""
     where = (
-        f"  sequence {of.sequence}, new token {of.position} (position "
-        f"{prompt_tokens + of.position}): {of.token} instead of {of.expected}"
+        f"  sequence {of.sequence}, position {of.position} of the new tokens "
+        f"({prompt_tokens + of.position} with the prompt's): {of.token} instead of {of.expected}"
     )
     if not greedy:
         return f"{where}, drawn under the same key"
-    allowed = f"up to {NEAR_TIE:.2%} is a near-tie, which 16-bit rounding may decide"
+    allowed = f"Up to {NEAR_TIE:.2%} is a near-tie, which 16-bit rounding may decide."
     if exact:
-        allowed = "a float32 model's tokens must be equal, however near"
+        allowed = "In float32 no difference is allowed: this is a defect and not rounding."
     first, second = of.likeliest
     verdicts = {
-        of.expected: "plain decoding is right: look at what the other run's attention reads",
-        of.token: "plain decoding is the one that is wrong",
+        of.expected: "float32 agrees with plain decoding: check what the other run's attention "
+        "reads.",
+        of.token: "float32 agrees with the other run: plain decoding is the one that is wrong.",
     }
     return "\n    ".join(
         [
             where,
-            f"in float32 their logits are {of.margin:.4g} apart, {of.margin / of.largest:.2%} of "
-            f"the largest; {allowed}",
-            f"the likeliest tokens in float32 are {first} and {second}, {of.lead:.4g} apart: "
-            + verdicts.get(first, "neither run is right"),
+            f"The two tokens' float32 logits differ by {of.margin:.4g} "
+            f"({of.margin / of.largest:.2%} of the largest). {allowed}",
+            f"The likeliest tokens in float32 are {first} and {second}, {of.lead:.4g} apart: "
+            + verdicts.get(first, "neither run is right."),
         ]
     )

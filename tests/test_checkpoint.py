@@ -364,17 +364,24 @@ def test_a_repository_without_config_or_weights_is_an_error(hub, missing):
     assert not list(cache.iterdir())
 
 
-@pytest.mark.parametrize("name", ["/nowhere/at/all", "a/b/c", "someone/else", "", "no such?"])
+@pytest.mark.parametrize("name", ["/nowhere/at/all", "./a", "~/b", "a/b/c", ""])
+def test_a_path_that_is_no_folder_is_not_asked_for_on_the_hub(monkeypatch, name):
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", None)
+    with pytest.raises(ValueError, match=f"^'{name}' is no folder$"):
+        load(name)
+
+
+@pytest.mark.parametrize("name", ["someone/else", "no such?"])
 def test_neither_a_folder_nor_a_repository_is_an_error(hub, name):
     with pytest.raises(ValueError, match="neither a folder nor a repository"):
         load(name)
 
 
 def test_a_path_object_is_never_a_repository(hub, tmp_path):
-    with pytest.raises(ValueError, match="neither a folder nor a repository"):
+    with pytest.raises(ValueError, match=r"is no folder$"):
         load(Path("someone/tiny"))
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="neither a folder nor a repository"):
+    with pytest.raises(ValueError, match=r"is no folder$"):
         load(str(tmp_path / "file"))
 
 
@@ -401,8 +408,9 @@ def test_a_config_that_cannot_be_used_is_an_error(tmp_path, content, message):
 
 def test_a_dtype_that_is_not_supported_is_an_error(tmp_path):
     write(tmp_path)
-    with pytest.raises(ValueError, match=r"dtype must be one of .*, not int8"):
-        load(tmp_path, jnp.int8)
+    for dtype, name in ((jnp.int8, "int8"), ("fp32", "'fp32'"), (None, "float64")):
+        with pytest.raises(ValueError, match=f"dtype must be one of .*, not {name}$"):
+            load(tmp_path, dtype)
 
 
 def test_no_weights_is_an_error_that_lists_what_was_looked_for(tmp_path):

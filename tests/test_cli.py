@@ -183,7 +183,11 @@ def test_sampled_tokens_are_the_same_for_any_batch_size(tiny_model, draft_models
 
 
 BAD_LINES = {
-    "malformed": ('{"id": 2, "prompt": "b"', "line 2", "delimiter"),
+    "malformed": ('{"id": 2, "prompt": "b"', "line 2: not JSON", "delimiter, column 24"),
+    "no JSON": ("not json", "line 2: not JSON: 'not json' (Expecting value, column 1)"),
+    "long and no JSON": ("x" * 99, f"line 2: not JSON: '{'x' * 40}...' ("),
+    "nested": ("[" * 100_000, "line 2: not JSON that can be read: nested too deeply"),
+    "byte-order mark": (b'\xef\xbb\xbf{"id": 2}', "line 2: not JSON"),
     "no object": ("[1]", "line 2", "object"),
     "not UTF-8": (b'{"id": 2, "prompt": "\xff"}', "line 2", "utf-8"),
     "lone surrogate": (r'{"id": 2, "prompt": "\ud800"}', "line 2", "surrogates"),
@@ -204,6 +208,14 @@ def test_a_bad_line_is_named_before_any_work_starts(paths, fake, capsys, bad):
     code = main(command("no such model", paths))  # so the model is not looked at either
     assert_error(capsys, code, *parts)
     assert not paths.output.exists()
+
+
+@pytest.mark.parametrize("first", [b"", b"\r\n"], ids=["at once", "blank line"])
+def test_a_byte_order_mark_before_the_first_line_is_skipped(tmp_path, first):
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + first + b'{"id": 1, "prompt": "a"}\r\n')
+    (record,) = Records(path, None)
+    assert (record.id, record.prompt) == (1, "a")
 
 
 def test_an_input_that_can_be_read_only_once_is_refused(paths, fake, capsys):
@@ -258,7 +270,8 @@ def test_a_token_that_is_none_of_the_models_names_its_record(
         (["--top-p", "1.1"], ["--top-p", "(0, 1]", "1.1"]),
         (["--top-p", "nan"], ["--top-p", "(0, 1]"]),
         (["--top-k", "5"], ["--top-k", "--temperature above 0"]),
-        (["--top-p", "0.9"], ["--top-p", "--temperature above 0"]),
+        (["--top-p", "0.9"], ["--top-p needs a --temperature above 0"]),
+        (["--keep", "last"], ["--keep needs --max-prompt-tokens"]),
         (["--drafter", "model"], ["--drafter model", "--draft-model"]),
         (["--drafter", "tree"], ["--drafter", "prompt-lookup"]),
         (["--drafter", "model", "--draft-model", "./none"], ["--draft-model", "none is no folder"]),
@@ -350,3 +363,19 @@ def test_a_cut_prompt_keeps_its_start_token_and_one_end(tiny_model, paths, fake,
     assert main(command(tiny_model, paths, *options)) == 0
     (prompt,) = fake.calls[0].prompts.values()
     assert AutoTokenizer.from_pretrained(tiny_model).decode(prompt) == f"</s>{kept}"
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_cut_prompts_are_counted_and_their_lines_marked(
+    tiny_model, paths, fake, capsys, monkeypatch, is_fast
+):
+    monkeypatch.setattr(type(AutoTokenizer.from_pretrained(tiny_model)), "is_fast", is_fast)
+    texts = {"shorter": "01", "as long": "0123", "cut": "01234", "cut again": "0" * 99}
+    write_records(paths.input, [{"id": name, "prompt": text} for name, text in texts.items()])
+    options = ["--max-prompt-tokens", "5", "--num-sequences", "2"]  # and the start token
+    assert main(command(tiny_model, paths, *options)) == 0
+    assert '2 of 4 prompts are cut to 5 tokens: their lines have "truncated"' in (
+        " ".join(capsys.readouterr().err.split())
+    )
+    marked = {(line["id"], line.get("truncated")) for line in read_lines(paths.output)}
+    assert marked == {("shorter", None), ("as long", None), ("cut", True), ("cut again", True)}

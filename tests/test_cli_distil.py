@@ -19,6 +19,7 @@ from emsjax import distillation
 from emsjax.arguments import make_parser
 from emsjax.cli import main
 from emsjax.commands import distil as command
+from emsjax.distillation.texts import read_texts
 
 LINES = [{"text": TEXTS[i % 5] * (1 + i % 4)} for i in range(14)]
 FILES = {"README.md", "config.json", "model.safetensors", command.RECORD, command.FIGURE}
@@ -318,3 +319,9 @@ def test_losses_have_weights_and_defaults():
     assert found == {"total-variation": 1.0, "cross-entropy": 0.25}
     with pytest.raises(SystemExit):
         parse([*needed, "--losses", "forward-kl=much"])
+
+
+def test_a_byte_order_mark_before_the_texts_is_skipped(tmp_path):
+    path = tmp_path / "texts.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "a b"}\r\n{"text": "c"}\r\n')
+    assert read_texts(path, "{text}") == ["a b", "c"]

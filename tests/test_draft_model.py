@@ -351,3 +351,9 @@ def test_the_same_test_rejects_a_verifier_that_forgets_the_residual(monkeypatch)
     drafter = emsjax.DraftModel(four_tokens(1), 1)  # compiled nowhere else
     statistic, freedom = chi_square(four_tokens(0), drafter, SEQUENCES // 5)
     assert statistic > 2 * (freedom + 3.5 * np.sqrt(2 * freedom))
+
+
+@pytest.mark.usefixtures("unchecked_annotations")
+def test_a_draft_model_that_is_none_is_named():
+    with pytest.raises(ValueError, match=r"^draft_model must be an emsjax\.OPT .*, not str$"):
+        emsjax.DraftModel("path")

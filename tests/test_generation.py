@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import CARELESS, ScriptedDrafter, ragged_prompts, script_of, tiny_model
+from transformers import BatchEncoding
 
 import emsjax
 from emsjax import generation
@@ -313,6 +314,12 @@ too_many_keys = lambda: jax.random.split(jax.random.key(0), 3)
 BAD = {
     "no prompts": ({"prompts": []}, "prompts is empty"),
     "prompts is text": ({"prompts": "abc"}, "prompts must be a sequence"),
+    "texts": ({"prompts": ["a", "b"]}, r"prompts\[0\] is a str: .*tokenizer\(texts\)\.input_ids"),
+    "a text among ids": ({"prompts": [[5], "b"]}, r"prompts\[1\] is a str: pass token ids"),
+    "a tokenizer's output": (
+        {"prompts": BatchEncoding({"input_ids": [[5], [6]]})},
+        r"prompts is a BatchEncoding: .*\.input_ids",
+    ),
     "empty prompt": ({"prompts": [[5], []]}, r"prompts\[1\] is empty"),
     "2-D prompt": ({"prompts": [[[5]]]}, r"prompts\[0\] must be a 1-D"),
     "id too large": ({"prompts": [[5, 61]]}, r"prompts\[0\] .* 61, outside 0\.\.60"),
@@ -330,6 +337,8 @@ BAD = {
     "temperature": ({"sampling": emsjax.Sampling(temperature=-1.0)}, "sampling.temperature"),
     "top_k": ({"sampling": emsjax.Sampling(top_k=-1)}, "sampling.top_k"),
     "top_p": ({"sampling": emsjax.Sampling(top_p=0.0)}, "sampling.top_p"),
+    "a number as sampling": ({"sampling": 0.8}, r"must be emsjax\.Sampling\(\.\.\.\), not float"),
+    "a dict as sampling": ({"sampling": {"top_p": 0.9}}, "sampling must be .*, not dict"),
     "sampling values": ({"sampling": emsjax.Sampling(top_k=[1])}, "got 1 for 2 prompts"),
     "budget": ({"time_budget_s": 0}, "time_budget_s must be seconds above 0, not 0"),
     "budget as text": ({"time_budget_s": "1"}, "time_budget_s must be seconds above 0, not '1'"),
@@ -339,6 +348,10 @@ BAD = {
         "key must be of jax.random.key.seed, impl='threefry2x32'., not of rbg",
     ),
     "unknown attention": ({"attention_implementation": "flash"}, "attention_implementation"),
+    "attention of another device": (
+        {"attention_implementation": "triton"},
+        "attention_implementation 'triton' needs .*: use 'xla'$",
+    ),
     "references": ({"drafter": emsjax.PromptLookup(references=[[1]])}, "got 1 for 2 prompts"),
 }
 
@@ -355,6 +368,15 @@ def test_bad_input_is_named_before_any_work(arguments, monkeypatch):
         call["key"] = too_many_keys()
     with pytest.raises(ValueError, match=message):
         emsjax.generate(tiny_model(), **call)
+
+
+def test_what_is_no_model_is_named_by_its_argument():
+    model, prompts = tiny_model(), [[5], [6, 7]]
+    with pytest.raises(ValueError, match=r"^model must be an emsjax\.OPT .*, not list$"):
+        emsjax.generate(prompts, model)
+    for unread in (prompts, iter(prompts)):
+        with pytest.raises(ValueError, match=r"^model must be an emsjax\.OPT .*, not str$"):
+            emsjax.stream("facebook/opt-125m", unread, batch_size=1)
 
 
 @pytest.mark.parametrize("name", ["match_length", "max_draft_tokens"])

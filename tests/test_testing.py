@@ -83,11 +83,12 @@ def test_attention_that_forgets_is_caught_and_explained(model, prompts):
     new = differs[sequence].argmax()
     position = len(prompts[sequence]) + new
     pair = f"{wrong.tokens[sequence, new]} instead of {plain.tokens[sequence, new]}"
-    assert f"sequence {sequence}, new token {new} (position {position}): {pair}" in where
-    assert "a float32 model's tokens must be equal" in margins
+    assert f"sequence {sequence}, position {new} of the new tokens ({position} with the" in where
+    assert where.endswith(pair)
+    assert margins.endswith("no difference is allowed: this is a defect and not rounding.")
     assert f"are {plain.tokens[sequence, new]} and" in likeliest
     assert likeliest.endswith(
-        "plain decoding is right: look at what the other run's attention reads"
+        "float32 agrees with plain decoding: check what the other run's attention reads."
     )
 
 
@@ -108,13 +109,21 @@ def test_what_cannot_be_compared_is_refused(model, prompts):
         assert_lossless(model.astype(jnp.bfloat16), LOOKUP, prompts, **options)
 
 
+def test_what_generate_refuses_is_refused_before_any_work(model, prompts, monkeypatch):
+    monkeypatch.setattr(testing, "generate", None)
+    with pytest.raises(ValueError, match=r"sampling must be emsjax\.Sampling"):
+        assert_lossless(model, LOOKUP, prompts, **OPTIONS, sampling=0.8)
+    with pytest.raises(ValueError, match="'str' has none"):
+        assert_lossless(model, "prompt-lookup", prompts, **OPTIONS)
+
+
 def test_sixteen_bits_may_part_at_near_ties_alone(model, prompts, monkeypatch):
     narrow = model.astype(jnp.bfloat16)
     found = assert_lossless(narrow, LOOKUP, prompts, **OPTIONS)
     assert all(one.is_near_tie for one in found.near_ties)
     with pytest.raises(AssertionError, match="not those of plain decoding") as caught:
         assert_lossless(narrow, LOOKUP, prompts, forgetful, **OPTIONS)
-    assert "up to 1.56% is a near-tie" in str(caught.value)
+    assert "Up to 1.56% is a near-tie" in str(caught.value)
 
     tie = Divergence(1, 2, 5, 6, margin=0.1, largest=6.4, likeliest=(6, 5), lead=0.1)
     monkeypatch.setattr(testing, "first_divergences", lambda *arguments: [tie])

@@ -23,6 +23,7 @@ from emsjax.benchmarks import kernel_times, kernels_per_step
 from emsjax.cache import KVCache
 from emsjax.config import OPTConfig
 from emsjax.decoding import DecodeState, Flat, decode_loop
+from emsjax.drafting.drafter import state_after_commit
 from emsjax.drafting.replay import Overriding
 from emsjax.layout import UNPADDED
 from emsjax.packing import round_up_length
@@ -152,7 +153,7 @@ class LoopRun(Run):
         state = super().rewind()
         drafter_state, policy_state = state.drafter_state, ()
         if self.drafter is not None:
-            drafter_state = self.drafter.commit(drafter_state, state.lengths)
+            drafter_state = state_after_commit(self.drafter, drafter_state, state.lengths)
         if self.draft_length is not None:
             batch, k1 = state.counters.accepted_histogram.shape
             policy_state = self.draft_length.init(batch, k1 - 1)
@@ -291,7 +292,7 @@ def _draft(drafter: emsjax.DraftModel, state: Drafting, steps) -> Drafting:
         )
         # Kept, or nothing would need the last of them.
         tokens = state.tokens.at[:, -draft.tokens.shape[1] :].set(draft.tokens)
-        cache = drafter.commit(cache, state.lengths)
+        cache = state_after_commit(drafter, cache, state.lengths)
         return dataclasses.replace(state, tokens=tokens, cache=cache)
 
     return lax.fori_loop(0, steps, step, state)

@@ -1,12 +1,12 @@
 """Texts of a JSON Lines file as documents: token ids, with an end token behind."""
 
-import json
+import codecs
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from emsjax.batch_input import make_record, template_fields
+from emsjax.batch_input import make_record, read_json, template_fields
 from emsjax.distillation.sequences import MIN_TOKENS
 
 
@@ -17,15 +17,16 @@ def read_texts(path: Path, template: str) -> list[str]:
         ValueError: the first bad line with its number, a bad template, or no texts.
     """
     fields, texts = template_fields(template), []
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+    content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+    for number, line in enumerate(content.split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
-            value = json.loads(line.decode())
+            value = read_json(line.decode())
             if isinstance(value, dict) and "id" not in fields:  # it may be anything
                 value = {**value, "id": number}
             texts.append(make_record(value, template, fields, number).prompt)
-        except ValueError as error:  # bad JSON and bad UTF-8 included
+        except ValueError as error:  # bad UTF-8 included
             raise ValueError(f"{path}, line {number}: {error}") from error
     if not texts:
         raise ValueError(f"{path} holds no texts")

@@ -13,7 +13,7 @@ from emsjax.checks import check_at_least
 from emsjax.config import OPTConfig
 from emsjax.drafting.drafter import Draft
 from emsjax.kernels import resolve_kernels
-from emsjax.opt import OPT
+from emsjax.opt import OPT, check_is_model
 from emsjax.packing import pack
 from emsjax.prefill import prefill
 from emsjax.sampling import Purpose, draw, position_keys, warp
@@ -41,8 +41,8 @@ class DraftModel:
         attention_implementation: as for `generate`.
 
     Raises:
-        ValueError: `max_draft_tokens` or `vocab_size` below 1, or `vocab_size` above the
-            draft model's vocabulary.
+        ValueError: a `draft_model` that is none, `max_draft_tokens` or `vocab_size` below 1, or
+            `vocab_size` above the draft model's vocabulary.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class DraftModel:
         vocab_size: int | None = None,
         attention_implementation: str | Callable | None = None,
     ):
+        check_is_model("draft_model", draft_model)
         self.draft_model = draft_model
         self.has_own_limit = max_draft_tokens is not None
         if max_draft_tokens is None:

@@ -1,6 +1,7 @@
 """The protocol of a draft source."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -8,6 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, Key
 
 from emsjax.sampling import Sampling
+
+REQUIRED = ("max_draft_tokens", "init", "propose")
 
 
 @jax.tree_util.register_dataclass
@@ -43,6 +46,8 @@ class Drafter(Protocol):
 
     Optional parts:
 
+    - `commit(state, lengths)`: called after verification, when tokens[s, :lengths[s]] stand, to
+      forget what was rejected. Returns what is left of the state.
     - `for_prompts(prompt_indices, num_prompts)`: for a drafter that holds something for each
       prompt; called on the host before `init`. Returns the drafter for a batch whose slot i
       serves prompt prompt_indices[i].
@@ -87,9 +92,111 @@ class Drafter(Protocol):
         """
         ...
 
-    def commit(self, state: Any, lengths: Int32[Array, "b"]) -> Any:
-        """Told after verification: tokens[s, :lengths[s]] stand. By default changes nothing."""
+
+def check_is_drafter(drafter: Any) -> None:
+    """Whether it has what every drafter has.
+
+    Raises:
+        ValueError: it has not, or it is a class.
+    """
+    if isinstance(drafter, type):
+        name = drafter.__name__
+        raise ValueError(f"drafter must be an instance, not the class {name}: pass {name}(...)")
+    missing = [name for name in REQUIRED if not hasattr(drafter, name)]
+    if missing:
+        lacks = "none" if len(missing) == len(REQUIRED) else f"no {' and no '.join(missing)}"
+        raise ValueError(
+            "drafter must have max_draft_tokens, init and propose (emsjax.Drafter); "
+            f"{type(drafter).__name__!r} has {lacks}"
+        )
+
+
+def proposed(
+    drafter: Drafter,
+    state: Any,
+    tokens: Int32[Array, "b t"],
+    lengths: Int32[Array, "b"],
+    draft_lengths: Int32[Array, "b"],
+    keys: Key[Array, "b"],
+    sampling: Sampling | None,
+    *,
+    vocab_size: int,
+) -> tuple[Draft, Any]:
+    """What the drafter proposes to a target with such a vocabulary, and its next state.
+
+    Raises:
+        ValueError: it is not what `Drafter.propose` returns.
+    """
+    found = drafter.propose(state, tokens, lengths, draft_lengths, keys, sampling)
+    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Draft)):
+        kind = lambda x: "array" if isinstance(x, jax.Array) else type(x).__name__
+        several = isinstance(found, tuple)
+        what = f"({', '.join(map(kind, found))})" if several else kind(found)
+        raise ValueError(f"the drafter's propose must return a pair (Draft, state), not {what}")
+    draft, after = found
+    check_state("propose", state, after)
+    return checked_draft(draft, len(lengths), drafter.max_draft_tokens, vocab_size), after
+
+
+def checked_draft(draft: Draft, batch: int, max_draft_tokens: int, vocab_size: int) -> Draft:
+    """The draft, its numbers as the loop has them.
+
+    A narrower draft is refused, too: a step has the row buckets of its width, and policies
+    price those of the limit.
+
+    Raises:
+        ValueError: an array of another shape or kind.
+    """
+    block = (batch, max_draft_tokens)
+    what = f"integers [b, k] = {block}, k = max_draft_tokens"
+    tokens = _checked("tokens", draft.tokens, jnp.integer, lambda shape: shape == block, what)
+    what = f"integers [b] = {(batch,)}"
+    counts = _checked("counts", draft.counts, jnp.integer, lambda shape: shape == (batch,), what)
+    probs = draft.probs
+    if probs is not None:
+        fits = lambda shape: len(shape) == 3 and shape[:2] == block and shape[2] <= vocab_size
+        what = f"None, or floating [b, k, v] = {(*block, vocab_size)}; v may be smaller"
+        probs = _checked("probs", probs, jnp.floating, fits, what)
+    return Draft(tokens.astype(jnp.int32), counts.astype(jnp.int32), probs)
+
+
+def _checked(name: str, value: Any, kind: Any, fits: Callable[[tuple], bool], what: str) -> Array:
+    if not hasattr(value, "dtype") or not hasattr(value, "shape"):
+        raise ValueError(f"Draft.{name} must be {what}: got {type(value).__name__}")
+    if not jnp.issubdtype(value.dtype, kind) or not fits(value.shape):
+        raise ValueError(f"Draft.{name} must be {what}: got {value.dtype}{list(value.shape)}")
+    return jnp.asarray(value)
+
+
+def state_after_commit(drafter: Drafter, state: Any, lengths: Int32[Array, "b"]) -> Any:
+    """The drafter's state after verification.
+
+    Raises:
+        ValueError: it is of another kind than before.
+    """
+    if not hasattr(drafter, "commit"):
         return state
+    after = drafter.commit(state, lengths)
+    check_state("commit", state, after)
+    return after
+
+
+def check_state(method: str, before: Any, after: Any) -> None:
+    """Whether the device loop can go on with the state that the drafter's `method` returned.
+
+    Raises:
+        ValueError: it has another structure, or other shapes or types.
+    """
+    rule = "the drafter's state must keep its structure, shapes and types"
+    old, new = jax.tree.structure(before), jax.tree.structure(after)
+    if old != new:
+        raise ValueError(f"{rule}: {method} returned {new} instead of {old}")
+    kind = lambda x: f"{jax.typeof(x).dtype}{list(jnp.shape(x))}"
+    leaves = jax.tree_util.tree_leaves_with_path(before)
+    for (path, was), leaf in zip(leaves, jax.tree.leaves(after), strict=True):
+        if kind(was) != kind(leaf):
+            at = f" at {jax.tree_util.keystr(path)}" if path else ""
+            raise ValueError(f"{rule}: {method} returned {kind(leaf)} instead of {kind(was)}{at}")
 
 
 def admitted(drafter: Drafter, state: Any, tokens, lengths, fresh: Bool[Array, "b"]) -> Any:

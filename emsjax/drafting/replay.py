@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from emsjax.config import OPTConfig
-from emsjax.drafting.drafter import Draft, admitted, is_free
+from emsjax.drafting.drafter import Draft, admitted, is_free, state_after_commit
 
 
 class Overriding(abc.ABC):
@@ -63,7 +63,7 @@ class Overriding(abc.ABC):
         return dataclasses.replace(draft, tokens=tokens), state
 
     def commit(self, state, lengths):
-        return state if self.source is None else self.source.commit(state, lengths)
+        return state if self.source is None else state_after_commit(self.source, state, lengths)
 
 
 @jax.tree_util.register_dataclass

@@ -1,0 +1,95 @@
+"""What a draft-length policy of one's own must be: named otherwise."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from toy import ragged_prompts, tiny_model
+
+import emsjax
+from emsjax.step_costs import StepCosts
+
+NEW = 8
+PROMPTS = ragged_prompts([5, 9])
+LOOKUP = emsjax.PromptLookup(match_length=1)
+COSTS = StepCosts.of({16: 4.0, 128: 5.0})
+
+
+class Plain:
+    """Two tokens in each step; not registered."""
+
+    def init(self, batch, max_draft_tokens):
+        return ()
+
+    def lengths(self, state, view):
+        return jnp.full(view.active.shape, 2, jnp.int32)
+
+    def update(self, state, view, num_drafted, num_accepted):
+        return state
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Halving(Plain):
+    """It, returning something else."""
+
+    change: str = "halves"
+
+    def lengths(self, state, view):
+        kinds = {
+            "halves": lambda n: n / 2,
+            "rows": lambda n: n[:, None],
+            "bytes": lambda n: n.astype(jnp.int8),
+            "one": lambda n: n[0],
+            "a number": lambda n: 2,
+        }
+        return kinds[self.change](super().lengths(state, view))
+
+
+NO_POLICIES = {
+    "a number": (3, r"such as emsjax\.FixedLength\(3\), not int$"),
+    "a name": ("goodput", "not str$"),
+    "a class": (emsjax.BassHeuristic, "not the class BassHeuristic$"),
+    "unregistered": (Plain(), "pytree, and Plain is none: .*register_static.*register_dataclass"),
+}
+
+
+@pytest.mark.parametrize("drafter", [None, LOOKUP], ids=["plain", "lookup"])
+@pytest.mark.parametrize(("policy", "message"), NO_POLICIES.values(), ids=NO_POLICIES)
+def test_what_is_no_policy_is_named_before_any_work(policy, message, drafter):
+    for prompts in (PROMPTS, iter(PROMPTS)):
+        with pytest.raises(ValueError, match=f"^draft_length must be a .*{message}"):
+            emsjax.stream(tiny_model(), prompts, drafter, policy, NEW, batch_size=1)
+    with pytest.raises(ValueError, match=f"^draft_length must be a .*{message}"):
+        emsjax.generate(tiny_model(), PROMPTS, drafter, policy, max_new_tokens=NEW)
+
+
+@pytest.mark.parametrize("capped", [False, True])
+@pytest.mark.parametrize(
+    ("change", "got"), [("halves", r"float32\[2\]"), ("rows", r"int32\[2, 1\]")]
+)
+def test_lengths_that_are_no_integers_per_sample_name_the_policy(change, got, capped):
+    policy = Halving(change)
+    if capped:
+        policy = emsjax.CostCapped(policy, COSTS)
+    message = rf"Halving\.lengths must return integers \[b\] = \(2,\), not {got}"
+    with pytest.raises(ValueError, match=message):
+        emsjax.generate(tiny_model(), PROMPTS, LOOKUP, policy, max_new_tokens=NEW)
+
+
+@pytest.mark.parametrize("change", ["bytes", "one", "a number"])
+def test_integers_of_any_type_are_lengths(change):
+    plain = emsjax.generate(tiny_model(), PROMPTS, max_new_tokens=NEW)
+    out = emsjax.generate(tiny_model(), PROMPTS, LOOKUP, Halving(change), max_new_tokens=NEW)
+    np.testing.assert_array_equal(out.tokens, plain.tokens)
+
+
+@pytest.mark.parametrize("profile", ["profile.json", Path("profile.json"), {"costs": {}}])
+def test_a_profile_in_place_of_its_costs_is_refused_where_the_policy_is_made(profile):
+    with pytest.raises(ValueError, match=r"^costs must be StepCosts.*Goodput\.from_profile"):
+        emsjax.Goodput(profile)
+    with pytest.raises(ValueError, match=r"^costs must be StepCosts.*StepCosts\.from_profile"):
+        emsjax.CostCapped(emsjax.FixedLength(2), profile)
