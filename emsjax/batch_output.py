@@ -172,7 +172,10 @@ def check_configuration(path: Path, configuration: Mapping) -> None:
         if before.get(name) != configuration.get(name)
     ]
     if differences:
-        raise ValueError(f"{path} is from another run: {'; '.join(differences)}")
+        raise ValueError(
+            f"{path} is from another run: {'; '.join(differences)}. Start it with the options that "
+            "it had, or choose another --output"
+        )
 
 
 def read_resolved(path: Path) -> Mapping:

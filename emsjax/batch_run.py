@@ -29,6 +29,7 @@ from emsjax.batch_input import Record, Records, survey
 from emsjax.batch_output import open_results, read_resolved, read_results
 from emsjax.config import OPTConfig
 
+LOG_SECONDS = 60  # between lines
 TOKENIZED_AT_ONCE = 256  # records
 
 
@@ -88,10 +89,11 @@ def run(
         policy = draft_policy(options, results.resolved, len(done) > 0, console)
         if len(done):
             console.print(f"Going on after {len(done)} results.", highlight=False)
-        tally = Tally(time.perf_counter())
+        tally, left = Tally(time.perf_counter()), total - len(done)
+        log = Log(console, left)
         missing = Missing(prompts, done, options.num_sequences)
         with make_progress(console) as progress:
-            task = progress.add_task("", total=total - len(done), speed="")
+            task = progress.add_task("", total=left, speed="")
             for completion in completions(model, drafter, policy, missing, longest, options):
                 tally.add(completion)
                 record = missing.take(completion)
@@ -100,8 +102,9 @@ def run(
                 if (record.id, completion.sequence) not in done:
                     results.append(output_line(record, completion, prompts.tokenizer, options))
                     progress.update(task, advance=1, speed=tally.speed)
+                    log.add(tally.speed)
     console.print(
-        f"{total - len(done)} results, {tally.emitted} tokens, {tally.speed}, "
+        f"{left} results, {tally.emitted} tokens, {tally.speed}, "
         f"mean acceptance length {tally.emitted / max(tally.steps, 1):.2f}",
         highlight=False,
     )
@@ -122,6 +125,27 @@ class Tally:
     @property
     def speed(self) -> str:
         return f"{self.emitted / (time.perf_counter() - self.start):.1f} tokens/s"
+
+
+class Log:
+    """A line now and then where no bar can be drawn, as in the log of a batch system.
+
+    Args:
+        console: nothing is said on a terminal.
+        total: results that are to come.
+    """
+
+    def __init__(self, console: Console, total: int):
+        self.console, self.total, self.count = console, total, 0
+        self.last = time.monotonic()
+
+    def add(self, speed: str) -> None:
+        """One more result is there."""
+        self.count += 1
+        now = time.monotonic()
+        if not self.console.is_terminal and now - self.last >= LOG_SECONDS:
+            self.last = now
+            self.console.print(f"{self.count} of {self.total} results, {speed}", highlight=False)
 
 
 def make_progress(console: Console) -> Progress:

@@ -19,6 +19,7 @@ from jsonl import (
 from transformers import AutoTokenizer
 
 import emsjax
+from emsjax import batch_run
 from emsjax.batch_input import Records
 from emsjax.cli import main
 
@@ -55,6 +56,18 @@ def test_an_output_line_holds_the_emitted_tokens_and_their_text(tiny_model, path
         assert line["text"] == tokenizer.decode(line["tokens"][:-1])
     (call,) = fake.calls
     assert call.batch_size == 3
+
+
+def test_a_log_tells_how_far_a_run_is(tiny_model, paths, fake, capsys, monkeypatch):
+    write_records(paths.input)
+    monkeypatch.setattr(batch_run, "LOG_SECONDS", 0)
+    assert main(command(tiny_model, paths)) == 0
+    count, said = len(RECORDS), capsys.readouterr().err
+    assert all(f"{done} of {count} results, " in said for done in range(1, count + 1))
+    monkeypatch.setattr(batch_run, "LOG_SECONDS", 60)
+    paths.output.unlink()
+    assert main(command(tiny_model, paths)) == 0
+    assert f" of {count} results, " not in capsys.readouterr().err
 
 
 def test_records_have_keys_of_their_place_and_the_seed(tiny_model, paths, fake):
