@@ -1,15 +1,17 @@
-"""A check for drafters, draft-length policies and attention of your own."""
+"""Checks for drafters, draft-length policies and attention of your own."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from emsjax.checks import check_at_least
+from emsjax.checks import as_token_ids, check_at_least
 from emsjax.decoding import DecodeState
-from emsjax.divergence import NEAR_TIE, Divergence, first_divergences
+from emsjax.divergence import NEAR_TIE, Divergence, first_divergences, float32_logits
 from emsjax.draft_length import DraftLength
 from emsjax.drafting import Drafter
 from emsjax.drafting.drafter import proposed
@@ -17,9 +19,11 @@ from emsjax.generation import generate, init_state
 from emsjax.opt import OPT
 from emsjax.output import GenerateOutput
 from emsjax.preparation import check
-from emsjax.sampling import Sampling
+from emsjax.sampling import Sampling, warp
 
-EXPLAINED = 4  # sequences of a failure
+EXPLAINED = 4  # sequences, or tokens, of a failure
+LEVEL = 1e-6  # of drafters that are right, so many fail
+LEAST_EXPECTED = 8  # of a token that is counted by itself
 ASKED = ("max_new_tokens", "num_sequences", "sampling", "key", "eos_token_ids")  # of prompts
 
 
@@ -103,6 +107,107 @@ def assert_lossless(
     return Lossless(actual, tuple(found))
 
 
+def assert_same_distribution(
+    model: OPT,
+    drafter: Drafter | None,
+    prompt: Sequence[int],
+    *,
+    sampling: Sampling,
+    key: jax.Array,
+    samples: int = 2048,
+    new_tokens: int = 2,
+    batch_size: int = 256,
+    draft_length: DraftLength | None = None,
+    attention_implementation: str | Callable | None = None,
+) -> GenerateOutput:
+    """Sample a prompt often with the drafter, and fail unless tokens follow the target.
+
+    For drafters that draw their tokens: if their `Draft.probs` are wrong, so is what is sampled,
+    and no comparison of tokens shows it. At each position the tokens are counted, and compared with
+    the sum of what the target gives each of them behind the prefixes that were sampled, in
+    float32: a chi-square test, which fails one right drafter in a million.
+
+    Args:
+        model: the target; a small one is quicker, and enough to check a drafter.
+        drafter: yours.
+        prompt: token ids; take one after which several tokens are likely, and yours are drafted.
+        sampling: of a temperature above 0.
+        key: of the samples.
+        samples: sequences; with four times as many, half the difference is found.
+        new_tokens: positions that are compared; one token more is sampled, so that all of them
+            can be drafted.
+        batch_size: sequences decoded at a time.
+        draft_length: a policy, or None.
+        attention_implementation: yours, or None.
+
+    Returns:
+        The samples: their `stats` tell whether drafts were used.
+
+    Raises:
+        AssertionError: the distribution differs; the message has the tokens that differ most.
+        ValueError: what `emsjax.generate` refuses, or a temperature of 0.
+    """
+    for name, value in (("samples", samples), ("new_tokens", new_tokens)):
+        check_at_least(name, value, 1)
+    of_prompt = sampling.expand(1).in_use()
+    if of_prompt is None:
+        raise ValueError("sampling must have a temperature above 0: see assert_lossless for greedy")
+    prompt = as_token_ids("prompt", prompt, model.config.vocab_size)
+    out = generate(
+        model,
+        [prompt],
+        drafter,
+        draft_length,
+        max_new_tokens=new_tokens + 1,
+        sampling=sampling,
+        num_sequences=samples,
+        batch_size=batch_size,
+        key=key,
+        attention_implementation=attention_implementation,
+    )
+    for position in range(new_tokens):
+        drawn = out.tokens[out.lengths > position, : position + 1]
+        if not len(drawn):
+            break
+        texts = np.concatenate([np.tile(prompt, (len(drawn), 1)), drawn], axis=1)
+        prefixes, counts = np.unique(texts[:, :-1], axis=0, return_counts=True)
+        each = jax.tree.map(functools.partial(np.repeat, repeats=len(prefixes)), of_prompt)
+        probs = jax.nn.softmax(warp(jnp.asarray(float32_logits(model, list(prefixes))), each))
+        expected = counts @ np.asarray(probs, np.float64)
+        observed = np.bincount(drawn[:, -1], minlength=len(expected))
+        _check_counts(observed, expected, position, LEVEL / new_tokens)
+    return out
+
+
+def _check_counts(observed: np.ndarray, expected: np.ndarray, position: int, level: float) -> None:
+    """Raises an AssertionError where the counts of tokens [v] are not what is expected."""
+    often = expected >= LEAST_EXPECTED
+    group = lambda counts: np.append(counts[often], counts[~often].sum())
+    seen, hoped = group(observed), group(expected)
+    seen, hoped = seen[hoped > 0], hoped[hoped > 0]
+    statistic = ((seen - hoped) ** 2 / hoped).sum()
+    # A sum over prefixes varies no more than one distribution would.
+    chance = float(jax.scipy.stats.chi2.sf(statistic, max(len(hoped) - 1, 1)))
+    if chance >= level and not observed[expected == 0].any():
+        return
+    surprise = (observed - expected) ** 2 / np.maximum(expected, 1e-3)
+    told = [
+        f"  token {token}: {observed[token]} times, expected {expected[token]:.1f}"
+        for token in np.argsort(-surprise)[:EXPLAINED]
+    ]
+    raise AssertionError(
+        "\n".join(
+            [
+                f"position {position} of the new tokens has another distribution than the "
+                f"target's: of {observed.sum()} samples",
+                *told,
+                f"So much by chance: {chance:.2g}. Look at Draft.probs: probs[s, i] must be what "
+                "tokens[s, i] was drawn from, given the draft tokens before it.",
+            ]
+        )
+    )
+
+
 def _check_comparable(model: OPT, drafter: Drafter | None, prompts, asked) -> None:
     """Whether sampled tokens must be equal."""
     if model.dtype != jnp.float32:
@@ -116,7 +221,7 @@ def _check_comparable(model: OPT, drafter: Drafter | None, prompts, asked) -> No
     if _draws(drafter, state, model.config.vocab_size):
         raise ValueError(
             "the drafter draws its tokens (Draft.probs), so sampled output has plain decoding's "
-            "distribution and not its tokens: compare greedily, or distributions"
+            "distribution and not its tokens: compare greedily, or with assert_same_distribution"
         )
 
 

@@ -12,7 +12,8 @@ import emsjax
 import pallas_kernels
 from emsjax import testing
 from emsjax.divergence import Divergence
-from emsjax.testing import assert_lossless
+from emsjax.sampling import Purpose, position_keys
+from emsjax.testing import assert_lossless, assert_same_distribution
 
 OPTIONS = {"max_new_tokens": 12, "eos_token_ids": ()}
 LOOKUP = emsjax.PromptLookup(1, 4, search_generated=True)
@@ -138,3 +139,74 @@ def test_sixteen_bits_may_part_at_near_ties_alone(model, prompts, monkeypatch):
     assert "6 of 3 sequences" in message
     assert message.count("instead of") == 4
     assert message.endswith("...")
+
+
+# Distributions
+
+
+DRAWN = jnp.array([0.5, 0.3, 0.2])  # of tokens 3, 4 and 5
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Draws:
+    """Draws token 3, 4 or 5, and claims to have done so with these probabilities."""
+
+    claimed: jax.Array  # [k, 3]
+
+    @property
+    def max_draft_tokens(self):
+        return len(self.claimed)
+
+    def init(self, prompts, prompt_lengths, max_len):
+        return ()
+
+    def propose(self, state, tokens, lengths, draft_lengths, keys, sampling):
+        of_each = jax.vmap(lambda key: 3 + jax.random.choice(key, 3, p=DRAWN))
+        drawn = [of_each(position_keys(keys, lengths + i, Purpose.DRAFT)) for i in range(2)]
+        probs = jnp.zeros((2, 8)).at[:, 3:6].set(self.claimed)
+        probs = jnp.broadcast_to(probs, (len(lengths), *probs.shape))
+        return emsjax.Draft(jnp.stack(drawn, 1).astype(jnp.int32), draft_lengths, probs), state
+
+
+RIGHT, UNIFORM, REVERSED = DRAWN, jnp.full(3, 1 / 8), DRAWN[::-1]
+SAMPLED = {"sampling": emsjax.Sampling(0.9, top_k=7), "key": jax.random.key(3)}
+SAMPLED |= {"samples": 1024, "batch_size": 1024}  # refilled slots compile longer
+
+
+@pytest.fixture(scope="module")
+def few_tokens():
+    return tiny_model(vocab_size=8, init_std=0.1)
+
+
+@pytest.mark.parametrize(
+    "drafter", [Draws(jnp.stack([RIGHT, RIGHT])), LOOKUP, None], ids=["draws", "lookup", "none"]
+)
+def test_drafters_that_are_right_keep_the_distribution(few_tokens, drafter):
+    out = assert_same_distribution(few_tokens, drafter, [5, 6, 5], **SAMPLED)
+    assert out.tokens.shape == (1024, 3)
+    assert len(np.unique(out.tokens, axis=0)) > 100
+
+
+@pytest.mark.parametrize(
+    ("claimed", "position"),
+    [((UNIFORM, RIGHT), 0), ((REVERSED, RIGHT), 0), ((RIGHT, UNIFORM), 1)],
+    ids=["uniform", "reversed", "later"],
+)
+def test_probabilities_that_are_not_those_of_the_draws_are_found(few_tokens, claimed, position):
+    where = f"position {position} of the new tokens has another distribution"
+    with pytest.raises(AssertionError, match=where) as caught:
+        assert_same_distribution(few_tokens, Draws(jnp.stack(claimed)), [5, 6, 5], **SAMPLED)
+    assert any(f"token {token}:" in str(caught.value) for token in (3, 4, 5))
+
+
+def test_a_token_that_the_target_never_says_is_found():
+    expected, observed = np.array([500.0, 500.0, 0.0]), np.array([500, 499, 1])
+    with pytest.raises(AssertionError, match=r"token 2: 1 times, expected 0\.0"):
+        testing._check_counts(observed, expected, 0, 1e-6)
+
+
+def test_greedy_tokens_have_no_distribution_to_compare(model):
+    greedy = SAMPLED | {"sampling": emsjax.Sampling()}
+    with pytest.raises(ValueError, match="temperature above 0: see assert_lossless"):
+        assert_same_distribution(model, None, [5], **greedy)
