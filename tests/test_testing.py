@@ -200,6 +200,24 @@ def test_probabilities_that_are_not_those_of_the_draws_are_found(few_tokens, cla
     assert any(f"token {token}:" in str(caught.value) for token in (3, 4, 5))
 
 
+@pytest.mark.parametrize("tail", [1e-5, 1e-4, 0.02])
+def test_right_counts_are_seldom_refused(tail):
+    """However rare some tokens are: at this level one of 10,000."""
+    probs = np.r_[0.6, 0.39, np.full(50, tail / 50)] / (0.99 + tail)
+    rng, refused = np.random.default_rng(0), 0
+    for _ in range(1000):
+        try:
+            testing._check_counts(rng.multinomial(1000, probs), 1000 * probs, 0, 1e-4)
+        except AssertionError:
+            refused += 1
+    assert refused < 3
+
+
+def test_distributions_of_16_bits_are_not_compared(model):
+    with pytest.raises(ValueError, match="in float32 alone, not bfloat16"):
+        assert_same_distribution(model.astype("bfloat16"), None, [5], **SAMPLED)
+
+
 def test_a_token_that_the_target_never_says_is_found():
     expected, observed = np.array([500.0, 500.0, 0.0]), np.array([500, 499, 1])
     with pytest.raises(AssertionError, match=r"token 2: 1 times, expected 0\.0"):
