@@ -4,6 +4,8 @@ import ast
 import importlib.util
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -121,6 +123,27 @@ def test_the_repository_is_named_in_one_place(tmp_path, monkeypatch):
         text = json.dumps(run.stamp(run.load(path), path))
         assert text.count("some/where") == 2
         assert "emsjax/emsjax" not in text
+
+
+@pytest.mark.parametrize("checkout", [True, False])
+def test_a_checkout_installs_itself_and_other_places_the_repository(
+    checkout, tmp_path, monkeypatch
+):
+    (tmp_path / "notebooks").mkdir()
+    if checkout:
+        (tmp_path / "emsjax").mkdir()
+        (tmp_path / "emsjax" / "__init__.py").touch()
+    monkeypatch.chdir(tmp_path / "notebooks")
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(subprocess, "getoutput", lambda command: "no such command")
+    installed = []
+    lines = re.sub(r"^(\s*)%(.*)", r"\1magic(f'\2')", run.INSTALL, flags=re.MULTILINE)
+    exec(lines, {"magic": installed.append})
+    (command,) = installed
+    assert ('"..[plots,plots]"' in command) == checkout
+    assert (run.REPOSITORY in command) != checkout
+    assert (str(tmp_path) in sys.path) == checkout
 
 
 def test_the_costs_behind_the_synergy_curve_are_the_measured_ones():
