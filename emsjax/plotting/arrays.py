@@ -65,7 +65,7 @@ def packed_rows_figure(
             axes.text(row + 0.5, 0.5, str(position), ha="center", va="center", fontsize="small")
             if not kept:
                 # In a corner: the number is to be read.
-                axes.plot(row + 0.85, 0.85, marker="x", color="black", markersize=3.5)
+                axes.plot(row + 0.86, 0.86, "x", color="black", markersize=3, markeredgewidth=0.8)
             if texts is not None:
                 axes.text(
                     row + 0.5,
