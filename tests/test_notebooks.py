@@ -163,6 +163,24 @@ def test_the_costs_behind_the_synergy_curve_are_the_measured_ones():
     assert costs.reread == pytest.approx(measured["reread"], abs=0.005)
 
 
+def test_what_the_paper_is_compared_with_is_what_was_measured():
+    measured = json.loads((FOLDER.parent / "benchmarks" / "h200-ems-sd.json").read_text())
+    methods = {entry["batch"]: entry["methods"] for entry in measured["entries"]}
+    texts = [source_of(cell) for cell in run.load(PATHS[3])["cells"]]
+    (text,) = (text for text in texts if "| the paper, " in text)
+    names = ("vanilla", "unpad-kv", "unpad-inputs", "ems")
+    speeds = [f"{methods[24][name]['tokens_per_s']['speed_up']:.2f}" for name in names]
+    assert f"| this library, the run above | {' | '.join(speeds)} |" in text
+    times = lambda batch, name: (
+        f"{methods[batch][name]['step_ms'] / methods[batch]['greedy']['step_ms']:.2f}"
+    )
+    length = f"{methods[24]['ems']['mean_acceptance_length']:.2f}"
+    padded, unpadded = (f"{length} / {times(24, name)}" for name in ("vanilla", "ems"))
+    assert f"{padded} with padding and {unpadded} without" in text
+    assert f"{times(64, 'vanilla')} times a plain one with" in text
+    assert f"{times(64, 'ems')} times without" in text
+
+
 def no_badge(notebook, cells):
     notebook["cells"][0]["source"] = ["# A title\n"]
 
