@@ -28,12 +28,18 @@ INSTALL = f"""\
 # Does nothing where emsjax is installed. If Colab asks for a restart, restart and go on below.
 import importlib.util
 import subprocess
+import sys
+from pathlib import Path
 
 if importlib.util.find_spec("emsjax") is None:
     query = "nvidia-smi --query-gpu=driver_version --format=csv,noheader"
     driver = subprocess.getoutput(query).partition(".")[0]  # no number without a GPU
     extra = ("cuda" if int(driver) >= 580 else "cuda12") if driver.isdecimal() else "plots"
-    %pip install --quiet "emsjax[plots,{{extra}}] @ git+https://github.com/{REPOSITORY}@{BRANCH}"
+    if (Path.cwd().parent / "emsjax" / "__init__.py").exists():  # in notebooks/ of a checkout
+        %pip install --quiet --editable "..[plots,{{extra}}]"
+        sys.path.append(str(Path.cwd().parent))  # a running kernel does not see it otherwise
+    else:
+        %pip install --quiet "emsjax[plots,{{extra}}] @ git+https://github.com/{REPOSITORY}@{BRANCH}"
 """
 # Nothing of the machine is to show in outputs; what a library advises is not about the notebook.
 SURROUNDINGS = {

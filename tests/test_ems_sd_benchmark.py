@@ -300,7 +300,8 @@ def test_the_figure_has_a_line_for_each_method():
     ]
     whole, live = plotting.ems_sd_figure({"entries": entries}).axes
     drawn = {line.get_label(): line.get_xydata().tolist() for line in whole.get_lines()}
-    assert drawn == {"greedy": [[1, 1], [8, 1]], "ems": [[1, 4], [8, 0.5]]}
+    plain, ems = "plain decoding (greedy)", "no padding: EMS-SD (ems)"
+    assert drawn == {plain: [[1, 1], [8, 1]], ems: [[1, 4], [8, 0.5]]}
     assert live.get_lines()[1].get_ydata().tolist() == [5, 1.5]
     with pytest.raises(ValueError, match="nothing to draw"):
         plotting.ems_sd_figure({"entries": []})

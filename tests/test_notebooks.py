@@ -4,6 +4,8 @@ import ast
 import importlib.util
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -123,6 +125,27 @@ def test_the_repository_is_named_in_one_place(tmp_path, monkeypatch):
         assert "emsjax/emsjax" not in text
 
 
+@pytest.mark.parametrize("checkout", [True, False])
+def test_a_checkout_installs_itself_and_other_places_the_repository(
+    checkout, tmp_path, monkeypatch
+):
+    (tmp_path / "notebooks").mkdir()
+    if checkout:
+        (tmp_path / "emsjax").mkdir()
+        (tmp_path / "emsjax" / "__init__.py").touch()
+    monkeypatch.chdir(tmp_path / "notebooks")
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(subprocess, "getoutput", lambda command: "no such command")
+    installed = []
+    lines = re.sub(r"^(\s*)%(.*)", r"\1magic(f'\2')", run.INSTALL, flags=re.MULTILINE)
+    exec(lines, {"magic": installed.append})
+    (command,) = installed
+    assert ('"..[plots,plots]"' in command) == checkout
+    assert (run.REPOSITORY in command) != checkout
+    assert (str(tmp_path) in sys.path) == checkout
+
+
 def test_the_costs_behind_the_synergy_curve_are_the_measured_ones():
     (cell,) = (c for c in code_cells(run.load(PATHS[4])) if "COSTS = " in source_of(c))
     names = {"emsjax": emsjax}
@@ -138,6 +161,24 @@ def test_the_costs_behind_the_synergy_curve_are_the_measured_ones():
             assert ms == pytest.approx(known[str(int(x))], abs=0.005)
     assert costs.token_ms == pytest.approx(measured["token_ms"], rel=0.01)
     assert costs.reread == pytest.approx(measured["reread"], abs=0.005)
+
+
+def test_what_the_paper_is_compared_with_is_what_was_measured():
+    measured = json.loads((FOLDER.parent / "benchmarks" / "h200-ems-sd.json").read_text())
+    methods = {entry["batch"]: entry["methods"] for entry in measured["entries"]}
+    texts = [source_of(cell) for cell in run.load(PATHS[3])["cells"]]
+    (text,) = (text for text in texts if "| the paper, " in text)
+    names = ("vanilla", "unpad-kv", "unpad-inputs", "ems")
+    speeds = [f"{methods[24][name]['tokens_per_s']['speed_up']:.2f}" for name in names]
+    assert f"| this library, the run above | {' | '.join(speeds)} |" in text
+    times = lambda batch, name: (
+        f"{methods[batch][name]['step_ms'] / methods[batch]['greedy']['step_ms']:.2f}"
+    )
+    length = f"{methods[24]['ems']['mean_acceptance_length']:.2f}"
+    padded, unpadded = (f"{length} / {times(24, name)}" for name in ("vanilla", "ems"))
+    assert f"{padded} with padding and {unpadded} without" in text
+    assert f"{times(64, 'vanilla')} times a plain one with" in text
+    assert f"{times(64, 'ems')} times without" in text
 
 
 def no_badge(notebook, cells):

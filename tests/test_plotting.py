@@ -17,7 +17,13 @@ from emsjax.layout import Layout
 from emsjax.packing import pack
 
 WORKLOADS, BATCHES = ("llma", "poor", "mixed"), (1, 24)
-POLICIES = ("bass", "synergy", "goodput")
+# What the legend calls them, by what the results do; an unknown one keeps its name.
+POLICIES = {
+    "bass": "BassHeuristic (bass)",
+    "synergy": "BatchSizeTable (synergy)",
+    "goodput": "Goodput (goodput)",
+    "another": "another",
+}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -59,7 +65,7 @@ def test_every_workload_and_batch_has_a_panel_with_all_its_figures(results):
         assert list(fixed.get_ydata()) == [of[f"fixed {n}"] for n in range(3)]
         levels = {name: line.get_ydata()[0] for name, line in lines.items()}
         plain = {"plain decoding": entry["plain"]["tokens_per_s"]}
-        assert levels == plain | {name: of[name] for name in POLICIES}
+        assert levels == plain | {label: of[name] for name, label in POLICIES.items()}
         assert axes.get_xlabel() == "draft length (tokens)"
         assert axes.get_ylabel() == "speed (tokens/s)"
         low, high = axes.get_ylim()
@@ -95,7 +101,7 @@ def test_there_is_one_legend_that_names_every_line(results):
     assert not any(axes.get_legend() for axes in figure.axes)
     (legend,) = figure.legends
     shown = [text.get_text() for text in legend.get_texts()]
-    assert shown == ["fixed length", "plain decoding", *POLICIES]
+    assert shown == ["fixed length", "plain decoding", *POLICIES.values()]
 
 
 def test_a_run_that_was_broken_off_is_drawn_as_far_as_it_goes(results):
@@ -210,7 +216,7 @@ def test_a_step_has_a_cell_for_each_row_in_its_samples_colour(name):
     assert axes.get_title(loc="left") == f"{name}: 7 rows and 9 of padding"
 
 
-def test_tokens_stand_above_their_rows_and_rejected_rows_are_crossed_out():
+def test_tokens_stand_above_their_rows_and_rejected_rows_have_a_mark_beside_the_number():
     texts = [["a", "b", "c", "d"], ["e"], ["f", "g"], []]
     figure = plotting.packed_rows_figure(ROWS, texts=texts, num_kept=KEPT)
     for axes, places in zip(
@@ -220,8 +226,14 @@ def test_tokens_stand_above_their_rows_and_rejected_rows_are_crossed_out():
             t.get_text(): int(t.get_position()[0]) for t in axes.texts if t.get_text().isalpha()
         }
         assert above == dict(zip("abcdefg", places, strict=True))
-        (cross,) = axes.get_lines()
-        assert int(cross.get_xdata()[0]) == 3
+        ((mark,),) = (line.get_xydata().tolist() for line in axes.get_lines())
+        assert np.all(mark > np.array([3.7, 0.7]))
+        assert np.all(mark < np.array([4, 1]))
+        strength = {
+            row: 1 - min(cell.get_facecolor()[:3]) for (row, _), cell in cells(axes).items()
+        }
+        assert strength[3] < 0.4 < strength[2]
+    assert [text.get_text() for text in figure.legends[0].get_texts()][-1] == "rejected"
 
 
 @pytest.fixture
@@ -257,10 +269,20 @@ def test_the_cache_shows_what_a_step_wrote_and_what_it_left_open(caches):
                 assert (strength > 0.4) == new
             elif not masked:
                 assert cell.get_facecolor()[:3] == (1, 1, 1)
-    assert unpadded.get_title(loc="left") == "unpadded: 6 written"
+    assert unpadded.get_title(loc="left") == "unpadded: 6 tokens written, 0 places masked"
     left_open = len(STARTS) * end - STARTS.sum() - KEPT.sum()
-    assert padded.get_title(loc="left") == f"padded: 6 written, {left_open} masked"
+    decoding = len(STARTS) * KEPT.max() - KEPT.sum()
+    masked = f"{left_open} places masked, {decoding} of them by decoding"
+    assert padded.get_title(loc="left") == f"padded: 6 tokens written, {masked}"
     assert padded.get_yticklabels()[3].get_text() == "sample 3"
+
+
+def test_without_an_earlier_time_the_title_counts_all_tokens(caches):
+    _, after = caches
+    held = (STARTS + KEPT).sum()
+    unpadded, padded = (axes.get_title(loc="left") for axes in plotting.cache_figure(after).axes)
+    assert unpadded == f"unpadded: {held} tokens held, 0 places masked"
+    assert padded.startswith(f"padded: {held} tokens held, ")
 
 
 def test_a_part_of_the_cache_can_be_drawn_alone(caches):
@@ -284,6 +306,16 @@ def test_the_synergy_figure_marks_each_batch_sizes_best_length():
     (line,) = best.get_lines()
     assert line.get_xydata().tolist() == [[1, 2], [8, 1]]
     assert [text.get_text() for text in best.get_xticklabels()] == ["1", "8"]
+
+
+def test_every_line_of_the_synergy_figure_is_dark_enough_for_white():
+    curves = {2**n: np.array([2.0, 1.0]) for n in range(7)}
+    speed, _ = plotting.synergy_figure(curves).axes
+    for line in speed.get_lines():
+        # Relative luminance, by WCAG's formula; 2.5 : 1 beside white.
+        rgb = np.array(to_rgb(line.get_color()))
+        linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+        assert 1.05 / (linear @ [0.2126, 0.7152, 0.0722] + 0.05) > 2.5
 
 
 @pytest.mark.parametrize(

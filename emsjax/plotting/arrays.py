@@ -31,8 +31,8 @@ def packed_rows_figure(
     Args:
         layouts: rows by the name of the layout.
         texts: texts[s][i] is written above row i of sample s: the token it feeds, say.
-        num_kept: rows of each sample that were committed; the others are crossed out. None: it
-            is not shown.
+        num_kept: rows of each sample that were committed; the others are pale, with a small cross
+            in a corner. None: it is not shown.
 
     Returns:
         A matplotlib `Figure` with a panel for each layout, one above the other.
@@ -64,7 +64,8 @@ def packed_rows_figure(
             _cell(axes, row, 0, _colour(sample), faint=not kept)
             axes.text(row + 0.5, 0.5, str(position), ha="center", va="center", fontsize="small")
             if not kept:
-                axes.plot([row + 0.1, row + 0.9], [0.9, 0.1], color="black", linewidth=1)
+                # In a corner: the number is to be read.
+                axes.plot(row + 0.86, 0.86, "x", color="black", markersize=3, markeredgewidth=0.8)
             if texts is not None:
                 axes.text(
                     row + 0.5,
@@ -78,7 +79,8 @@ def packed_rows_figure(
                 )
         padding = len(rows.segment_ids) - num_real
         _frame(axes, width, -0.1, 1 + above, f"{name}: {num_real} rows and {padding} of padding")
-    _legend(figure, len(counts), {"padding": (PADDING, "////")})
+    marks = {} if num_kept is None else {"rejected": "x"}
+    _legend(figure, len(counts), {"padding": (PADDING, "////")}, marks)
     return figure
 
 
@@ -88,7 +90,9 @@ def cache_figure(
     """Which places of the KV cache hold tokens of each sample, before and after a step.
 
     A cell is a place. Full colour: written since `before`; pale: held before; hatched: a gap
-    that stays masked for good, as only the padded method leaves; white: free.
+    that stays masked for good, as only the padded method leaves; white: free. A title counts the
+    tokens that are held, or that were written since `before`, and the masked places: those
+    between the prompts' ends, which are there from the start, and those that decoding left.
 
     Args:
         caches: by the name of the panel.
@@ -123,10 +127,10 @@ def cache_figure(
                     _cell(axes, at, sample, PADDING, hatch="////")
                 else:
                     _cell(axes, at, sample, FREE)
-        new = int((of & ~old).sum())
-        title = name if before is None else f"{name}: {new} written"
+        verb = "held" if before is None else "written"
+        title = f"{name}: {(of & ~old).sum()} tokens {verb}, {masked.sum()} places masked"
         if masked.any():
-            title += f", {masked.sum()} masked"
+            title += f", {int(caches[name].num_masked)} of them by decoding"
         _frame(axes, stop, batch, 0, title, start=start)
         axes.set_yticks(np.arange(batch) + 0.5, labels=[f"sample {s}" for s in range(batch)])
         axes.set_xticks(np.arange(start, stop, 4) + 0.5, labels=np.arange(start, stop, 4))
@@ -182,12 +186,19 @@ def _frame(axes, stop: float, bottom: float, top: float, title: str, start: floa
         spine.set_visible(False)
 
 
-def _legend(figure, batch: int, others: Mapping[str, tuple[str, str]]) -> None:
+def _legend(
+    figure, batch: int, others: Mapping[str, tuple[str, str]], marks: Mapping[str, str]
+) -> None:
     """Below everything: the samples' colours, and what else there is."""
+    line = matplotlib_module("lines").Line2D
     patch = matplotlib_module("patches").Patch
     handles = [patch(facecolor=_colour(s), alpha=0.75, label=f"sample {s}") for s in range(batch)]
     handles += [
         patch(facecolor=face, hatch=hatch, edgecolor=LINE, label=label)
         for label, (face, hatch) in others.items()
+    ]
+    handles += [
+        line([], [], linestyle="", marker=marker, color="black", markersize=3.5, label=label)
+        for label, marker in marks.items()
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize="small")

@@ -14,6 +14,7 @@ def matplotlib_module(name: str):
     try:
         import matplotlib.backend_bases
         import matplotlib.figure
+        import matplotlib.lines
         import matplotlib.patches
     except ImportError as error:
         raise ImportError("plots need matplotlib: pip install 'emsjax[plots]'") from error

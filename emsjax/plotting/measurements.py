@@ -8,6 +8,21 @@ from jaxtyping import Float
 
 from emsjax.plotting.canvas import PANEL_INCHES, matplotlib_module, new_figure
 
+# What legends call the short names of the results.
+METHODS = {
+    "greedy": "plain decoding (greedy)",
+    "vanilla": "rows and cache padded (vanilla)",
+    "unpad-kv": "rows padded (unpad-kv)",
+    "unpad-inputs": "cache padded (unpad-inputs)",
+    "ems": "no padding: EMS-SD (ems)",
+}
+POLICIES = {
+    "bass": "BassHeuristic (bass)",
+    "synergy": "BatchSizeTable (synergy)",
+    "goodput": "Goodput (goodput)",
+    "bass, cost-capped": "BassHeuristic, CostCapped",
+}
+
 
 def draft_length_figure(results: Mapping[str, Any]):
     """Speed by fixed draft length, beside plain decoding and the policies.
@@ -63,15 +78,18 @@ def ems_sd_figure(results: Mapping[str, Any]):
         for method in dict.fromkeys(name for entry in entries for name in entry["methods"]):
             of = [entry for entry in entries if method in entry["methods"]]
             speed_ups = [entry["methods"][method][which]["speed_up"] for entry in of]
-            axes.plot([entry["batch"] for entry in of], speed_ups, marker=".", label=method)
+            axes.plot(
+                [entry["batch"] for entry in of],
+                speed_ups,
+                marker=".",
+                label=METHODS.get(method, method),
+            )
         _batch_axis(axes, [entry["batch"] for entry in entries])
         axes.set_ylabel("speed over plain decoding")
         axes.set_title(title)
         axes.set_ylim(bottom=0)
     lines = figure.axes[0].get_lines()
-    figure.legend(
-        lines, [line.get_label() for line in lines], loc="outside lower center", ncols=len(lines)
-    )
+    figure.legend(lines, [line.get_label() for line in lines], loc="outside lower center", ncols=3)
     return figure
 
 
@@ -129,7 +147,8 @@ def synergy_figure(curves: Mapping[int, Float[np.ndarray, "k1"]]):
     speed, best = (figure.add_subplot(1, 2, place) for place in (1, 2))
     sizes = sorted(curves)
     lengths = {batch: int(np.argmin(curves[batch])) for batch in sizes}
-    colours = matplotlib_module("colormaps")["viridis"](np.linspace(0, 0.9, len(sizes)))
+    # Up to an orange: what is lighter cannot be seen on white.
+    colours = matplotlib_module("colormaps")["plasma"](np.linspace(0, 0.7, len(sizes)))
     for batch, colour in zip(sizes, colours, strict=True):
         gains = curves[batch][0] / np.asarray(curves[batch])
         speed.plot(np.arange(len(gains)), gains, color=colour, label=f"batch {batch}")
@@ -138,7 +157,7 @@ def synergy_figure(curves: Mapping[int, Float[np.ndarray, "k1"]]):
     speed.set_xlabel("draft length (tokens)")
     speed.set_ylabel("speed over no drafts")
     speed.set_ylim(bottom=0)
-    speed.legend(fontsize="small")
+    speed.legend(fontsize="small", ncols=-(-len(sizes) // 4), loc="lower right")
     best.plot(sizes, [lengths[batch] for batch in sizes], color="black", zorder=1)
     best.scatter(sizes, [lengths[batch] for batch in sizes], color=colours, zorder=2)
     _batch_axis(best, sizes)
@@ -167,7 +186,8 @@ def _draw(axes, entry: Mapping[str, Any]) -> None:
     lengths = sorted(fixed)
     axes.plot(lengths, [fixed[n] for n in lengths], color="black", marker=".", label="fixed length")
     levels = {"plain decoding": entry["plain"]["tokens_per_s"]}
-    levels |= {name: of for name, of in speed.items() if not name.startswith("fixed ")}
+    policies = (name for name in speed if not name.startswith("fixed "))
+    levels |= {POLICIES.get(name, name): speed[name] for name in policies}
     for i, (name, level) in enumerate(levels.items()):
         # Dashes of their own: lines may lie upon each other.
         axes.axhline(level, color=f"C{i}", linestyle=(2 * i, (4, 2 * i)), label=name)
