@@ -79,10 +79,7 @@ def strict_dtypes():
 
 @pytest.fixture(scope="module", autouse=True)
 def forget_executables():
-    """CPU executables hold memory, and maps of which Linux gives a process 65530.
-
-    With so many of them a process has about 2 GB, and there is one for each core.
-    """
+    """CPU executables hold memory, and maps of which Linux gives a process 65530."""
     yield
     maps = Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > 12_000:
