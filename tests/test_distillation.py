@@ -219,6 +219,25 @@ def test_what_heads_read_varies_as_in_the_target(target, seed):
         assert differences.min() < 1e-4
 
 
+def test_products_of_a_cut_are_full_float32(target, monkeypatch):
+    products, directions = [], pruning.principal_directions
+
+    def watched(streams, width):
+        make = functools.partial(directions, width=width)
+        products.extend(
+            equation.params["precision"]
+            for equation in jax.make_jaxpr(make)(streams).eqns
+            if equation.primitive.name == "dot_general"
+        )
+        return make(streams)
+
+    monkeypatch.setattr(pruning, "principal_directions", watched)
+    distillation.prune(target, 2, 16)
+    highest = (jax.lax.Precision.HIGHEST,) * 2
+    assert products
+    assert set(products) == {highest}
+
+
 def test_other_texts_leave_other_directions(target):
     one, other = (
         distillation.prune(target, 2, 16, documents=documents(*[64] * 20, seed=seed))

@@ -61,6 +61,7 @@ def pruned_config(
     )
 
 
+@jax.default_matmul_precision("highest")  # TF32 would leave a basis that is not orthonormal
 def prune(
     target: OPT,
     layers: int,
@@ -135,7 +136,7 @@ def residual_stream(
     model: OPT, index: int, batch: Batch, attended: bool = False
 ) -> Float[Array, "n e"]:
     """What layer `index` is given, or with `attended` what its feed-forward part is given."""
-    if index == 0 and not attended:
+    if index == 0 and not attended:  # no model has no layers
         positions = model.embed_positions.embedding[...][batch.positions + POSITION_OFFSET]
         return (embedded(model)[batch.tokens] + positions).reshape(-1, positions.shape[-1])
     first = of_layers(model, range(index + attended))
