@@ -263,15 +263,9 @@ def _propose(model, drafter, state, draft_length, ready) -> _Proposal:
     # Of a draft that is cut short a policy may learn more than what stood. No later step may draw
     # from the same bits again: whether it drafts could depend on what it would draw.
     keys = position_keys(state.keys, state.lengths, Purpose.STEP)
+    arguments = (state.tokens, state.lengths, limits, keys, state.sampling)
     draft, drafter_state = proposed(
-        drafter,
-        state.drafter_state,
-        state.tokens,
-        state.lengths,
-        limits,
-        keys,
-        state.sampling,
-        vocab_size=model.config.vocab_size,
+        drafter, state.drafter_state, *arguments, vocab_size=model.config.vocab_size
     )
     counts = usable_counts(
         draft.tokens, draft.counts, limits, state.end_token_ids, model.config.vocab_size

@@ -111,23 +111,20 @@ def check_is_drafter(drafter: Any) -> None:
         )
 
 
-def proposed(
-    drafter: Drafter,
-    state: Any,
-    tokens: Int32[Array, "b t"],
-    lengths: Int32[Array, "b"],
-    draft_lengths: Int32[Array, "b"],
-    keys: Key[Array, "b"],
-    sampling: Sampling | None,
-    *,
-    vocab_size: int,
-) -> tuple[Draft, Any]:
-    """What the drafter proposes to a target with such a vocabulary, and its next state.
+def proposed(drafter: Drafter, state: Any, *arguments: Any, vocab_size: int) -> tuple[Draft, Any]:
+    """What `drafter.propose` returns, checked.
+
+    Args:
+        drafter: any.
+        state: its own.
+        arguments: of `Drafter.propose`, behind the state.
+        vocab_size: of the target.
 
     Raises:
         ValueError: it is not what `Drafter.propose` returns.
     """
-    found = drafter.propose(state, tokens, lengths, draft_lengths, keys, sampling)
+    tokens, *_ = arguments
+    found = drafter.propose(state, *arguments)
     if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Draft)):
         kind = lambda x: "array" if isinstance(x, jax.Array) else type(x).__name__
         several = isinstance(found, tuple)
@@ -135,7 +132,7 @@ def proposed(
         raise ValueError(f"the drafter's propose must return a pair (Draft, state), not {what}")
     draft, after = found
     check_state("propose", state, after)
-    return checked_draft(draft, len(lengths), drafter.max_draft_tokens, vocab_size), after
+    return checked_draft(draft, len(tokens), drafter.max_draft_tokens, vocab_size), after
 
 
 def checked_draft(draft: Draft, batch: int, max_draft_tokens: int, vocab_size: int) -> Draft:
