@@ -54,8 +54,15 @@ def test_texts_for_distillation_are_split_the_same_way(library, tmp_path, monkey
     )
     texts = corpus.read_library(library)
     names = corpus.choose_held_out({name: len(text.encode()) for name, text in texts.items()})
-    assert held_out == [texts[name] for name in names]
-    assert sorted(train + held_out) == sorted(texts.values())
+    assert "".join(held_out) == "".join(texts.pop(name) for name in sorted(names))
+    assert len(held_out) > len(names)
+    assert all(len(passage) >= 8000 and passage.endswith("\n") for passage in held_out)
+    assert sorted(train) == sorted(texts.values())
+
+
+def test_a_text_shorter_than_a_passage_is_one():
+    assert corpus.passages("ab\ncd", 8) == ["ab\ncd"]
+    assert corpus.passages("ab\ncd\nef", 3) == ["ab\n", "cd\nef"]
 
 
 def test_held_out_choice_does_not_depend_on_the_order_of_files():

@@ -146,13 +146,31 @@ def prepare(output: Path, *, vocab_size: int = 4096, library: Path | None = None
 
 
 def write_texts(output: Path, library: Path | None = None) -> None:
-    """Write `train.jsonl` and `held-out.jsonl` below `output`: a module a line, as "text"."""
+    """Write `train.jsonl` and `held-out.jsonl` below `output`, lines of "text" each.
+
+    A text to train on is a module. The others are cut into passages, which make more prompts.
+    """
     texts = read_library(library)
     held_out = choose_held_out({name: len(text.encode()) for name, text in texts.items()})
+    training = [texts[name] for name in sorted(texts.keys() - set(held_out))]
+    prompts = [passage for name in sorted(held_out) for passage in passages(texts[name])]
     output.mkdir(parents=True, exist_ok=True)
-    for file, names in (("train", texts.keys() - set(held_out)), ("held-out", held_out)):
-        lines = [json.dumps({"text": texts[name]}) + "\n" for name in sorted(names)]
-        (output / f"{file}.jsonl").write_text("".join(lines))
+    for file, lines in (("train", training), ("held-out", prompts)):
+        records = [json.dumps({"text": text}) + "\n" for text in lines]
+        (output / f"{file}.jsonl").write_text("".join(records))
+
+
+def passages(text: str, characters: int = 8000) -> list[str]:
+    """The text in pieces of whole lines, none shorter than this unless all of the text is."""
+    pieces = [""]
+    for line in text.splitlines(keepends=True):
+        if len(pieces[-1]) >= characters:
+            pieces.append("")
+        pieces[-1] += line
+    *whole, last = pieces
+    if whole and len(last) < characters:
+        return [*whole[:-1], whole[-1] + last]
+    return pieces
 
 
 def load(output: Path) -> Corpus:
