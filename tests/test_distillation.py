@@ -190,6 +190,7 @@ def test_what_a_target_does_not_use_is_cut_off_without_a_loss(embeddings):
     logits = [m.logits(training.forward(m, batch).reshape(100, -1)) for m in (small, model)]
     np.testing.assert_allclose(*logits, atol=2e-3)
     assert jnp.std(logits[1]) > 0.5
+    assert jnp.mean(small.final_layer_norm.scale[...]) == pytest.approx(1)  # as in a new model
 
 
 @pytest.mark.parametrize("seed", [0, 1])

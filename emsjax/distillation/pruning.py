@@ -110,7 +110,28 @@ def prune(
         scale = draft.final_layer_norm.scale
         if scale is not None:
             scale[...] *= jnp.sqrt(jnp.mean((centred(streams[-1]) @ basis) ** 2))
+            enlarge_stream(draft, by=jnp.mean(jnp.abs(scale[...])))
     return draft
+
+
+def enlarge_stream(model: OPT, by: Float[Array, ""]) -> None:
+    """What is written into the residual stream, and what reads it without a normalisation.
+
+    Nothing else changes but for what normalisations add to a variance. A step of Adam
+    changes all weights at one rate: tables of small numbers before a large scale would soon be
+    overwritten.
+    """
+    tables = [model.embed_positions.embedding]
+    if model.project_in is None:
+        tables.append(model.embed_tokens.embedding)
+    else:
+        tables += [model.project_in.kernel, model.project_out.kernel]
+    for linear in (of for layer in model.layers for of in (layer.out_proj, layer.fc2)):
+        tables += [linear.kernel, linear.bias]
+    for table in filter(None, tables):
+        table[...] *= by
+    for parameter in (model.final_layer_norm.scale, model.final_layer_norm.bias):
+        parameter[...] /= by
 
 
 def of_layers(model: OPT, chosen: Iterable[int]) -> OPT:
