@@ -24,7 +24,24 @@ def choose(implementation: str | None, available: Collection[str], interpret: bo
             "implementation 'triton' needs an NVIDIA GPU of compute capability 8.0 or newer, "
             f"and the default device is {jax.devices()[0].device_kind}: use 'xla' or interpret=True"
         )
+    if implementation == "mosaic":
+        check_mosaic(interpret)
     return implementation
+
+
+def check_mosaic(interpret: bool) -> None:
+    """Whether Pallas Mosaic GPU kernels run here.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if jax.__version_info__ < (0, 11):
+        raise ValueError(f"implementation 'mosaic' needs jax 0.11, and this is {jax.__version__}")
+    if not interpret and _compute_capability() != 9.0:
+        raise ValueError(
+            "implementation 'mosaic' needs an NVIDIA GPU of compute capability 9.0, and the "
+            f"default device is {jax.devices()[0].device_kind}: use 'xla' or interpret=True"
+        )
 
 
 def runs_triton() -> bool:

@@ -11,8 +11,9 @@ import pytest
 from pallas_kernels import ragged_attention as public_attention
 from pallas_kernels import ragged_attention_xla
 from pallas_kernels.benchmark import __main__ as benchmark
-from pallas_kernels.benchmark import measure, programs, report
+from pallas_kernels.benchmark import measure, products, programs, report
 from pallas_kernels.benchmark.cases import Case
+from pallas_kernels.implementations import runs_triton
 
 MODEL = ("2x80", 2, 80)
 RAGGED = Case(*MODEL, "ragged", "given", 16, (3, 5), (2, 4), 8)
@@ -245,3 +246,35 @@ def test_spans_part_where_nothing_runs_for_long():
     spans = [(gap * 5, 7), (0, 3), (2, 4), (gap // 2, 1)]
     assert measure.split_at_gaps(spans) == [[3, 4, 1], [7]]
     assert measure.split_at_gaps([]) == []
+
+
+def test_products_are_timed_and_compared(tmp_path, monkeypatch):
+    sizes = {"whole": (128, 384, 3, False), "sums": (256, 128, 1, True)}
+    monkeypatch.setattr(products, "PRODUCTS", sizes)
+    output = tmp_path / "products.json"
+    products.main(["--rows", "8", "--products", "whole,sums", "--output", str(output)])
+    results = json.loads(output.read_text())
+    assert [entry["product"] for entry in results["products"]] == list(sizes)
+    assert "pallas_kernels.benchmark.products" in results["command"]
+    for entry in results["products"]:
+        figures = entry["implementations"]
+        assert figures["xla"]["max_error"] == 0
+        assert figures["default"]["max_error"] < 1
+        assert figures["default"]["median_us"] > 0
+        ran = runs_triton()
+        assert ran or "compute capability 8.0" in figures["triton"]["error"]
+
+
+@pytest.mark.parametrize("rows", [160, 384])
+def test_every_tiling_that_is_timed_fits(rows):
+    of_fc1, of_fc2 = (
+        list(products.fitting(rows, *sizes))
+        for sizes in [(4096, 16384, 1, False), (16384, 4096, 1, True)]
+    )
+    assert {tiling.splits for tiling in of_fc1} == {1}
+    assert {tiling.splits for tiling in of_fc2} == {1, 2, 4, 8}
+    for tiling in of_fc1 + of_fc2:
+        held = tiling.stages * 2 * tiling.depth * (tiling.rows + tiling.columns)
+        assert held <= 227 * 1024
+        assert tiling.rows % (64 * tiling.warpgroups) == 0
+    assert len(set(of_fc1)) == len(of_fc1) > 10

@@ -384,11 +384,11 @@ def cuda_without_a_gpu():
     return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 
-def lower_for_cuda(function, *shapes):
+def lower_for_cuda(function, *shapes, backend="triton"):
     arguments = [jax.ShapeDtypeStruct(shape, dtype) for *shape, dtype in shapes]
     with cuda_without_a_gpu():
         lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
-    assert "triton" in lowered.as_text()
+    assert backend in lowered.as_text()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

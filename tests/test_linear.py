@@ -10,6 +10,7 @@ import pytest
 from test_kernels import lower_for_cuda
 
 import pallas_kernels
+from pallas_kernels import linear_triton
 from pallas_kernels.implementations import runs_triton
 
 linear_module = sys.modules["pallas_kernels.linear"]
@@ -95,12 +96,13 @@ def test_sum_and_normalisation_equal_numpy(options, dtype, shares, vectors, stre
 
 def test_few_rows_of_16_bits_take_the_triton_product_where_it_fits(monkeypatch):
     def choose(x, weight, parts=1):
-        tiling = linear_module._tiling(x, weight, split=False)
-        return linear_module._choose(x, weight, parts, tiling, None, False)
+        found = linear_module._kernel_for(x, weight, parts, None, False)
+        return "xla" if found is None else found[0].__name__.rpartition("_")[2]
 
     few, weight = jnp.zeros((128, 128), "bfloat16"), jnp.zeros((128, 384), "bfloat16")
     assert choose(few, weight, 3) == ("triton" if runs_triton() else "xla")
     monkeypatch.setattr(linear_module, "runs_triton", lambda: True)
+    monkeypatch.setattr("pallas_kernels.implementations.runs_triton", lambda: True)
     assert choose(few, weight, 3) == "triton"
     assert choose(jnp.zeros((129, 128), "bfloat16"), weight, 3) == "xla"
     assert choose(few.astype("float32"), weight.astype("float32"), 3) == "xla"
@@ -113,13 +115,10 @@ def test_few_rows_of_16_bits_take_the_triton_product_where_it_fits(monkeypatch):
     [(8, 768, 2304, False), (8, 768, 768, True), (8, 3072, 768, True), (64, 2048, 6144, False)],
 )
 def test_a_small_weight_is_cut_into_enough_programs(rows, inputs, outputs, split):
-    x, weight = (
-        jax.ShapeDtypeStruct(shape, "bfloat16") for shape in [(rows, inputs), (inputs, outputs)]
-    )
-    tiling = linear_module._tiling(x, weight, split=split)
+    tiling = linear_triton.tiling_for(rows, inputs, outputs, split=split)
     assert outputs % tiling.columns == inputs % (tiling.depth * tiling.splits) == 0
     assert outputs // tiling.columns * tiling.splits >= 72
-    large = linear_module._tiling(x, jax.ShapeDtypeStruct((4096, 16384), "bfloat16"), split=split)
+    large = linear_triton.tiling_for(rows, 4096, 16384, split=split)
     assert large.columns >= 64
 
 

@@ -1,0 +1,145 @@
+"""`python -m pallas_kernels.benchmark.products`: products with the weights of a layer, in bfloat16.
+
+Each implementation multiplies the same rows with several weights in turn, so that none is found in
+a cache. `--tune` times every tiling of the Mosaic kernel instead of the one that it would choose.
+
+The JSON file holds `command`, `hardware`, `versions`, `commit` and `products`: of each product and
+row count the microseconds of every implementation, with its largest difference from XLA's, or the
+error with which it failed.
+"""
+
+import argparse
+import functools
+import itertools
+import json
+import pathlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import linear_mosaic
+from pallas_kernels.benchmark.cases import FULL
+from pallas_kernels.benchmark.measure import best_and_median_us, time_runs
+from pallas_kernels.benchmark.report import describe_run
+from pallas_kernels.linear import linear, linear_sums
+
+PRODUCTS = {  # of OPT-6.7B: inputs, outputs, parts, whether sums may be left in shares
+    "qkv_proj": (4096, 12288, 3, False),
+    "out_proj": (4096, 4096, 1, True),
+    "fc1": (4096, 16384, 1, False),
+    "fc2": (16384, 4096, 1, True),
+}
+ROWS = (64, 128, 160, 192, 256, 320, 384, 512, 1024)
+WEIGHTS = 4  # of each product: more bytes than a cache holds
+ERROR_CHARACTERS = 300
+Product = Callable[[jax.Array, jax.Array, jax.Array], Sequence[jax.Array]]
+
+
+def implementations(parts: int, split: bool) -> dict[str, Product]:
+    """By name; "default" is what a model would use."""
+
+    def product(name, x, weight, bias):
+        if split:
+            return (linear_sums(x, weight, implementation=name),)
+        return linear(x, weight, bias, parts=parts, relu=parts == 1, implementation=name)
+
+    names = {"default": None, "xla": "xla", "triton": "triton", "mosaic": "mosaic"}
+    return {name: functools.partial(product, value) for name, value in names.items()}
+
+
+def tilings(rows: int, inputs: int, outputs: int, parts: int, split: bool) -> dict[str, Product]:
+    """Every one of the Mosaic kernel's that fits, by its fields."""
+
+    def product(tiling, x, weight, bias):
+        options = {"parts": parts, "relu": not split and parts == 1, "interpret": False}
+        bias = None if split else bias
+        return linear_mosaic.launch(x, weight, bias, tiling=tiling, **options)
+
+    found = {}
+    for tiling in fitting(rows, inputs, outputs, parts, split):
+        fields = " ".join(f"{name}={value}" for name, value in tiling._asdict().items())
+        found[fields] = functools.partial(product, tiling)
+    return found
+
+
+def fitting(
+    rows: int, inputs: int, outputs: int, parts: int, split: bool
+) -> Iterator[linear_mosaic.Tiling]:
+    unit = linear_mosaic.UNIT_ROWS
+    heights = {linear_mosaic.tile_rows(rows), 2 * unit, 4 * unit}
+    splits = linear_mosaic.SPLITS if split else (1,)
+    sizes = itertools.product(sorted(heights), linear_mosaic.COLUMNS, splits, (1, 2, 4), (1, 2, 3))
+    for height, columns, shares, cluster, warpgroups in sizes:
+        fits = outputs % (columns * parts) == 0 and outputs // columns % cluster == 0
+        fits &= inputs % (linear_mosaic.DEPTH * shares) == 0 and height % (unit * warpgroups) == 0
+        sums = height // warpgroups * columns // 128  # registers of each thread
+        fits &= sums + 20 <= 472 // warpgroups
+        stages = linear_mosaic.stages_that_fit(height, columns, warpgroups)
+        if fits and stages >= 2:
+            yield linear_mosaic.Tiling(height, columns, shares, cluster, warpgroups, stages)
+
+
+def measure(name: str, rows: int, tune: bool) -> dict[str, object]:
+    """The entry of one product and row count."""
+    inputs, outputs, parts, split = PRODUCTS[name]
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (rows, inputs), jnp.bfloat16)
+    make = jax.jit(lambda key: jax.random.normal(key, (inputs, outputs), jnp.bfloat16) / 64)
+    weights = [make(key) for key in jax.random.split(keys[1], WEIGHTS)]
+    bias = jax.random.normal(keys[2], (outputs,), jnp.bfloat16)
+
+    ways = implementations(parts, split)
+    if tune:
+        ways = {"xla": ways["xla"], **tilings(rows, inputs, outputs, parts, split)}
+    expected, figures = None, {}
+    for way, product in ways.items():
+        every = jax.jit(lambda x, weights, bias, of=product: [of(x, w, bias) for w in weights])
+        run = functools.partial(every, x, weights, bias)
+        try:
+            first = whole(run()[0])
+        except Exception as error:  # of a compiler or a driver: the others are still of interest
+            figures[way] = {"error": str(error)[:ERROR_CHARACTERS]}
+            continue
+        seconds = time_runs(run, FULL.repetitions, FULL.seconds)
+        expected = whole(ways["xla"](x, weights[0], bias)) if expected is None else expected
+        error = float(np.abs(first - expected).max())
+        figures[way] = {**best_and_median_us(seconds, WEIGHTS), "max_error": error}
+    return {"product": name, "rows": rows, "implementations": figures}
+
+
+def whole(parts: Sequence[jax.Array]) -> np.ndarray:
+    """A product's parts or shares as one float32 array."""
+    if parts[0].ndim == 3:
+        return np.asarray(jnp.sum(parts[0], axis=0))
+    return np.concatenate([np.asarray(part, np.float32) for part in parts], axis=1)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.benchmark.products")
+    numbers = lambda text: [int(number) for number in text.split(",")]
+    parser.add_argument("--rows", type=numbers, default=list(ROWS), metavar="N,N,...")
+    names = lambda text: text.split(",")
+    parser.add_argument("--products", type=names, default=list(PRODUCTS), metavar="NAME,...")
+    parser.add_argument("--tune", action="store_true", help="time every tiling")
+    parser.add_argument("--output", type=pathlib.Path, metavar="FILE.json")
+    parser.add_argument("--commit", metavar="HASH", help="to record; default: git's HEAD")
+    options = parser.parse_args(arguments)
+    results = describe_run(arguments, FULL, options.commit)
+    results["command"] = results["command"].replace("benchmark", "benchmark.products", 1)
+    results["products"] = []
+    for name, rows in itertools.product(options.products, options.rows):
+        entry = measure(name, rows, options.tune)
+        results["products"].append(entry)
+        figures = entry["implementations"]
+        for way in sorted(figures, key=lambda way: figures[way].get("median_us", np.inf))[:8]:
+            print(f"{name}, {rows} rows, {way}: {figures[way]}", flush=True)
+        if options.output:
+            options.output.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

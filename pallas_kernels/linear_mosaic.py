@@ -1,0 +1,243 @@
+"""Products of many rows as a Pallas Mosaic GPU kernel, for compute capability 9.0.
+
+A block of threads owns one tile of the output, with all rows where they fit, so that weights
+are read once. One warpgroup fetches blocks of rows and weights into shared memory, the others
+multiply, each its part of the rows. Neighbours in a cluster share the blocks of rows.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+FETCHING_REGISTERS = 40  # of a thread that fetches; the others get what it leaves
+DEPTH = 64  # a swizzled line of 16-bit numbers
+LINE = 128  # bytes of a swizzled line
+UNIT_ROWS = 64  # of a matrix instruction
+MOST_MULTIPLYING = 3  # warpgroups beside the one that fetches
+LARGE_ROWS = (384, 256)  # of tiles where there are more rows than units of so many warpgroups
+COLUMNS = (128, 96, 64)  # of a tile, in order of preference
+SPLITS = (1, 2, 4, 8)
+SHARED_BYTES = 226 * 1024  # of a block; the rest is for barriers
+MOST_STAGES = 6
+MULTIPROCESSORS = 132
+MAX_ROWS, ROW_MULTIPLE = None, 8  # any number that is a multiple
+ITEM_BYTES = (2,)  # of a number
+TAKES = f"16-bit numbers, rows in multiples of {ROW_MULTIPLE}"
+
+
+class Tiling(NamedTuple):
+    """Sizes of one launch."""
+
+    rows: int  # of a tile
+    columns: int  # of a tile
+    splits: int  # shares of the contracted axis
+    cluster: int  # tiles side by side that share blocks of rows
+    warpgroups: int  # that multiply: each a part of the tile's rows
+    stages: int  # blocks on their way
+    depth: int = DEPTH  # of a block along the contracted axis
+
+
+def tiling_for(
+    rows: int, inputs: int, outputs: int, *, parts: int = 1, split: bool = False
+) -> Tiling:
+    """That with the least work for one multiprocessor; `split`: sums may be left in shares.
+
+    Where the sizes are no multiples of any tile's it is the smallest one.
+    """
+    of_rows = tile_rows(rows)
+    candidates = [
+        (splits, columns)
+        for splits in (SPLITS if split else SPLITS[:1])
+        for columns in COLUMNS
+        if inputs % (DEPTH * splits) == 0 and outputs % (columns * parts) == 0
+    ]
+
+    def work(candidate):
+        splits, columns = candidate
+        tiles = outputs // columns * pl.cdiv(rows, of_rows) * splits
+        return pl.cdiv(tiles, MULTIPROCESSORS) * columns / splits
+
+    splits, columns = min(candidates, key=work, default=(SPLITS[0], COLUMNS[-1]))
+    cluster = 2 if outputs // columns % 2 == 0 else 1
+    warpgroups = most_warpgroups(of_rows)
+    stages = stages_that_fit(of_rows, columns, warpgroups)
+    return Tiling(of_rows, columns, splits, cluster, warpgroups, stages)
+
+
+def tile_rows(rows: int) -> int:
+    """Few: all of them. Many: as few as possible beyond the last."""
+    units = pl.cdiv(rows, UNIT_ROWS)
+    if units <= MOST_MULTIPLYING:
+        return units * UNIT_ROWS
+    return min(LARGE_ROWS, key=lambda tile: pl.cdiv(rows, tile) * tile)
+
+
+def most_warpgroups(rows: int) -> int:
+    """Of a tile of so many rows, all with as many units."""
+    units = rows // UNIT_ROWS
+    return max(n for n in range(1, MOST_MULTIPLYING + 1) if units % n == 0)
+
+
+def stages_that_fit(rows: int, columns: int, warpgroups: int) -> int:
+    """Blocks of 16-bit numbers in shared memory, beside what is staged of the output."""
+    staged = warpgroups * UNIT_ROWS * LINE
+    return min(MOST_STAGES, (SHARED_BYTES - staged) // (2 * DEPTH * (rows + columns)))
+
+
+def launch(
+    x: Array,  # [rows, inputs]
+    weight: Array,  # [inputs, outputs]
+    bias: Array | None,  # [outputs]
+    *,
+    tiling: Tiling,
+    parts: int,
+    relu: bool,
+    interpret: bool,
+) -> tuple[Array, ...]:
+    """The product's parts, or float32 [splits, rows, outputs]; see `pallas_kernels.linear`."""
+    rows, outputs = x.shape[0], weight.shape[1]
+    if tiling.splits > 1:
+        out_type = (jax.ShapeDtypeStruct((tiling.splits, rows, outputs), jnp.float32),)
+    else:
+        out_type = (jax.ShapeDtypeStruct((rows, outputs // parts), x.dtype),) * parts
+    clusters = outputs // tiling.columns // tiling.cluster
+    return plgpu.kernel(
+        functools.partial(_kernel, tiling=tiling, relu=relu, biased=bias is not None),
+        out_type=out_type,
+        # Tiles of other rows and the same columns run at one time: weights are read once.
+        grid=(tiling.splits, clusters * pl.cdiv(rows, tiling.rows)),
+        grid_names=("split", "tile"),
+        cluster=(tiling.cluster,),
+        cluster_names=("neighbour",),
+        num_threads=tiling.warpgroups + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        interpret=plgpu.InterpretGPUParams() if interpret else None,
+    )(x, weight, *(() if bias is None else (bias,)))
+
+
+def _kernel(x_ref, weight_ref, *refs, tiling: Tiling, relu: bool, biased: bool):
+    bias_ref, outputs = (refs[0], refs[1:]) if biased else (None, refs)
+    share = x_ref.shape[1] // tiling.splits
+    split, tile = lax.axis_index("split"), lax.axis_index("tile")
+    row_tiles = pl.cdiv(x_ref.shape[0], tiling.rows)
+    first_row = tile % row_tiles * tiling.rows
+    place = tile // row_tiles * tiling.cluster + lax.axis_index("neighbour")
+    first_column = place * tiling.columns
+
+    warpgroup = lax.axis_index("warpgroup")
+    own_rows = tiling.rows // tiling.warpgroups
+    skipped_rows = warpgroup * own_rows
+    pieces = _pieces(own_rows, tiling.columns, outputs[0].dtype)
+
+    def multiply(_, x_block, weight_block, sums):
+        plgpu.wgmma(sums, x_block.at[pl.ds(skipped_rows, own_rows)], weight_block)
+        plgpu.wgmma_wait(0)
+        return sums
+
+    def write(out, column, values, staged):
+        for rows, columns in pieces:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            staged[warpgroup] = values[rows, columns]
+            plgpu.commit_smem()
+            target = (
+                pl.ds(first_row + skipped_rows + rows.start, rows.stop - rows.start),
+                pl.ds(column + columns.start, columns.stop - columns.start),
+            )
+            # Rows beyond the last are left out.
+            plgpu.copy_smem_to_gmem(staged.at[warpgroup], out.at[target])
+
+    def finish(sums, staged):
+        values = sums[...]
+        if biased:
+            at = pl.ds(first_column, tiling.columns)
+            bias = plgpu.load(bias_ref.at[at], optimized=False).astype(jnp.float32)
+            values += lax.broadcast_in_dim(bias, values.shape, (1,))
+        if relu:
+            values = jnp.maximum(values, 0)
+        values = values.astype(outputs[0].dtype)
+        if tiling.splits > 1:
+            write(outputs[0].at[split], first_column, values, staged)
+        elif len(outputs) == 1:
+            write(outputs[0], first_column, values, staged)
+        else:
+            width = outputs[0].shape[1]
+            for part, out in enumerate(outputs):
+                here = functools.partial(write, out, first_column - part * width, values, staged)
+                pl.when(first_column // width == part)(here)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    lines = _swizzled(tiling.columns, x_ref.dtype)  # one form for both factors
+    pipeline = functools.partial(
+        plgpu.emit_pipeline_warp_specialized,
+        grid=(share // DEPTH,),
+        memory_registers=FETCHING_REGISTERS,
+        in_specs=[
+            plgpu.BlockSpec(
+                (tiling.rows, DEPTH),
+                lambda i: (0, i),
+                transforms=lines,
+                memory_space=plgpu.SMEM,
+                collective_axes=("neighbour",) if tiling.cluster > 1 else (),
+            ),
+            plgpu.BlockSpec(
+                (DEPTH, tiling.columns),
+                lambda i: (i, 0),
+                transforms=lines,
+                memory_space=plgpu.SMEM,
+            ),
+        ],
+        wg_axis="warpgroup",
+        num_compute_wgs=tiling.warpgroups,
+        max_concurrent_steps=tiling.stages,
+    )
+    factors = (
+        x_ref.at[pl.ds(first_row, tiling.rows), pl.ds(split * share, share)],
+        weight_ref.at[pl.ds(split * share, share), pl.ds(first_column, tiling.columns)],
+    )
+
+    def run(blocks, staged):
+        def context(multiply_all):
+            def with_sums(sums):
+                multiply_all(sums)
+                finish(sums, staged)
+
+            pl.run_scoped(with_sums, plgpu.ACC((own_rows, tiling.columns), jnp.float32))
+
+        pipeline(multiply, compute_context=context)(*factors, allocations=blocks)
+
+    nothing = lambda *_: None
+    blocks = pipeline(nothing, compute_context=nothing).get_allocations(*factors)
+    rows, columns = (of.stop - of.start for of in pieces[0])
+    staged = plgpu.SMEM(
+        (tiling.warpgroups, rows, columns),
+        outputs[0].dtype,
+        transforms=_swizzled(columns, outputs[0].dtype),
+    )
+    pl.run_scoped(run, blocks, staged, collective_axes="warpgroup")
+
+
+def _pieces(rows: int, columns: int, dtype) -> list[tuple[slice, slice]]:
+    """What is staged of a warpgroup's output at a time: columns of a line, if they divide it."""
+    width = min(LINE // jnp.dtype(dtype).itemsize, columns)
+    while columns % width:
+        width //= 2
+    return [
+        (slice(row, row + UNIT_ROWS), slice(column, column + width))
+        for row in range(0, rows, UNIT_ROWS)
+        for column in range(0, columns, width)
+    ]
+
+
+def _swizzled(columns: int, dtype) -> tuple:
+    """Blocks in shared memory of lines that divide this many columns."""
+    size = jnp.dtype(dtype).itemsize
+    line = LINE
+    while columns % (line // size):
+        line //= 2
+    return plgpu.TilingTransform((8, line // size)), plgpu.SwizzleTransform(line)

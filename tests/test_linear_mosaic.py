@@ -1,0 +1,110 @@
+"""Products as a Mosaic GPU kernel, interpreted and lowered: jax 0.11 has both."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_kernels import lower_for_cuda
+from test_linear import close, random
+
+import pallas_kernels
+from pallas_kernels import linear_mosaic
+
+IS_OLD = jax.__version_info__ < (0, 11)
+needs_new_jax = pytest.mark.skipif(IS_OLD, reason="jax 0.11 is the first to interpret it")
+MOSAIC = {"implementation": "mosaic", "interpret": True}
+
+
+@needs_new_jax
+@pytest.mark.parametrize(
+    ("rows", "outputs", "parts", "relu", "biased"),
+    [
+        (160, 256, 1, True, True),  # fewer than a tile's, and three warpgroups
+        (192, 768, 3, False, True),
+        (296, 256, 1, False, False),  # of a tile of 384: warpgroups of more than one unit
+        (504, 192, 1, False, True),  # two tiles of rows, and columns in tiles of 96
+    ],
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_products_equal_numpy(rows, outputs, parts, relu, biased, dtype):
+    x, weight = random(rows, 128, dtype=dtype), random(128, outputs, dtype=dtype, seed=1)
+    bias = random(outputs, dtype=dtype, seed=2) if biased else None
+    out = pallas_kernels.linear(x, weight, bias, parts=parts, relu=relu, **MOSAIC)
+    assert [y.dtype for y in out] == [x.dtype] * parts
+    expected = np.float64(x) @ np.float64(weight)
+    expected += np.float64(bias) if biased else 0
+    expected = np.maximum(expected, 0) if relu else expected
+    close(np.concatenate(out, axis=1), expected, dtype, scale=20)
+
+
+@needs_new_jax
+@pytest.mark.parametrize("rows", [104, 264])
+def test_sums_add_up_to_the_product(rows):
+    x, weight = random(rows, 512, dtype="bfloat16"), random(512, 256, dtype="bfloat16", seed=1)
+    sums = pallas_kernels.linear_sums(x, weight, **MOSAIC)
+    assert (sums.dtype, sums.shape) == (jnp.float32, (8, rows, 256))
+    expected = np.float64(x) @ np.float64(weight)
+    np.testing.assert_allclose(np.float64(sums).sum(axis=0), expected, atol=1e-4)
+
+
+@needs_new_jax
+@pytest.mark.parametrize("rows", [104, 160, 384, 512])
+def test_the_kernels_lower_for_cuda(rows, monkeypatch):
+    """At the sizes of OPT-6.7B, where columns in tiles of 96 fill the device best."""
+    monkeypatch.setattr("pallas_kernels.implementations._compute_capability", lambda: 9.0)
+    options = {"implementation": "mosaic"}
+    x, vector = (rows, 4096, "bfloat16"), lambda size: (size, "bfloat16")
+    lower = functools.partial(lower_for_cuda, backend="mosaic_gpu")
+    products = functools.partial(pallas_kernels.linear, parts=3, **options)
+    lower(products, x, (4096, 12288, "bfloat16"), vector(12288))
+    relu = functools.partial(pallas_kernels.linear, relu=True, **options)
+    lower(relu, x, (4096, 16384, "bfloat16"), vector(16384))
+    sums = functools.partial(pallas_kernels.linear_sums, **options)
+    lower(sums, (rows, 16384, "bfloat16"), (16384, 4096, "bfloat16"))
+
+
+@pytest.mark.parametrize("rows", [1, 64, 160, 192, 200, 384, 448, 512, 1000])
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "parts", "split"),
+    [
+        (4096, 12288, 3, False),
+        (4096, 4096, 1, True),
+        (4096, 16384, 1, False),
+        (16384, 4096, 1, True),
+        (768, 2304, 3, False),
+        (3072, 768, 1, True),
+    ],
+)
+def test_tiles_cover_the_product_and_fit_into_the_device(rows, inputs, outputs, parts, split):
+    tiling = linear_mosaic.tiling_for(rows, inputs, outputs, parts=parts, split=split)
+    assert outputs % (tiling.columns * tiling.cluster) == outputs // parts % tiling.columns == 0
+    assert inputs % (tiling.depth * tiling.splits) == 0
+    own_rows = tiling.rows / tiling.warpgroups
+    assert own_rows % 64 == 0
+    # Of a multiprocessor's registers each warpgroup keeps its sums, and some for the rest.
+    assert own_rows * tiling.columns / 128 + 20 <= (512 - 40) / tiling.warpgroups
+    assert tiling.stages >= 3
+    tiles = -(-rows // tiling.rows)
+    assert (tiles - 1) * tiling.rows < rows <= tiles * tiling.rows
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ((jnp.zeros((8, 128)), jnp.zeros((128, 128))), "16-bit numbers"),
+        ((jnp.zeros((9, 128), "bfloat16"), jnp.zeros((128, 128), "bfloat16")), "multiples of 8"),
+        ((jnp.zeros((8, 96), "bfloat16"), jnp.zeros((96, 128), "bfloat16")), r"of \(64, 64\)"),
+        ((jnp.zeros((8, 64), "bfloat16"), jnp.zeros((64, 80), "bfloat16")), r"of \(64, 64\)"),
+    ],
+)
+def test_what_the_kernel_does_not_take_is_refused(arguments, error):
+    with pytest.raises(ValueError, match="needs jax 0.11" if IS_OLD else error):
+        pallas_kernels.linear(*arguments, **MOSAIC)
+
+
+def test_another_device_is_refused():
+    x = jnp.zeros((8, 128), "bfloat16")
+    with pytest.raises(ValueError, match="needs jax 0.11" if IS_OLD else "capability 9.0"):
+        pallas_kernels.linear(x, jnp.zeros((128, 128), "bfloat16"), implementation="mosaic")
