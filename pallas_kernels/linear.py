@@ -36,8 +36,8 @@ def linear(
         relu: whether negative outputs become 0.
         implementation: "triton" (streams the weights once past at most 128 rows), "mosaic"
             (Pallas Mosaic GPU: 16-bit numbers, rows in multiples of 8, jax 0.11 and compute
-            capability 9.0; never the default), "xla", or None: Triton where the device runs it and it is faster:
-            few rows of 16-bit numbers, sizes that are multiples of its tiles.
+            capability 9.0; never the default), "xla", or None: Triton where the device runs it
+            and it is faster: few rows of 16-bit numbers, sizes that are multiples of its tiles.
         interpret: run the kernel in interpret mode, on any device.
 
     Returns:
