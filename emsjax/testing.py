@@ -18,7 +18,7 @@ from emsjax.drafting.drafter import proposed
 from emsjax.generation import generate, init_state
 from emsjax.opt import OPT
 from emsjax.output import GenerateOutput
-from emsjax.preparation import check
+from emsjax.preparation import check, drafter_for
 from emsjax.sampling import Sampling, warp
 
 EXPLAINED = 4  # sequences, or tokens, of a failure
@@ -75,6 +75,8 @@ def assert_lossless(
         ValueError: what `emsjax.generate` refuses, or sampling that cannot be compared.
     """
     check_at_least("num_sequences", num_sequences, 1)
+    if options.get("time_budget_s") is not None:
+        raise ValueError("time_budget_s cannot be given: no two runs stop at the same token")
     options |= {
         "max_new_tokens": max_new_tokens,
         "num_sequences": num_sequences,
@@ -84,7 +86,7 @@ def assert_lossless(
     asked = {name: options[name] for name in ASKED if name in options}
     greedy = check(model, drafter, draft_length, prompts, **asked)[0].sampling is None
     if not greedy:
-        _check_comparable(model, drafter, prompts, asked)
+        _check_comparable(model, drafter, prompts)
     expected = generate(model, prompts, **options)
     actual = generate(
         model,
@@ -145,8 +147,8 @@ def assert_same_distribution(
 
     Raises:
         AssertionError: the distribution differs; the message has the tokens that differ most.
-        ValueError: what `emsjax.generate` refuses, a model that is not in float32, or a temperature
-            of 0.
+        ValueError: what `emsjax.generate` refuses, a model that is not in float32, a temperature
+            of 0, or so few samples that no token is expected often enough to be counted.
     """
     _check_exact(model)
     for name, value in (("samples", samples), ("new_tokens", new_tokens)):
@@ -176,6 +178,12 @@ def assert_same_distribution(
         each = jax.tree.map(functools.partial(np.repeat, repeats=len(prefixes)), of_prompt)
         probs = jax.nn.softmax(warp(jnp.asarray(float32_logits(model, list(prefixes))), each))
         expected = counts @ np.asarray(probs, np.float64)
+        if len(drawn) == samples and expected.max() < LEAST_EXPECTED:
+            raise ValueError(
+                f"samples must be at least {int(samples * LEAST_EXPECTED / expected.max()) + 1}, "
+                f"not {samples}: at position {position} of the new tokens no token is expected "
+                f"{LEAST_EXPECTED} times"
+            )
         observed = np.bincount(drawn[:, -1], minlength=len(expected))
         _check_counts(observed, expected, position, LEVEL / new_tokens)
     return out
@@ -185,14 +193,17 @@ def _check_counts(observed: np.ndarray, expected: np.ndarray, position: int, lev
     """Raises an AssertionError where the counts of tokens [v] are not what is expected."""
     often = expected >= LEAST_EXPECTED
     seen, hoped = (np.append(of[often], of[~often].sum()) for of in (observed, expected))
-    if hoped[-1] < LEAST_EXPECTED and len(hoped) > 1:  # too few by themselves, even together
+    if hoped[-1] < LEAST_EXPECTED and len(hoped) > 2:  # too few by themselves, even together
         rarest = hoped[:-1].argmin()
         seen, hoped = (
             np.append(np.delete(of[:-1], rarest), of[rarest] + of[-1]) for of in (seen, hoped)
         )
-    statistic = ((seen - hoped) ** 2 / hoped).sum()
     # A sum over prefixes varies no more than one distribution would.
-    chance = float(jax.scipy.stats.chi2.sf(statistic, max(len(hoped) - 1, 1)))
+    if hoped[-1] < LEAST_EXPECTED:  # of one token beside the rest
+        chance = chance_of_so_many(seen[-1], seen.sum(), hoped[-1] / hoped.sum())
+    else:
+        statistic = ((seen - hoped) ** 2 / hoped).sum()
+        chance = float(jax.scipy.stats.chi2.sf(statistic, max(len(hoped) - 1, 1)))
     if chance >= level and not observed[expected == 0].any():
         return
     surprise = (observed - expected) ** 2 / np.maximum(expected, 1e-3)
@@ -213,6 +224,14 @@ def _check_counts(observed: np.ndarray, expected: np.ndarray, position: int, lev
     )
 
 
+def chance_of_so_many(count: int, total: int, probability: float) -> float:
+    """That of `total` independent draws at least `count` are of what has this probability."""
+    if count == 0:
+        return 1.0
+    shape = float(count), float(total - count + 1)
+    return float(jax.scipy.special.betainc(*shape, float(probability)))
+
+
 def _check_exact(model: OPT) -> None:
     """Raises a ValueError where rounding decides between samples."""
     if model.dtype != jnp.float32:
@@ -222,12 +241,14 @@ def _check_exact(model: OPT) -> None:
         )
 
 
-def _check_comparable(model: OPT, drafter: Drafter | None, prompts, asked) -> None:
-    """Whether sampled tokens must be equal."""
+def _check_comparable(model: OPT, drafter: Drafter | None, prompts) -> None:
+    """Whether sampled tokens must be equal; of the prompts, one is enough to see it."""
     _check_exact(model)
     if drafter is None:
         return
-    state = init_state(model, drafter, prompts, **asked)
+    drafter = drafter_for(drafter, np.zeros(1, np.int64), len(prompts))
+    sampled = {"sampling": Sampling(temperature=1.0), "key": jax.random.key(0)}
+    state = init_state(model, drafter, prompts[:1], max_new_tokens=1, **sampled)
     if _draws(drafter, state, model.config.vocab_size):
         raise ValueError(
             "the drafter draws its tokens (Draft.probs), so sampled output has plain decoding's "

@@ -108,6 +108,15 @@ def test_what_cannot_be_compared_is_refused(model, prompts):
         assert_lossless(model, emsjax.DraftModel(model), prompts, **options)
     with pytest.raises(ValueError, match="in float32 alone, not bfloat16"):
         assert_lossless(model.astype(jnp.bfloat16), LOOKUP, prompts, **options)
+    with pytest.raises(ValueError, match="no two runs stop at the same token"):
+        assert_lossless(model, LOOKUP, prompts, **OPTIONS, time_budget_s=1e-6)
+
+
+def test_sampled_tokens_of_a_drafter_with_references_are_compared(model, prompts):
+    drafter = emsjax.PromptLookup(match_length=1, references=[[3, 4, 5]] * len(prompts))
+    options = {**OPTIONS, "sampling": emsjax.Sampling(1.0), "key": jax.random.key(0)}
+    found = assert_lossless(model, drafter, prompts, num_sequences=2, **options)
+    assert found.output.tokens.shape == (2 * len(prompts), 12)
 
 
 def test_what_generate_refuses_is_refused_before_any_work(model, prompts, monkeypatch):
@@ -211,6 +220,29 @@ def test_right_counts_are_seldom_refused(tail):
         except AssertionError:
             refused += 1
     assert refused < 3
+
+
+@pytest.mark.parametrize("probability", [1 - 1e-3, 0.995])
+def test_one_likely_token_beside_rare_ones_is_compared(probability):
+    """Rarer than what is counted, all together: their number is compared with the binomial."""
+    expected = 1000 * np.r_[probability, np.full(20, (1 - probability) / 20)]
+    observed = np.r_[990, np.full(10, 1), np.zeros(10, int)]
+    level = 1e-3
+    if probability == 0.995:
+        testing._check_counts(observed, expected, 0, level)  # 10 where 5 are expected: 3 %
+        return
+    with pytest.raises(AssertionError, match="another distribution"):
+        testing._check_counts(observed, expected, 0, level)
+    with pytest.raises(AssertionError, match="another distribution"):
+        testing._check_counts(observed[::-1], expected, 0, level)
+
+
+def test_samples_too_few_to_compare_are_refused(few_tokens):
+    few = SAMPLED | {"samples": 12, "batch_size": 12}
+    with pytest.raises(ValueError, match="samples must be at least") as caught:
+        assert_same_distribution(few_tokens, LOOKUP, [5, 6, 5], **few)
+    enough = int(str(caught.value).split("at least ")[1].split(",")[0])
+    assert 12 < enough <= 8 * 8
 
 
 def test_distributions_of_16_bits_are_not_compared(model):
