@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
 from emsjax.checks import check_at_least
+from emsjax.drafting.drafter import of_fresh_slots
 from emsjax.step_costs import StepCosts, accepted_at_rate, read_profile, synergy_lengths
 
 
@@ -80,6 +81,15 @@ def check_is_policy(draft_length: Any) -> None:
             f"draft_length must be a pytree, and {kind.__name__} is none: register the class with "
             "jax.tree_util.register_static, or with register_dataclass if it holds arrays"
         )
+
+
+def admitted_by_policy(
+    policy: "DraftLength", state: Any, fresh: Bool[Array, "b"], max_draft_tokens: int
+) -> Any:
+    """A policy's state where `fresh` slots begin new sequences."""
+    if hasattr(policy, "admit"):
+        return policy.admit(state, fresh)
+    return of_fresh_slots(policy.init(fresh.shape[0], max_draft_tokens), state, fresh)
 
 
 def available_lengths(policy: DraftLength, state: Any, view: StepView) -> Int32[Array, "b"]:

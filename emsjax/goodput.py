@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from emsjax.acceptance import Verdicts, check_estimates
 from emsjax.checks import check_at_least
-from emsjax.draft_length import DraftLength, StepView, available_lengths
+from emsjax.draft_length import DraftLength, StepView, admitted_by_policy, available_lengths
 from emsjax.packing import row_buckets, smallest_bucket
 from emsjax.step_costs import LEAST_GAIN, TILE_ROWS, StepCosts
 
@@ -192,8 +192,7 @@ class CostCapped:
 
     def admit(self, state: tuple[Any, Verdicts], fresh: Bool[Array, "b"]):
         inner, verdicts = state
-        if hasattr(self.policy, "admit"):
-            inner = self.policy.admit(inner, fresh)
+        inner = admitted_by_policy(self.policy, inner, fresh, verdicts.trials.shape[1])
         return inner, verdicts.admit(fresh)
 
     def _wanted(self, inner: Any, view: StepView) -> Int32[Array, "b"]:

@@ -140,6 +140,10 @@ class _ConstantDrafter:
     def init(self, *args):
         return self.drafter.init(*args)
 
+    @property
+    def fork(self):
+        return self.drafter.fork  # an AttributeError where it has none
+
     def admit(self, *args):
         return admitted(self.drafter, *args)
 

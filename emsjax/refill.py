@@ -17,9 +17,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, Key
 
 from emsjax.decoding import DecodeState, Flat, step
-from emsjax.draft_length import DraftLength
+from emsjax.draft_length import DraftLength, admitted_by_policy
 from emsjax.drafting import Drafter
-from emsjax.drafting.drafter import admitted, choose, of_fresh_slots
+from emsjax.drafting.drafter import admitted, choose
 from emsjax.opt import OPT
 from emsjax.sampling import Sampling
 
@@ -208,7 +208,8 @@ def admit(
     if drafter is not None:
         drafter_state = admitted(drafter, drafter_state, tokens, lengths, fresh)
     if draft_length is not None:
-        policy_state = admitted_by_policy(draft_length, policy_state, fresh, state.counters)
+        k = state.counters.accepted_histogram.shape[1] - 1
+        policy_state = admitted_by_policy(draft_length, policy_state, fresh, k)
     old = state.counters
     counters = {
         name: choose(fresh, jnp.zeros_like(x), x) for name, x in vars(old).items() if x.ndim
@@ -231,14 +232,6 @@ def admit(
     )
     taken = waiting.taken + jnp.sum(fresh, dtype=jnp.int32)
     return state, dataclasses.replace(waiting, taken=taken)
-
-
-def admitted_by_policy(draft_length: DraftLength, state, fresh: Bool[Array, "b"], counters):
-    """A policy's state where `fresh` slots begin new sequences."""
-    if hasattr(draft_length, "admit"):
-        return draft_length.admit(state, fresh)
-    batch, k1 = counters.accepted_histogram.shape
-    return of_fresh_slots(draft_length.init(batch, k1 - 1), state, fresh)
 
 
 def share_prompts(before: DecodeState, state: DecodeState, waiting: Waiting) -> DecodeState:

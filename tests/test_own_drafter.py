@@ -160,3 +160,26 @@ def test_what_is_no_drafter_is_named_before_any_work(drafter, message):
         for prompts in (PROMPTS, iter(PROMPTS)) if decode is emsjax.stream else (PROMPTS,):
             with pytest.raises(ValueError, match=f"^drafter must .*{message}"):
                 decode(tiny_model(), prompts, drafter(), **options)
+
+
+class Forking(Own):
+    """No pytree; sees each prompt once where prompts have several sequences."""
+
+    def __init__(self):
+        self.seen = []
+
+    def init(self, prompts, prompt_lengths, max_len):
+        self.seen.append(len(prompts))
+        return prompt_lengths
+
+    def fork(self, state, samples):
+        return state[samples]
+
+
+@pytest.mark.parametrize("forks", [True, False])
+def test_a_drafter_that_is_no_pytree_may_fork(forks, monkeypatch):
+    if not forks:
+        monkeypatch.delattr(Forking, "fork")
+    drafter = Forking()
+    emsjax.generate(tiny_model(), PROMPTS, drafter, max_new_tokens=NEW, num_sequences=3, **SAMPLED)
+    assert set(drafter.seen) == {2 if forks else 6}

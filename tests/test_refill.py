@@ -107,6 +107,17 @@ def test_a_policys_state_of_a_slot_begins_anew():
     same(out, whole)
 
 
+@pytest.mark.usefixtures("few_row_counts")
+def test_a_capped_policys_state_of_a_slot_begins_anew():
+    """The policy has no `admit`; drafting costs next to nothing, so nothing is capped."""
+    model, prompts = tiny_model(), ragged_prompts(LENGTHS)
+    drafter = emsjax.DraftModel(tiny_model(num_hidden_layers=1), 3)
+    costs = emsjax.StepCosts.of({16: 1.0, 1024: 1.001}, draft_ms=1e-6)
+    policy = emsjax.CostCapped(FirstSteps(), costs, least_gain=0.0)
+    out = emsjax.generate(model, prompts, drafter, policy, max_new_tokens=NEW, batch_size=4)
+    assert (out.stats.num_drafted[out.stats.num_steps > 1] > 0).all()
+
+
 @pytest.mark.parametrize("policy", [emsjax.BassHeuristic(3, limit=4), "goodput", "capped"])
 def test_policies_that_look_at_the_batch_leave_greedy_tokens_alone(policy):
     costs = emsjax.StepCosts.of({16: 1.0, 64: 1.5}, draft_ms=0.1)
