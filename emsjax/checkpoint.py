@@ -18,6 +18,7 @@ import safetensors.numpy
 from flax import nnx
 from huggingface_hub.errors import (
     HFValidationError,
+    LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -138,16 +139,16 @@ def download(repo_id: str | PathLike, revision: str | None) -> Path:
     problem = f"{repo_id!r} is neither a folder nor a repository of the Hugging Face hub"
     try:
         names = huggingface_hub.list_repo_files(repo_id, revision=revision)
-    except OfflineModeIsEnabled:
-        return Path(
-            huggingface_hub.snapshot_download(repo_id, revision=revision, local_files_only=True)
-        )
+    except OfflineModeIsEnabled as error:
+        return cached(repo_id, revision, error)
     except HFValidationError as error:
         raise ValueError(f"{problem}: {error}") from error
     except RevisionNotFoundError as error:
         raise ValueError(f"{repo_id!r} has no revision {revision!r}") from error
     except RepositoryNotFoundError as error:
         raise ValueError(problem) from error
+    except Exception as error:  # of whatever library carries the request
+        return cached(repo_id, revision, error)
     if "config.json" not in names:
         raise ValueError(f"{repo_id!r} has no config.json")
     form, first = choose_format(names, repr(repo_id))
@@ -158,6 +159,17 @@ def download(repo_id: str | PathLike, revision: str | None) -> Path:
     return Path(
         huggingface_hub.snapshot_download(repo_id, revision=revision, allow_patterns=sorted(wanted))
     )
+
+
+def cached(repo_id: str, revision: str | None, error: Exception) -> Path:
+    """The cached folder of a repository that cannot be asked for its files."""
+    options = {"revision": revision, "local_files_only": True}
+    try:
+        return Path(huggingface_hub.snapshot_download(repo_id, **options))
+    except LocalEntryNotFoundError:
+        raise ValueError(
+            f"{repo_id!r} is not in the cache, and the Hugging Face hub cannot be asked: {error}"
+        ) from error
 
 
 def looks_like_path(text: str) -> bool:

@@ -16,7 +16,11 @@ import pytest
 from flax import nnx
 from golden import tiny_models
 from golden.tiny_models import VARIANTS
-from huggingface_hub.errors import OfflineModeIsEnabled, RepositoryNotFoundError
+from huggingface_hub.errors import (
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
 from safetensors.numpy import load_file, save_file
 from toy import tiny_model
 
@@ -343,15 +347,27 @@ def test_only_one_format_is_downloaded_from_the_hub(hub, form, shards):
     assert revisions == {"v2"}
 
 
-def test_offline_the_cached_files_are_loaded(hub, monkeypatch):
+class UnreachableError(Exception):
+    """Of a library that carries requests."""
+
+
+@pytest.mark.parametrize("error", [OfflineModeIsEnabled, UnreachableError("no route")])
+def test_offline_the_cached_files_are_loaded(hub, monkeypatch, error):
     _, cache, _ = hub
     write(cache)
 
     def offline(repo_id, *, revision=None):
-        raise OfflineModeIsEnabled
+        raise error
 
     monkeypatch.setattr(huggingface_hub, "list_repo_files", offline)
     assert_holds(load("someone/tiny"), VALUES)
+
+    def not_cached(*_, **__):
+        raise LocalEntryNotFoundError("not there")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", not_cached)
+    with pytest.raises(ValueError, match="'someone/tiny' is not in the cache, and the Hugging"):
+        load("someone/tiny")
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
