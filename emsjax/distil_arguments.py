@@ -34,9 +34,8 @@ def add_distil_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--embeddings",
         choices=("projected", "shared"),
-        default="projected",
         help="tables as narrow as the draft model, or the target's own with projections "
-        "(default: %(default)s)",
+        "(default: projected)",
     )
     add(
         "--start",

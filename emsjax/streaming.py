@@ -181,6 +181,11 @@ def stream_numbered(
     longest = model.config.max_position_embeddings + 1  # the last token is never fed
     if max_len is not None:
         longest = min(longest, check_at_least("max_len", max_len, 2))
+    if max_new_tokens >= longest:
+        raise ValueError(
+            f"max_new_tokens must be below {longest}, the tokens of a prompt and its continuation "
+            f"together, not {max_new_tokens}"
+        )
     # One width for the whole run: no need to have few of them.
     requests = dataclasses.replace(requests, max_len=round_up(longest, WIDTH))
     drafter = check_drafter(model, drafter, draft_length, longest - 1)

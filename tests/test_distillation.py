@@ -436,7 +436,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(whole_run, packed, tmp_p
             return packed[step]
 
     compiled, whole, expected = whole_run
-    checkpoints = distillation.Checkpoints(tmp_path / "checkpoints")
+    checkpoints = distillation.Checkpoints(str(tmp_path / "checkpoints"))
     with pytest.raises(KilledError):
         distillation.train(compiled, Until(), 6, checkpoints=checkpoints, every=2)
     checkpoints.close()
@@ -555,6 +555,15 @@ def test_drafts_longer_than_what_is_decoded_are_not_evaluated(target):
         distillation.evaluate(target, target, [[3]], draft_tokens=3, new_tokens=3)
 
 
+def test_what_nothing_can_be_made_of_is_named(target):
+    with pytest.raises(ValueError, match="prompts must not be empty"):
+        distillation.evaluate(target, None, [])
+    with pytest.raises(ValueError, match="documents must not be empty"):
+        distillation.continuations(target, [], 4)
+    with pytest.raises(ValueError, match="documents must not be empty; None takes random tokens"):
+        distillation.prune(target, 2, 16, documents=[])
+
+
 def test_continuations_need_room_and_may_be_none(target):
     assert distillation.continuations(target, documents(5), 0) == []
     positions = target.config.max_position_embeddings
@@ -572,3 +581,12 @@ def test_a_batch_is_a_pytree_of_whole_sequences(packed):
     assert isinstance(packed[0], Batch)
     assert {x.shape for x in packed[0]} == {(2, 16)}
     assert {x.dtype for x in packed[0]} == {np.dtype(np.int32)}
+
+
+def test_a_checkpoint_of_more_steps_is_refused(whole_run, packed, tmp_path):
+    compiled, *_ = whole_run
+    checkpoints = distillation.Checkpoints(tmp_path)
+    distillation.train(compiled, packed, 3, checkpoints=checkpoints)
+    with pytest.raises(ValueError, match="steps must be at least 3, those of the checkpoint: 2"):
+        distillation.train(compiled, packed, 2, checkpoints=checkpoints)
+    checkpoints.close()

@@ -322,6 +322,10 @@ def test_results_of_other_settings_are_left_alone(tmp_path):
     output.write_text(json.dumps({"settings": {"k": 3}, "entries": []}))
     with pytest.raises(ValueError, match=r"bench.json holds results with other settings"):
         resume({"k": 4}, {}, output)
+    for text in ("{", "[]"):
+        output.write_text(text)
+        with pytest.raises(ValueError, match=r"bench.json holds no results"):
+            resume({"k": 4}, {}, output)
     results = {"entries": [1]}
     resume({"k": 4}, results, None)
     assert results == {"settings": {"k": 4}, "entries": []}

@@ -147,6 +147,7 @@ def test_when_the_iterator_raises_what_came_before_is_done_first():
     [
         ({"batch_size": 0}, "batch_size must be at least 1, not 0"),
         ({"max_len": 1}, "max_len must be at least 2, not 1"),
+        ({"max_len": 5}, "max_new_tokens must be below 5, the tokens of a prompt and its"),
         ({"max_new_tokens": [3, 4]}, "max_new_tokens must be one value or one per prompt"),
         ({"sampling": emsjax.Sampling(0.9)}, "key is needed"),
         ({"attention_implementation": "own"}, "own"),

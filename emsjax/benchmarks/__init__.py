@@ -126,7 +126,12 @@ def resume(settings: Mapping[str, Any], results: dict[str, Any], output: Path | 
     results["settings"], results["entries"] = dict(settings), []
     if output is None or not output.exists():
         return
-    before = json.loads(output.read_bytes())
+    try:
+        before = json.loads(output.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{output} holds no results: {error}") from error
+    if not isinstance(before, dict):
+        raise ValueError(f"{output} holds no results")
     if before.get("settings") != json.loads(json.dumps(settings)):
         raise ValueError(f"{output} holds results with other settings")
     results["entries"] = before["entries"]

@@ -23,7 +23,7 @@ from emsjax.commands.reporting import line, make_console, progress
 from emsjax.config import OPTConfig
 from emsjax.distillation.losses import check_losses
 from emsjax.distillation.model_card import gains, model_card
-from emsjax.distillation.pruning import num_parameters, pruned_config
+from emsjax.distillation.pruning import PROJECTED, num_parameters, pruned_config
 from emsjax.distillation.sequences import MIN_TOKENS
 from emsjax.distillation.texts import hold_out, read_texts, tokenize
 
@@ -73,13 +73,16 @@ def check_draft(options: argparse.Namespace, config: OPTConfig) -> OPTConfig:
     if options.draft_model is None:
         if options.layers is None or options.width is None:
             raise ValueError("--layers and --width are needed, or --draft-model")
+        if options.draft_revision is not None:
+            raise ValueError("--draft-revision needs --draft-model")
+        options.embeddings = options.embeddings or PROJECTED
         try:
             return pruned_config(config, options.layers, options.width, options.embeddings)
         except ValueError as error:
             raise ValueError(f"--{error}") from error
-    for name in ("layers", "width"):
+    for name in ("layers", "width", "embeddings"):
         if getattr(options, name) is not None:
-            raise ValueError(f"--{name}: the size is that of --draft-model")
+            raise ValueError(f"--{name}: --draft-model has its own")
     if options.start == "random":
         raise ValueError("--start random: --draft-model is what training starts with")
     draft = read_config(options.draft_model, options.draft_revision)

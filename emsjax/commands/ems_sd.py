@@ -12,15 +12,15 @@ import emsjax
 from emsjax import plotting, profile_store
 from emsjax.arguments import flag
 from emsjax.benchmarks import Rates, ems_sd, resume, surroundings
-from emsjax.benchmarks.scripted import CopyAcceptance, TokenAcceptance
+from emsjax.benchmarks.scripted import PROFILES
 from emsjax.benchmarks.sources import Scripted, Texts
 from emsjax.benchmarks.workloads import ScriptedModels, Workload
 from emsjax.commands.reporting import check_writable, make_console, make_table, progress
 from emsjax.commands.subjects import OF_TRAINED, check_absent, check_shapes, load_trained
 
 OF_DRAFT = {
-    "llma": ("prompt-lookup", CopyAcceptance(), ("draft_tokens", "miss", "whole", "decay")),
-    "draft-model": ("model", TokenAcceptance(0.8, 4), ("draft_tokens", "rate")),
+    "llma": ("prompt-lookup", PROFILES["llma"], ("draft_tokens", "miss", "whole", "decay")),
+    "draft-model": ("model", PROFILES["draft-model"], ("draft_tokens", "rate")),
 }
 
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from os import PathLike
 from pathlib import Path
 
 import jax
@@ -22,9 +23,9 @@ class Checkpoints:
         folder: of its own; made if it is not there.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: str | PathLike):
         options = ocp.CheckpointManagerOptions(max_to_keep=2)
-        self.manager = ocp.CheckpointManager(folder.resolve(), options=options)
+        self.manager = ocp.CheckpointManager(Path(folder).resolve(), options=options)
 
     def save(self, step: int, state: TrainState, losses: list[float]) -> None:
         """Keep the state after `step` steps, and their losses."""
@@ -68,10 +69,15 @@ def train(
             never stopped; None: nothing is kept.
         every: steps between two checkpoints.
         say: is told how far training has come, every few seconds.
+
+    Raises:
+        ValueError: the newest checkpoint has more steps.
     """
     state, losses, first = trainer.initial(), [], 0
     if checkpoints is not None:
         first, state, losses = checkpoints.restore(state)
+        if first > steps:
+            raise ValueError(f"steps must be at least {first}, those of the checkpoint: {steps}")
     # Not fetched one by one: the device need not wait.
     new, reported, begin, tokens = [], time.monotonic(), time.monotonic(), 0
     for step in range(first, steps):

@@ -36,10 +36,13 @@ def evaluate(
         `tokens_per_s`, prefill excluded.
 
     Raises:
-        ValueError: as `emsjax.generate`, or so many draft tokens that no step drafts them all.
+        ValueError: as `emsjax.generate`, no prompts, or so many draft tokens that no step drafts
+            them all.
     """
     if draft_tokens >= new_tokens:
         raise ValueError(f"draft_tokens must be below new_tokens {new_tokens}, not {draft_tokens}")
+    if not len(prompts):
+        raise ValueError("prompts must not be empty")
     drafter = None if draft_model is None else emsjax.DraftModel(draft_model, draft_tokens)
     groups = [prompts[at : at + batch_size] for at in range(0, len(prompts), batch_size)]
     for _ in range(2):  # the first time compiles

@@ -40,10 +40,12 @@ def continuations(
         `count` arrays of token ids, int32 [t] each: an excerpt, and what the target said.
 
     Raises:
-        ValueError: the target has no room for `new_tokens` behind a prompt.
+        ValueError: no documents, or the target has no room for `new_tokens` behind a prompt.
     """
     if not count:
         return []
+    if not documents:
+        raise ValueError("documents must not be empty")
     room = target.config.max_position_embeddings - new_tokens
     if room < 1:
         raise ValueError(

@@ -82,7 +82,8 @@ def prune(
             random ones, which say less of what is worth keeping.
 
     Raises:
-        ValueError: a size that does not fit into the target, or an unknown kind of embeddings.
+        ValueError: a size that does not fit into the target, an unknown kind of embeddings, or no
+            documents.
     """
     config = pruned_config(target.config, layers, width, embeddings)
     target = target.astype(jnp.float32)
@@ -148,6 +149,8 @@ def calibration_batch(config: OPTConfig, documents: Sequence[np.ndarray] | None)
     if documents is None:
         shape = (SEQUENCES, length)
         documents = list(np.random.default_rng(0).integers(0, config.vocab_size, shape, np.int32))
+    if not documents:
+        raise ValueError("documents must not be empty; None takes random tokens")
     total = sum(map(len, documents))
     length = min(length, total)
     return PackedSequences(documents, length, min(SEQUENCES, total // length))[0]

@@ -26,9 +26,9 @@ class Batch(NamedTuple):
 class PackedSequences:
     """Batches of sequences packed from documents, without padding.
 
-    Each epoch shuffles the documents, joins them and cuts what results into sequences, whatever
-    is split by that: of the last one's rest is left out. Batches depend on their number alone, so
-    that training can go on at any step.
+    Each epoch shuffles the documents, joins them and cuts the result into sequences, even in the
+    middle of a document; what is left at the end, less than a sequence, is dropped. Batches depend
+    on their number alone, so that training can go on at any step.
 
     Args:
         documents: token ids of each text, an end token at its end if it is to be learned.

@@ -1,7 +1,7 @@
 """Training of a model on packed sequences, by text or by a target's distribution.
 
-Weights and the optimizer's state are float32; everything is computed in the type asked for.
-Sequences are dealt out to the devices, each of which holds all weights.
+Weights and the optimizer's state are float32; products, attention and logits are computed in the
+type asked for. Sequences are dealt out to the devices, each of which holds all weights.
 """
 
 import dataclasses
