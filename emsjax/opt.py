@@ -136,8 +136,8 @@ class OPT(nnx.Module):
     Args:
         config: the architecture.
         rngs: for the random initial weights.
-        dtype: of weights, activations and cache. In float32, products are
-            computed in full float32.
+        dtype: of weights, products and cache; the residual stream is float32 where
+            layers normalise first. In float32, products are computed in full float32.
     """
 
     def __init__(self, config: OPTConfig, *, rngs: nnx.Rngs, dtype=jnp.bfloat16):

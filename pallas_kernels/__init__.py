@@ -1,7 +1,7 @@
 """Attention, KV-cache, normalisation and sampling kernels over packed rows; depends on jax alone.
 
-`reference` holds every operation in dense jnp: the specification that the
-other implementations are tested against.
+`reference` holds attention and the cache update in dense jnp: the specification that the other
+implementations are tested against. Tests compare the other operations with numpy in float64.
 """
 
 from pallas_kernels import reference

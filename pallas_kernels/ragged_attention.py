@@ -50,8 +50,8 @@ def ragged_attention(
     row of its sample where ancestors[r, i], whatever the positions are, and every
     committed entry. A row must be its own ancestor.
 
-    With `cache_mask` a row of sample s sees no committed entry i but where cache_mask[s, i]:
-    what is masked may hold anything, too.
+    With `cache_mask`, a row of sample s sees committed entry i only where cache_mask[s, i] is
+    true; other entries may hold anything, NaN included.
 
     Args:
         query, key, value: of the fresh rows, [rows, heads, head_dim].
