@@ -15,6 +15,8 @@ from emsjax.checks import check_at_least
 from emsjax.drafting.drafter import of_fresh_slots
 from emsjax.step_costs import StepCosts, accepted_at_rate, read_profile, synergy_lengths
 
+MOST = 1 << 30  # of a length: steps of the device loop may add to it
+
 
 class StepView(NamedTuple):
     """What a policy sees of a step before it.
@@ -41,9 +43,10 @@ class DraftLength(Protocol):
     ask for more than drafters allow by themselves has an attribute `max_draft_tokens`: a
     drafter whose limit nobody has set takes it over.
 
-    Where slots are refilled, `admit(state, fresh)` returns the state in which slots with `fresh`
-    [b] begin new sequences; without it they take what `init` makes, from arrays whose first axis
-    is theirs.
+    Where its settings can be wrong, `check_settings()` raises a ValueError; it is called before any
+    work. Where slots are refilled, `admit(state, fresh)` returns the state in which slots with
+    `fresh` [b] begin new sequences; without it they take what `init` makes, from arrays whose
+    first axis is theirs.
     """
 
     def init(self, batch: int, max_draft_tokens: int) -> Any:
@@ -69,7 +72,7 @@ def check_is_policy(draft_length: Any) -> None:
     """Whether it can be asked in the device loop.
 
     Raises:
-        ValueError: it is no policy, or one that is not registered as a pytree.
+        ValueError: it is no policy, one that is not registered as a pytree, or has wrong settings.
     """
     kind = type(draft_length)
     is_class = isinstance(draft_length, type)
@@ -81,6 +84,8 @@ def check_is_policy(draft_length: Any) -> None:
             f"draft_length must be a pytree, and {kind.__name__} is none: register the class with "
             "jax.tree_util.register_static, or with register_dataclass if it holds arrays"
         )
+    if hasattr(draft_length, "check_settings"):
+        draft_length.check_settings()
 
 
 def admitted_by_policy(
@@ -162,7 +167,8 @@ class BassHeuristic:
         limit: the largest length; also `DraftModel`'s limit where its user set none.
 
     Raises:
-        ValueError: a value that is no integer or below 1, or `initial` above `limit`.
+        ValueError: a value that is no integer, below 1 or far too large, or `initial` above
+            `limit`.
 
     Reference: BASS, arXiv 2404.15778, Algorithm 1 and its constants.
     """
@@ -174,7 +180,8 @@ class BassHeuristic:
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            check_at_least(field.name, getattr(self, field.name), 1)
+            if check_at_least(field.name, value := getattr(self, field.name), 1) > MOST:
+                raise ValueError(f"{field.name} must be at most {MOST}, not {value}")
         if self.initial > self.limit:
             raise ValueError(f"initial must be at most limit={self.limit}, not {self.initial}")
 
@@ -208,7 +215,7 @@ class BatchSizeTable:
             largest size that is not above the number of active samples counts, or the first.
 
     Raises:
-        ValueError: an empty table, a size below 1, or a length below 0.
+        ValueError: no mapping, or an empty one, a size below 1, or a length below 0.
 
     >>> BatchSizeTable({1: 7, 8: 4, 32: 0}).draft_lengths.tolist()
     [7, 4, 0]
@@ -217,13 +224,14 @@ class BatchSizeTable:
     """
 
     def __init__(self, table: Mapping[int, int]):
+        if not isinstance(table, Mapping):
+            raise ValueError(f"table must be a mapping, not {type(table).__name__}")
         if not table:
             raise ValueError("table is empty: at least one batch size is needed")
-        self.sizes = jnp.array(
-            [check_at_least("a batch size of table", size, 1) for size in sorted(table)], jnp.int32
-        )
-        lengths = [check_at_least(f"table[{size}]", table[size], 0) for size in sorted(table)]
-        self.draft_lengths = jnp.array(lengths, jnp.int32)
+        sizes = sorted(check_at_least("a batch size of table", size, 1) for size in table)
+        lengths = [check_at_least(f"table[{size}]", table[size], 0) for size in sizes]
+        at_most = lambda values: jnp.array([min(value, MOST) for value in values], jnp.int32)
+        self.sizes, self.draft_lengths = at_most(sizes), at_most(lengths)
 
     @classmethod
     def from_profile(

@@ -13,7 +13,13 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from emsjax.acceptance import Verdicts, check_estimates
 from emsjax.checks import check_at_least
-from emsjax.draft_length import DraftLength, StepView, admitted_by_policy, available_lengths
+from emsjax.draft_length import (
+    DraftLength,
+    StepView,
+    admitted_by_policy,
+    available_lengths,
+    check_is_policy,
+)
 from emsjax.packing import row_buckets, smallest_bucket
 from emsjax.step_costs import LEAST_GAIN, TILE_ROWS, StepCosts
 
@@ -78,10 +84,13 @@ class Goodput:
     def max_draft_tokens(self) -> int:
         return self.limit
 
-    def init(self, batch: int, max_draft_tokens: int) -> Verdicts:
+    def check_settings(self) -> None:
         # Not where it is made: a pytree is made of anything.
+        check_costs(self.costs)
         check_estimates(self.prior_rate, self.prior_weight, self.memory)
         check_gain(self.least_gain)
+
+    def init(self, batch: int, max_draft_tokens: int) -> Verdicts:
         return Verdicts.init(batch, max_draft_tokens)
 
     def lengths(self, state: Verdicts, view: StepView) -> Int32[Array, "b"]:
@@ -157,9 +166,13 @@ class CostCapped:
     def max_draft_tokens(self) -> int | None:
         return getattr(self.policy, "max_draft_tokens", None)
 
-    def init(self, batch: int, max_draft_tokens: int) -> tuple[Any, Verdicts]:
+    def check_settings(self) -> None:
+        check_is_policy(self.policy)
+        check_costs(self.costs)
         check_estimates(self.prior_rate, self.prior_weight, self.memory)
         check_gain(self.least_gain)
+
+    def init(self, batch: int, max_draft_tokens: int) -> tuple[Any, Verdicts]:
         return self.policy.init(batch, max_draft_tokens), Verdicts.init(batch, max_draft_tokens)
 
     def lengths(self, state: tuple[Any, Verdicts], view: StepView) -> Int32[Array, "b"]:
@@ -218,6 +231,12 @@ def check_no_profile(costs: Any, instead: str) -> None:
     if isinstance(costs, str | PathLike | Mapping):
         kind = type(costs).__name__
         raise ValueError(f"costs must be StepCosts, not {kind}: of a profile, {instead}")
+
+
+def check_costs(costs: Any) -> None:
+    """Raises a ValueError where they are no `StepCosts`."""
+    if not isinstance(costs, StepCosts):
+        raise ValueError(f"costs must be StepCosts, not {type(costs).__name__}")
 
 
 def check_gain(least_gain: Any) -> None:

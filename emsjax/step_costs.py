@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import numbers
 from collections.abc import Iterable, Mapping
 from os import PathLike
 from pathlib import Path
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from emsjax.checks import check_at_least
 from emsjax.packing import row_buckets
 
 FORMAT = "emsjax profile 2"
@@ -68,9 +70,17 @@ class StepCosts:
             draft_ms = {1: draft_ms}
         if not row_ms or not draft_ms:
             raise ValueError("row_ms and draft_ms must each hold at least one time")
+        for at in (*row_ms, *draft_ms):
+            check_at_least("a number of rows or slots", at, 1)
+        known = lambda x: isinstance(x, numbers.Real) and math.isfinite(x)
         at_least_0 = [token_ms, reread, *draft_ms.values()]
-        if not (all(ms > 0 for ms in row_ms.values()) and all(x >= 0 for x in at_least_0)):
-            raise ValueError("row_ms must be above 0, token_ms, draft_ms and reread at least 0")
+        if not (
+            all(known(ms) and ms > 0 for ms in row_ms.values())
+            and all(known(x) and x >= 0 for x in at_least_0)
+        ):
+            raise ValueError(
+                "row_ms must be finite and above 0, token_ms, draft_ms and reread at least 0"
+            )
         column = lambda values: np.array(list(values), np.float32)
         knots = lambda table: (column(sorted(table)), column(table[at] for at in sorted(table)))
         return cls(*knots(row_ms), np.float32(token_ms), np.float32(reread), *knots(draft_ms))

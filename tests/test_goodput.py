@@ -1,6 +1,7 @@
 """Goodput against all combinations of lengths, its estimates by hand, and both in the loop."""
 
 import dataclasses
+import functools
 import itertools
 from types import SimpleNamespace
 
@@ -320,8 +321,28 @@ def test_a_policy_is_off_while_drafts_fall_and_on_again_once_that_is_forgotten(p
 )
 def test_settings_without_meaning_are_refused(settings, message):
     costs = emsjax.StepCosts.of({1: 1.0})
+    decode = functools.partial(
+        emsjax.generate, tiny_model(), [[3, 4]], emsjax.PromptLookup(), max_new_tokens=2
+    )
     with pytest.raises(ValueError, match=message):
-        emsjax.Goodput(costs, **settings).init(2, 3)
+        decode(emsjax.Goodput(costs, **settings))
     if "limit" not in settings:
         with pytest.raises(ValueError, match=message):
-            emsjax.CostCapped(emsjax.FixedLength(1), costs, **settings).init(2, 3)
+            decode(emsjax.CostCapped(emsjax.FixedLength(1), costs, **settings))
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (emsjax.CostCapped(3, emsjax.StepCosts.of({1: 1.0})), "must be a policy .* not int"),
+        (
+            emsjax.CostCapped(emsjax.FixedLength, emsjax.StepCosts.of({1: 1.0})),
+            "not the class FixedLength",
+        ),
+        (emsjax.Goodput(None), "costs must be StepCosts, not NoneType"),
+        (emsjax.CostCapped(emsjax.FixedLength(1), 2.0), "costs must be StepCosts, not float"),
+    ],
+)
+def test_what_a_policy_is_made_of_is_checked_before_any_work(policy, message):
+    with pytest.raises(ValueError, match=message):
+        emsjax.generate(tiny_model(), [[3, 4]], emsjax.PromptLookup(), policy, max_new_tokens=2)

@@ -79,8 +79,10 @@ def test_one_time_of_a_draft_step_serves_all_batch_sizes():
     [
         (lambda: emsjax.StepCosts.of({}), "must each hold at least one"),
         (lambda: emsjax.StepCosts.of({1: 1.0}, draft_ms={}), "must each hold at least one"),
-        (lambda: emsjax.StepCosts.of({1: 1.0, 2: 0.0}), "row_ms must be above 0"),
-        (lambda: emsjax.StepCosts.of({1: 1.0, 2: math.nan}), "row_ms must be above 0"),
+        (lambda: emsjax.StepCosts.of({1: 1.0, 2: 0.0}), "row_ms must be finite and above 0"),
+        (lambda: emsjax.StepCosts.of({1: 1.0, 2: math.nan}), "row_ms must be finite and above 0"),
+        (lambda: emsjax.StepCosts.of({1: "x"}), "row_ms must be finite and above 0"),
+        (lambda: emsjax.StepCosts.of({0: 1.0}), "rows or slots must be at least 1, not 0"),
         (lambda: emsjax.StepCosts.of({1: 1.0}, -0.1), "token_ms, draft_ms and reread at least 0"),
         (lambda: emsjax.StepCosts.of({1: 1.0}, draft_ms=-1.0), "draft_ms and reread at least 0"),
         (
@@ -93,6 +95,8 @@ def test_one_time_of_a_draft_step_serves_all_batch_sizes():
         "no draft times",
         "nothing",
         "no number",
+        "a text",
+        "of no row",
         "a token",
         "a draft",
         "a batch's draft",
