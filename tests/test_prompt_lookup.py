@@ -80,3 +80,9 @@ def test_each_slot_searches_its_own_prompts_reference():
     assert served.reference_lengths.tolist() == [4, 4, 3]
     assert served.references[0, :4].tolist() == [4, 5, 6, 7]
     assert drafter.references.shape[0] == 2
+
+
+@pytest.mark.usefixtures("unchecked_annotations")
+def test_references_that_are_none_are_named():
+    with pytest.raises(ValueError, match="references must be a sequence of token ids of each"):
+        emsjax.PromptLookup(references=5)

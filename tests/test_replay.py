@@ -214,3 +214,26 @@ def test_proposals_at_every_position_of_texts_of_ones_own():
 def test_bad_arguments_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@jax.tree_util.register_static
+class NothingDrafted:
+    """Its tokens, none of which counts, are no ids."""
+
+    max_draft_tokens = 7
+    free = True
+
+    def init(self, prompts, prompt_lengths, max_len):
+        return ()
+
+    def propose(self, state, tokens, lengths, draft_lengths, keys, sampling):
+        none = jnp.zeros(BATCH, jnp.int32)
+        return emsjax.Draft(jnp.full((BATCH, 7), -1, jnp.int32), none), state
+
+
+def test_whatever_the_source_says_is_overridden():
+    alone, over = (
+        generate(drafter_of(PROFILES["llma"], source=source)) for source in (None, NothingDrafted())
+    )
+    assert_says_text(over)
+    np.testing.assert_array_equal(alone.stats.num_steps, over.stats.num_steps)

@@ -48,6 +48,9 @@ class PromptLookup:
         self.search_generated = bool(search_generated)
         self.references = self.reference_lengths = None
         if references is not None:
+            if not hasattr(references, "__len__"):
+                kind = type(references).__name__
+                raise ValueError(f"references must be a sequence of token ids of each, not {kind}")
             texts = [as_token_ids(f"references[{i}]", text) for i, text in enumerate(references)]
             self.reference_lengths = np.array([len(text) for text in texts], np.int32)
             width = round_up_length(max(map(len, texts), default=1))

@@ -59,7 +59,7 @@ class Overriding(abc.ABC):
         drafted, state = self.source.propose(state, tokens, lengths, draft_lengths, keys, sampling)
         least = jnp.min(drafted.tokens, axis=1, keepdims=True)
         # Never true; whoever drafted cannot be left out as unused.
-        tokens = jnp.where(least < 0, least, draft.tokens)
+        tokens = jnp.where(least == jnp.iinfo(jnp.int32).min, least, draft.tokens)
         return dataclasses.replace(draft, tokens=tokens), state
 
     def commit(self, state, lengths):
