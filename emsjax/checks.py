@@ -48,11 +48,18 @@ def per_prompt(name: str, value: Any, num_prompts: int) -> list[Any]:
     """A scalar for every prompt, or the given one value per prompt.
 
     Raises:
-        ValueError: a sequence of another length.
+        ValueError: a sequence of another length, or no sequence of scalars.
     """
-    if np.ndim(value) == 0:
-        return [np.asarray(value).item()] * num_prompts
-    values = np.asarray(value).tolist()
+    try:
+        values = np.asarray(value)
+    except ValueError:  # of sequences of several lengths
+        values = np.zeros((0, 0))
+    if values.ndim > 1:
+        raise ValueError(f"{name} must be one value or one per prompt, not sequences of them")
+    if values.ndim == 0:
+        return [values.item()] * num_prompts
+    # Of a list the items as they are: an array would make numbers of booleans.
+    values = list(value) if isinstance(value, list | tuple) else values.tolist()
     if len(values) != num_prompts:
         raise ValueError(
             f"{name} must be one value or one per prompt: got {len(values)} for "

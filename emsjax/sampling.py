@@ -48,7 +48,7 @@ class Sampling:
             if columns[name].dtype.kind not in ("iu" if dtype is int else "iuf"):
                 raise ValueError(f"sampling.{name} must be of type {dtype.__name__}")
         for value in columns["temperature"]:
-            if not (np.isfinite(value) and value >= 0):
+            if not (abs(value) <= np.finfo(np.float32).max and value >= 0):
                 raise ValueError(f"sampling.temperature must be finite and >= 0, not {value}")
         if (columns["top_k"] < 0).any():
             raise ValueError(f"sampling.top_k must be at least 0, not {columns['top_k'].min()}")

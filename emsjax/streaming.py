@@ -181,10 +181,11 @@ def stream_numbered(
     longest = model.config.max_position_embeddings + 1  # the last token is never fed
     if max_len is not None:
         longest = min(longest, check_at_least("max_len", max_len, 2))
-    if max_new_tokens >= longest:
+    new = int(requests.max_new_tokens[0])
+    if new >= longest:
         raise ValueError(
             f"max_new_tokens must be below {longest}, the tokens of a prompt and its continuation "
-            f"together, not {max_new_tokens}"
+            f"together, not {new}"
         )
     # One width for the whole run: no need to have few of them.
     requests = dataclasses.replace(requests, max_len=round_up(longest, WIDTH))
@@ -224,6 +225,9 @@ def rows_of(
 
     if devices is None:
         return slots(model, drafter).serve(entries)
+    if not isinstance(devices, Iterable):
+        raise ValueError(f"devices must be a sequence of devices, not {type(devices).__name__}")
+    devices = tuple(devices)
     if not devices:
         raise ValueError("devices must not be empty")
     replicas = {}

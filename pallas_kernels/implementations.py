@@ -16,7 +16,7 @@ def choose(implementation: str | None, available: Collection[str], interpret: bo
     """
     if implementation is None:
         return "triton" if "triton" in available and runs_triton() else "xla"
-    if implementation not in available:
+    if not isinstance(implementation, str) or implementation not in available:
         known = ", ".join(repr(name) for name in sorted(available))
         raise ValueError(f"implementation must be None or one of {known}, not {implementation!r}")
     if implementation == "triton" and not (interpret or runs_triton()):

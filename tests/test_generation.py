@@ -390,3 +390,20 @@ def test_per_prompt_values_may_be_arrays_of_any_kind():
     for limits in ([3, 7], (3, 7), np.array([3, 7]), jnp.array([3, 7])):
         assert emsjax.generate(model, prompts, max_new_tokens=limits).lengths.tolist() == [3, 7]
     assert emsjax.generate(model, prompts, max_new_tokens=jnp.array(3)).lengths.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": [[3], [4]]}, "max_new_tokens must be one value or one per prompt, not"),
+        ({"max_new_tokens": [[3], [4, 5]]}, "max_new_tokens must be one value or one per prompt"),
+        ({"max_new_tokens": [True, 3]}, "max_new_tokens.* not True"),
+        ({"sampling": emsjax.Sampling([[1.0], [1.0]])}, r"sampling\.temperature must be one value"),
+        ({"sampling": emsjax.Sampling(1e39)}, r"sampling\.temperature must be finite and >= 0"),
+        ({"attention_implementation": []}, "attention_implementation must be"),
+    ],
+)
+def test_values_of_another_kind_are_named(options, message):
+    options = {"max_new_tokens": 2, "key": jax.random.key(0)} | options
+    with pytest.raises(ValueError, match=message):
+        emsjax.generate(tiny_model(), ragged_prompts([5, 9]), **options)

@@ -152,6 +152,9 @@ def test_when_the_iterator_raises_what_came_before_is_done_first():
         ({"sampling": emsjax.Sampling(0.9)}, "key is needed"),
         ({"attention_implementation": "own"}, "own"),
         ({"devices": []}, "devices must not be empty"),
+        ({"devices": iter([])}, "devices must not be empty"),
+        ({"devices": 3}, "devices must be a sequence of devices, not int"),
+        ({"max_len": 5, "max_new_tokens": [6]}, "max_new_tokens must be below 5, .*, not 6"),
         *(
             (
                 {"drafter": emsjax.PromptLookup(references=[[3, 4]] * count)},
