@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import linear_mosaic, ragged_attention_xla
 from pallas_kernels import ragged_attention as public_attention
-from pallas_kernels import ragged_attention_xla
 from pallas_kernels.benchmark import __main__ as benchmark
 from pallas_kernels.benchmark import measure, products, programs, report
 from pallas_kernels.benchmark.cases import Case
@@ -278,3 +278,6 @@ def test_every_tiling_that_is_timed_fits(rows):
         assert held <= 227 * 1024
         assert tiling.rows % (64 * tiling.warpgroups) == 0
     assert len(set(of_fc1)) == len(of_fc1) > 10
+    assert {tiling.rows for tiling in of_fc1} == {160: {192}, 384: {128, 192, 384}}[rows]
+    assert linear_mosaic.tiling_for(rows, 4096, 16384) in of_fc1
+    assert linear_mosaic.tiling_for(rows, 16384, 4096, split=True) in of_fc2

@@ -35,6 +35,7 @@ PRODUCTS = {  # of OPT-6.7B: inputs, outputs, parts, whether sums may be left in
 ROWS = (64, 128, 160, 192, 256, 320, 384, 512, 1024)
 WEIGHTS = 4  # of each product: more bytes than a cache holds
 ERROR_CHARACTERS = 300
+MOST_PADDED = 1.2  # rows of tiles, as a multiple of those of the smallest ones
 Product = Callable[[jax.Array, jax.Array, jax.Array], Sequence[jax.Array]]
 
 
@@ -68,10 +69,18 @@ def tilings(rows: int, inputs: int, outputs: int, parts: int, split: bool) -> di
 def fitting(
     rows: int, inputs: int, outputs: int, parts: int, split: bool
 ) -> Iterator[linear_mosaic.Tiling]:
+    """The kernel's tilings, but for those with much padding, or with small tiles of many rows."""
     unit = linear_mosaic.UNIT_ROWS
-    heights = {linear_mosaic.tile_rows(rows), 2 * unit, 4 * unit}
+    few = -(-rows // unit) * unit
+    padded = lambda height: -(-rows // height) * height
+    heights = [
+        h
+        for h in range(unit, linear_mosaic.LARGE_ROWS[0] + 1, unit)
+        if padded(h) <= MOST_PADDED * few
+    ]
+    heights = [h for h in heights if h >= min(few, 2 * unit)]
     splits = linear_mosaic.SPLITS if split else (1,)
-    sizes = itertools.product(sorted(heights), linear_mosaic.COLUMNS, splits, (1, 2, 4), (1, 2, 3))
+    sizes = itertools.product(heights, linear_mosaic.COLUMNS, splits, (1, 2, 4), (1, 2, 3))
     for height, columns, shares, cluster, warpgroups in sizes:
         fits = outputs % (columns * parts) == 0 and outputs // columns % cluster == 0
         fits &= inputs % (linear_mosaic.DEPTH * shares) == 0 and height % (unit * warpgroups) == 0
@@ -96,7 +105,8 @@ def measure(name: str, rows: int, tune: bool) -> dict[str, object]:
         ways = {"xla": ways["xla"], **tilings(rows, inputs, outputs, parts, split)}
     expected, figures = None, {}
     for way, product in ways.items():
-        every = jax.jit(lambda x, weights, bias, of=product: [of(x, w, bias) for w in weights])
+        of = jax.jit(product)  # is traced and lowered once for all weights
+        every = jax.jit(lambda x, weights, bias, of=of: [of(x, w, bias) for w in weights])
         run = functools.partial(every, x, weights, bias)
         try:
             first = whole(run()[0])
