@@ -89,7 +89,7 @@ def check_is_policy(draft_length: Any) -> None:
 
 
 def admitted_by_policy(
-    policy: "DraftLength", state: Any, fresh: Bool[Array, "b"], max_draft_tokens: int
+    policy: DraftLength, state: Any, fresh: Bool[Array, "b"], max_draft_tokens: int
 ) -> Any:
     """A policy's state where `fresh` slots begin new sequences."""
     if hasattr(policy, "admit"):

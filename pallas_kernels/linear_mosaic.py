@@ -6,6 +6,7 @@ multiply, each its part of the rows. Neighbours in a cluster share the blocks of
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -14,7 +15,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+WARPGROUP_THREADS, REGISTERS = 128, 512  # registers: of a thread, if there were one warpgroup
 FETCHING_REGISTERS = 40  # of a thread that fetches; the others get what it leaves
+OTHER_REGISTERS = 20  # of a thread that multiplies, beside its sums
 DEPTH = 64  # a swizzled line of 16-bit numbers
 LINE = 128  # bytes of a swizzled line
 UNIT_ROWS = 64  # of a matrix instruction
@@ -81,6 +84,12 @@ def most_warpgroups(rows: int) -> int:
     """Of a tile of so many rows, all with as many units."""
     units = rows // UNIT_ROWS
     return max(n for n in range(1, MOST_MULTIPLYING + 1) if units % n == 0)
+
+
+def sums_fit(rows: int, columns: int, warpgroups: int) -> bool:
+    """Whether registers of the threads that multiply hold a tile's sums, and what else is there."""
+    of_thread = (REGISTERS - FETCHING_REGISTERS) // warpgroups
+    return rows // warpgroups * columns // WARPGROUP_THREADS + OTHER_REGISTERS <= of_thread
 
 
 def stages_that_fit(rows: int, columns: int, warpgroups: int) -> int:
@@ -223,10 +232,8 @@ def _kernel(x_ref, weight_ref, *refs, tiling: Tiling, relu: bool, biased: bool):
 
 
 def _pieces(rows: int, columns: int, dtype) -> list[tuple[slice, slice]]:
-    """What is staged of a warpgroup's output at a time: columns of a line, if they divide it."""
-    width = min(LINE // jnp.dtype(dtype).itemsize, columns)
-    while columns % width:
-        width //= 2
+    """What is staged of a warpgroup's output at a time: a line of a unit's rows."""
+    width = _line(columns, dtype)
     return [
         (slice(row, row + UNIT_ROWS), slice(column, column + width))
         for row in range(0, rows, UNIT_ROWS)
@@ -236,8 +243,11 @@ def _pieces(rows: int, columns: int, dtype) -> list[tuple[slice, slice]]:
 
 def _swizzled(columns: int, dtype) -> tuple:
     """Blocks in shared memory of lines that divide this many columns."""
-    size = jnp.dtype(dtype).itemsize
-    line = LINE
-    while columns % (line // size):
-        line //= 2
-    return plgpu.TilingTransform((8, line // size)), plgpu.SwizzleTransform(line)
+    line = _line(columns, dtype)
+    bytes_of_line = line * jnp.dtype(dtype).itemsize
+    return plgpu.TilingTransform((8, line)), plgpu.SwizzleTransform(bytes_of_line)
+
+
+def _line(columns: int, dtype) -> int:
+    """Numbers of a swizzled line: as many as divide the columns."""
+    return math.gcd(LINE // jnp.dtype(dtype).itemsize, columns)

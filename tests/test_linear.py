@@ -39,8 +39,12 @@ def close(actual, expected, dtype, scale=1.0):
 )
 def test_products_equal_numpy(options, dtype, rows, in_parts):
     parts, relu, biased = (3, False, True) if in_parts else (1, True, False)
-    x, weight = random(rows, 128, dtype=dtype), random(128, 768, dtype=dtype, seed=1)
-    bias = random(768, dtype=dtype, seed=2) if biased else None
+    check_product(rows, 768, dtype, parts=parts, relu=relu, biased=biased, options=options)
+
+
+def check_product(rows, outputs, dtype, *, parts, relu, biased, options):
+    x, weight = random(rows, 128, dtype=dtype), random(128, outputs, dtype=dtype, seed=1)
+    bias = random(outputs, dtype=dtype, seed=2) if biased else None
     out = pallas_kernels.linear(x, weight, bias, parts=parts, relu=relu, **options)
     assert [y.dtype for y in out] == [x.dtype] * parts
     expected = np.float64(x) @ np.float64(weight)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_kernels import lower_for_cuda
-from test_linear import close, random
+from test_linear import check_product, random
 
 import pallas_kernels
 from pallas_kernels import linear_mosaic
@@ -29,14 +29,7 @@ MOSAIC = {"implementation": "mosaic", "interpret": True}
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_products_equal_numpy(rows, outputs, parts, relu, biased, dtype):
-    x, weight = random(rows, 128, dtype=dtype), random(128, outputs, dtype=dtype, seed=1)
-    bias = random(outputs, dtype=dtype, seed=2) if biased else None
-    out = pallas_kernels.linear(x, weight, bias, parts=parts, relu=relu, **MOSAIC)
-    assert [y.dtype for y in out] == [x.dtype] * parts
-    expected = np.float64(x) @ np.float64(weight)
-    expected += np.float64(bias) if biased else 0
-    expected = np.maximum(expected, 0) if relu else expected
-    close(np.concatenate(out, axis=1), expected, dtype, scale=20)
+    check_product(rows, outputs, dtype, parts=parts, relu=relu, biased=biased, options=MOSAIC)
 
 
 @needs_new_jax
@@ -81,10 +74,8 @@ def test_tiles_cover_the_product_and_fit_into_the_device(rows, inputs, outputs, 
     tiling = linear_mosaic.tiling_for(rows, inputs, outputs, parts=parts, split=split)
     assert outputs % (tiling.columns * tiling.cluster) == outputs // parts % tiling.columns == 0
     assert inputs % (tiling.depth * tiling.splits) == 0
-    own_rows = tiling.rows / tiling.warpgroups
-    assert own_rows % 64 == 0
-    # Of a multiprocessor's registers each warpgroup keeps its sums, and some for the rest.
-    assert own_rows * tiling.columns / 128 + 20 <= (512 - 40) / tiling.warpgroups
+    assert tiling.rows / tiling.warpgroups % 64 == 0
+    assert linear_mosaic.sums_fit(tiling.rows, tiling.columns, tiling.warpgroups)
     assert tiling.stages >= 3
     tiles = -(-rows // tiling.rows)
     assert (tiles - 1) * tiling.rows < rows <= tiles * tiling.rows

@@ -84,8 +84,7 @@ def fitting(
     for height, columns, shares, cluster, warpgroups in sizes:
         fits = outputs % (columns * parts) == 0 and outputs // columns % cluster == 0
         fits &= inputs % (linear_mosaic.DEPTH * shares) == 0 and height % (unit * warpgroups) == 0
-        sums = height // warpgroups * columns // 128  # registers of each thread
-        fits &= sums + 20 <= 472 // warpgroups
+        fits &= linear_mosaic.sums_fit(height, columns, warpgroups)
         stages = linear_mosaic.stages_that_fit(height, columns, warpgroups)
         if fits and stages >= 2:
             yield linear_mosaic.Tiling(height, columns, shares, cluster, warpgroups, stages)
