@@ -184,6 +184,7 @@ def test_what_a_target_does_not_use_is_cut_off_without_a_loss(embeddings):
             norm.scale[...] = jnp.asarray(rng.uniform(0.5, 2, 32), jnp.float32)
             norm.bias[...] = jnp.asarray(rng.normal(size=32), jnp.float32)
     model.final_layer_norm.scale[...] = jnp.full(32, 1.5)
+    model.final_layer_norm.bias[...] = jnp.asarray(rng.normal(size=32), jnp.float32)
     small = distillation.prune(model, 3, 16, embeddings, documents(*[40] * 40))
     batch = PackedSequences(documents(30, 50, 20, seed=9), 25, 4)[0]
     batch = jax.tree.map(jnp.asarray, batch)
