@@ -70,6 +70,10 @@ def ragged_attention(
     """See `pallas_kernels.ragged_attention`."""
     del positions  # they follow from cache_lengths and the order of the rows
     rows, heads, head_dim = query.shape
+    if not key_cache.shape[1]:  # a kernel needs an address: one entry, which no row sees
+        pad = lambda x: jnp.pad(x, [(0, int(axis == 1)) for axis in range(x.ndim)])
+        key_cache, value_cache = pad(key_cache), pad(value_cache)
+        cache_mask = None
     batch = key_cache.shape[0]
     most = min(rows, max_rows_per_sample or rows)
     decoding = most <= DECODE_TILES * DECODE.rows

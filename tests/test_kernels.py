@@ -121,6 +121,16 @@ def test_equals_the_float64_oracle_and_reads_no_poison(
 @every_implementation
 @every_number_of_splits
 @pytest.mark.parametrize("bound", [10, None], ids=["decode", "unbounded"])
+def test_a_cache_may_have_no_entry(implementation, programs, bound):
+    inputs = case([9, 0, 2, 1], [0] * BATCH)
+    inputs = tuple(x[:, :0] if x.ndim == 4 else x for x in inputs)
+    check(implementation, inputs, bound, programs=programs)
+    check(implementation, inputs, bound, programs=programs, cache_mask=np.zeros((BATCH, 0), bool))
+
+
+@every_implementation
+@every_number_of_splits
+@pytest.mark.parametrize("bound", [10, None], ids=["decode", "unbounded"])
 @settings(max_examples=8)
 @given(
     counts=st.lists(st.sampled_from([0, 1, 2, 9, 10]), min_size=BATCH, max_size=BATCH),
