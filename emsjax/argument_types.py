@@ -4,6 +4,7 @@ import argparse
 import re
 
 DTYPES = ("float32", "bfloat16", "float16")
+DEFAULT_DTYPE = "default: float32 on a CPU, bfloat16 on GPUs that have it, else float16"
 
 
 def positive_int(text: str) -> int:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import NoReturn
 
-from emsjax.argument_types import DTYPES, positive_int
+from emsjax.argument_types import DEFAULT_DTYPE, DTYPES, positive_int
 from emsjax.bench_arguments import (
     add_draft_length_arguments,
     add_ems_sd_arguments,
@@ -158,7 +158,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", required=True, metavar="DIR_OR_ID", help="local folder or Hugging Face id")
     add("--revision", help="branch, tag or commit of a Hugging Face id")
-    add("--dtype", choices=DTYPES, default="bfloat16", help="default: %(default)s")
+    add("--dtype", choices=DTYPES, help=DEFAULT_DTYPE)
     add("--draft-model", metavar="DIR_OR_ID", help="local folder or Hugging Face id")
     add("--draft-revision", metavar="REVISION", help="branch, tag or commit of the draft model")
 

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from emsjax.argument_types import DTYPES, names, positive_int, positive_ints
+from emsjax.argument_types import DEFAULT_DTYPE, DTYPES, names, positive_int, positive_ints
 
 # What `emsjax profile` measures if nothing else is asked for.
 PROFILED_BATCH_SIZES, PROFILED_DRAFT_TOKENS, ACCEPTANCE_RATE = (1, 8, 64), 16, 0.8
@@ -129,7 +129,7 @@ def add_subject_arguments(parser: argparse.ArgumentParser) -> None:
     add("--revision", help="branch, tag or commit of --model")
     add("--draft-model", metavar="DIR_OR_ID", help="beside --model")
     add("--draft-revision", metavar="REVISION", help="branch, tag or commit of --draft-model")
-    add("--dtype", choices=DTYPES, default="bfloat16", help="of --model (default: %(default)s)")
+    add("--dtype", choices=DTYPES, help=f"of --model; {DEFAULT_DTYPE}")
     add("--draft-shape", help="of the draft model beside --shape (default: opt-125m)")
     add("--max-new-tokens", type=positive_int, default=128, metavar="N", help="default: 128")
     add(

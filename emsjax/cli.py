@@ -35,6 +35,9 @@ def run_options(arguments: argparse.Namespace) -> RunOptions:
     if given["keep"] != "first" and given["max_prompt_tokens"] is None:
         raise ValueError("--keep needs --max-prompt-tokens: without it no prompt is cut")
     resolve_models(given)
+    from emsjax.device import dtype_name
+
+    given["dtype"] = dtype_name(given["dtype"])
     return RunOptions(**{name: given[name] for name in RunOptions.__dataclass_fields__})
 
 

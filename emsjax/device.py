@@ -18,3 +18,8 @@ def best_dtype():
     if backend == "cpu":
         return jnp.float32
     return jnp.float16 if backend == "gpu" and not runs_triton() else jnp.bfloat16
+
+
+def dtype_name(given: str | None) -> str:
+    """A type chosen by name, or that of `best_dtype`."""
+    return given or jnp.dtype(best_dtype()).name

@@ -60,7 +60,11 @@ def add_distil_arguments(parser: argparse.ArgumentParser) -> None:
     add("--learning-rate", type=float, default=1e-3, metavar="RATE", help="peak; " + shown)
     add("--warm-up-steps", **number, default=300, help=shown)
     add("--weight-decay", type=float, default=0.1, metavar="RATE", help=shown)
-    add("--dtype", choices=DTYPES, default="bfloat16", help="to compute in; " + shown)
+    add(
+        "--dtype",
+        choices=DTYPES,
+        help="to compute in; default: float32 on a CPU, bfloat16 on other devices",
+    )
     add(
         "--generations",
         type=count,

@@ -175,6 +175,14 @@ def test_sampling_is_as_asked_for(tiny_model, paths, fake, options, expected):
     assert fake.calls[0].drafter is None
 
 
+def test_a_cpu_decodes_in_float32_unless_told(tiny_model, paths, fake):
+    write_records(paths.input)
+    asked = command(tiny_model, paths)
+    place = asked.index("--dtype")
+    assert main(asked[:place] + asked[place + 2 :]) == 0
+    assert main(asked) == 0  # the same run
+
+
 def sampled_tokens(model, paths, batch_size, *drafter):
     paths.output = paths.output.with_name(f"{batch_size} {len(drafter)}.jsonl")
     options = ["--temperature", "0.8", "--top-p", "0.95", "--num-sequences", "3"]

@@ -209,7 +209,8 @@ def test_drafts_stand_as_often_as_asked_for():
 
     def of(*options):
         parsed = parser.parse_args(["bench", "ems-sd", "--shape", "tiny", *options])
-        workload = scripted(parsed)[0].workload
+        make, _ = scripted(parsed)
+        workload = make().workload
         return workload.source, workload.profile
 
     assert of() == ("prompt-lookup", CopyAcceptance())
@@ -270,9 +271,22 @@ def test_revisions_are_those_of_the_models(articles, tmp_path, tiny_model, monke
     asked += ["--draft", "draft-model", "--draft-model", str(tmp_path / "draft")]
     asked += ["--draft-revision", "refs/pr/3", "--max-new-tokens", "6"]
     parsed = make_parser("").parse_args(["bench", "ems-sd", *asked])
-    _, settings = texts(parsed)
-    assert loaded == [(str(tiny_model), "v2"), (str(tmp_path / "draft"), "refs/pr/3")]
+    make, settings = texts(parsed)
+    assert not loaded
+    make()
+    assert set(loaded) == {(str(tiny_model), "v2"), (str(tmp_path / "draft"), "refs/pr/3")}
     assert (settings["revision"], settings["draft_revision"]) == ("v2", "refs/pr/3")
+
+
+def test_results_of_another_run_are_refused_before_weights_are_read(
+    bench_texts, articles, tmp_path, monkeypatch, capsys
+):
+    output = tmp_path / "bench.json"
+    output.write_text('{"settings": {}, "entries": []}')
+    monkeypatch.setattr(emsjax.OPT, "from_pretrained", None)  # fails when it is called
+    asked = ["--data", articles, "--batch-sizes", 1, "--max-new-tokens", 6, "--output", output]
+    assert bench_texts(*asked) == 2
+    assert "bench.json holds results with other settings" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

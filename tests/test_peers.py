@@ -155,11 +155,21 @@ def test_a_trained_model_decodes_the_first_prompts_of_a_file(tmp_path):
         (("--model", str(TARGET), "--data", "x"), ("--draft-shape", "tiny"), "needs --shape"),
         (("--shape", "small"), (), "--shape must be one of"),
         (("--shape", "tiny"), ("--draft-model", "x"), "--draft-model needs --model"),
+        (("--shape", "tiny"), ("--dtype", "float32"), "--dtype needs --model"),
         (("--shape", "tiny"), ("--output", "none/x.json"), "cannot be written"),
     ],
 )
 def test_what_cannot_be_compared_is_named(model, options, error, capsys):
     assert_error(capsys, bench(*options, model=model), error)
+
+
+def test_results_of_another_run_are_refused_before_weights_are_read(tmp_path, monkeypatch, capsys):
+    data, output = tmp_path / "one.jsonl", tmp_path / "peers.json"
+    data.write_text('{"id": 1, "article": "x = 1"}')
+    output.write_text('{"settings": {}, "entries": []}')
+    monkeypatch.setattr(emsjax.OPT, "from_pretrained", None)  # fails when it is called
+    code = bench("--output", output, model=("--model", TARGET, "--data", data), sizes="1")
+    assert_error(capsys, code, "holds results with other settings")
 
 
 def test_too_few_prompts_are_named(tmp_path, capsys):

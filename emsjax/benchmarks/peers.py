@@ -95,8 +95,8 @@ def ours(subject: Subject) -> Generate:
     return generate
 
 
-def theirs(subject: Subject) -> Generate:
-    """`generate` of transformers, on the device that JAX uses.
+def torch_device() -> str:
+    """What torch calls the device that JAX uses.
 
     Raises:
         ImportError: there is no torch, or it cannot use that device; the message says so.
@@ -108,6 +108,18 @@ def theirs(subject: Subject) -> Generate:
     device = "cuda" if jax.default_backend() == "gpu" else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise ImportError("torch is installed without support for this GPU")
+    return device
+
+
+def theirs(subject: Subject) -> Generate:
+    """`generate` of transformers, on the device that JAX uses.
+
+    Raises:
+        ImportError: as `torch_device` says.
+    """
+    device = torch_device()
+    import torch
+
     model = to_torch(subject.model, device)
     arguments: dict[str, dict[str, Any]] = {
         "plain": {},

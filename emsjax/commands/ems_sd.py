@@ -2,7 +2,7 @@
 
 import argparse
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from emsjax.benchmarks.scripted import PROFILES
 from emsjax.benchmarks.sources import Scripted, Texts
 from emsjax.benchmarks.workloads import ScriptedModels, Workload
 from emsjax.commands.reporting import check_writable, make_console, make_table, progress
-from emsjax.commands.subjects import OF_TRAINED, check_absent, check_shapes, load_trained
+from emsjax.commands.subjects import OF_TRAINED, check_absent, check_shapes, read_trained
 
 OF_DRAFT = {
     "llma": ("prompt-lookup", PROFILES["llma"], ("draft_tokens", "miss", "whole", "decay")),
@@ -44,7 +44,7 @@ def bench_ems_sd(options: argparse.Namespace, command: str) -> int:
     check_writable("--plot", options.plot)
     check_writable("--output", options.output)
     rates = Rates(options.read_rate * 1e12, options.matmul_rate * 1e12)
-    source, subject = (scripted if options.model is None else texts)(options)
+    make, subject = (scripted if options.model is None else texts)(options)
     settings = {
         **subject,
         "device": profile_store.device(),
@@ -57,7 +57,7 @@ def bench_ems_sd(options: argparse.Namespace, command: str) -> int:
     results = {"command": command, **surroundings(options.commit)}
     resume(settings, results, options.output)
     ems_sd.run(
-        source,
+        make(),
         results,
         batch_sizes=options.batch_sizes or ems_sd.BATCH_SIZES,
         methods=methods,
@@ -75,8 +75,8 @@ def bench_ems_sd(options: argparse.Namespace, command: str) -> int:
     return 0 if ems_sd.all_identical(results) else 1
 
 
-def scripted(options: argparse.Namespace) -> tuple[Scripted, dict[str, Any]]:
-    """A model of random weights that says a known text, and what settings tell of it.
+def scripted(options: argparse.Namespace) -> tuple[Callable[[], Scripted], dict[str, Any]]:
+    """What makes a model of random weights that says a known text, and what settings tell of it.
 
     Raises:
         ValueError: an unknown shape, options of other models, or a parameter out of range.
@@ -92,11 +92,11 @@ def scripted(options: argparse.Namespace) -> tuple[Scripted, dict[str, Any]]:
     models = ScriptedModels(options.shape, draft_shape)
     subject = {**models.describe, "dtype": jnp.dtype(models.dtype).name}
     workload = Workload(drafts, options.max_new_tokens, profile)
-    return Scripted(models, workload), subject | {"acceptance": dataclasses.asdict(profile)}
+    return lambda: Scripted(models, workload), subject | {"acceptance": dataclasses.asdict(profile)}
 
 
-def texts(options: argparse.Namespace) -> tuple[Texts, dict[str, Any]]:
-    """A trained model and the prompts of a file, and what settings tell of them.
+def texts(options: argparse.Namespace) -> tuple[Callable[[], Texts], dict[str, Any]]:
+    """What loads a trained model for the prompts of a file, and what settings tell of both.
 
     Raises:
         ValueError: bad records, options of scripted models, or what does not suit the model.
@@ -105,13 +105,16 @@ def texts(options: argparse.Namespace) -> tuple[Texts, dict[str, Any]]:
     check_absent(options, ("draft_shape", *others), "--shape")
     if (options.draft_model is None) == (options.draft == "draft-model"):
         raise ValueError("--draft draft-model and --draft-model need each other")
-    found = load_trained(options, options.max_prompts)
-    if found.draft_model is None:
-        drafter = emsjax.PromptLookup(max_draft_tokens=options.draft_tokens or 7)
-    else:
-        drafter = emsjax.DraftModel(found.draft_model, options.draft_tokens or 4)
-    subject = {**found.describe, "draft_tokens": options.draft_tokens}
-    return Texts(found.model, drafter, found.prompts, options.max_new_tokens), subject
+    found = read_trained(options, options.max_prompts)
+
+    def make() -> Texts:
+        if found.load_draft is None:
+            drafter = emsjax.PromptLookup(max_draft_tokens=options.draft_tokens or 7)
+        else:
+            drafter = emsjax.DraftModel(found.load_draft(), options.draft_tokens or 4)
+        return Texts(found.load(), drafter, found.prompts, options.max_new_tokens)
+
+    return make, {**found.describe, "draft_tokens": options.draft_tokens}
 
 
 def parameters(options: argparse.Namespace) -> dict[str, Any]:

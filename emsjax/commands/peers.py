@@ -1,7 +1,8 @@
 """`emsjax bench peers`: this library beside transformers, as a command."""
 
 import argparse
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from emsjax import profile_store
 from emsjax.benchmarks import peers, resume, surroundings
 from emsjax.benchmarks.workloads import ScriptedModels
 from emsjax.commands.reporting import check_writable, line, make_console, make_table, progress
-from emsjax.commands.subjects import OF_TRAINED, check_absent, check_shapes, load_trained
+from emsjax.commands.subjects import OF_TRAINED, check_absent, check_shapes, read_trained
 
 BATCH_SIZES = (1, 8, 24)
 
@@ -28,12 +29,13 @@ def bench_peers(options: argparse.Namespace, command: str) -> int:
     """
     check_writable("--output", options.output)
     batch_sizes, say = options.batch_sizes or BATCH_SIZES, progress()
-    subject, describe = (scripted if options.model is None else trained)(options, max(batch_sizes))
-    libraries = {"emsjax": peers.ours(subject)}
+    make, describe = (scripted if options.model is None else trained)(options, max(batch_sizes))
+    libraries = {"emsjax": peers.ours, "transformers": peers.theirs}
     try:
-        libraries["transformers"] = peers.theirs(subject)
+        peers.torch_device()
     except ImportError as error:
         say(f"transformers is left out: {error}")
+        del libraries["transformers"]
     settings = {
         **describe,
         "device": profile_store.device(),
@@ -44,9 +46,10 @@ def bench_peers(options: argparse.Namespace, command: str) -> int:
     versions = ("transformers", "torch") if "transformers" in libraries else ()
     results = {"command": command, **surroundings(options.commit, *versions)}
     resume(settings, results, options.output)
+    subject = make()
     peers.run(
         subject,
-        libraries,
+        {name: generate_of(subject) for name, generate_of in libraries.items()},
         results,
         batch_sizes=batch_sizes,
         repeats=options.repeats,
@@ -60,8 +63,11 @@ def bench_peers(options: argparse.Namespace, command: str) -> int:
     return 0 if same else 1
 
 
-def scripted(options: argparse.Namespace, prompts: int) -> tuple[peers.Subject, dict[str, Any]]:
-    """Models of random weights and prompts that hold nearly what they say."""
+Make = Callable[[], peers.Subject]
+
+
+def scripted(options: argparse.Namespace, prompts: int) -> tuple[Make, dict[str, Any]]:
+    """Models of random weights and prompts that hold nearly what they say; settings tell what."""
     check_absent(options, OF_TRAINED, "--model")
     draft_shape = check_shapes(options.shape, options.draft_shape)
     describe = {
@@ -70,27 +76,31 @@ def scripted(options: argparse.Namespace, prompts: int) -> tuple[peers.Subject, 
         "dtype": jnp.dtype(ScriptedModels.dtype).name,
         "miscopied": peers.MISCOPIED,
     }
-    subject = peers.scripted_subject(options.shape, draft_shape, options.max_new_tokens)
-    return subject, describe
+    sizes = (options.shape, draft_shape, options.max_new_tokens)
+    return functools.partial(peers.scripted_subject, *sizes), describe
 
 
-def trained(options: argparse.Namespace, prompts: int) -> tuple[peers.Subject, dict[str, Any]]:
+def trained(options: argparse.Namespace, prompts: int) -> tuple[Make, dict[str, Any]]:
     """A trained model, and as many prompts of a file as the largest batch has.
 
     Raises:
-        ValueError: fewer prompts than that, or what `load_trained` refuses.
+        ValueError: fewer prompts than that, or what `read_trained` refuses.
     """
     check_absent(options, ("draft_shape",), "--shape")
-    found = load_trained(options, prompts)
+    found = read_trained(options, prompts)
     if len(found.prompts) < prompts:
         raise ValueError(
             f"--batch-sizes: {prompts} is more than the {len(found.prompts)} prompts of --data"
         )
     ids = [np.asarray(prompt, np.int32) for prompt in found.prompts]
-    subject = peers.Subject(
-        found.model, found.draft_model, lambda batch: ids[:batch], options.max_new_tokens
-    )
-    return subject, found.describe
+
+    def make() -> peers.Subject:
+        draft_model = None if found.load_draft is None else found.load_draft()
+        return peers.Subject(
+            found.load(), draft_model, lambda batch: ids[:batch], options.max_new_tokens
+        )
+
+    return make, found.describe
 
 
 def speeds(results: Mapping[str, Any]) -> Table:

@@ -24,6 +24,7 @@ from emsjax.benchmarks import save, step_costs, surroundings
 from emsjax.benchmarks.runs import LONG, SHORT
 from emsjax.commands.reporting import check_writable, line, make_console, progress
 from emsjax.config import OPTConfig
+from emsjax.device import dtype_name
 
 
 def profile(options: argparse.Namespace, command: str) -> None:
@@ -37,7 +38,7 @@ def profile(options: argparse.Namespace, command: str) -> None:
     measured, path = measure_and_store(
         read_config(options.model, options.revision),
         draft_config,
-        options.dtype,
+        dtype_name(options.dtype),
         batch_sizes=options.batch_sizes,
         context=options.context,
         max_draft_tokens=options.max_draft_tokens,

@@ -1,28 +1,29 @@
 """What `emsjax bench` decodes: checked shapes, or a trained model and the prompts of a file."""
 
 import argparse
-import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import emsjax
 from emsjax.arguments import flag
+from emsjax.batch_drafting import read_config
 from emsjax.batch_input import Records, survey
 from emsjax.batch_run import Prompts, check_prompts
 from emsjax.benchmarks.runs import MODELS
+from emsjax.device import dtype_name
 
 DRAFT_SHAPE = "opt-125m"
-OF_TRAINED = ("data", "revision", "draft_model", "draft_revision")  # options
+OF_TRAINED = ("data", "revision", "draft_model", "draft_revision", "dtype")  # options
 
 
 class Trained(NamedTuple):
-    """Models and tokenized prompts, and what settings tell of them."""
+    """Tokenized prompts, what settings tell of them and of the models, and what loads these."""
 
-    model: emsjax.OPT
-    draft_model: emsjax.OPT | None
     prompts: list[list[int]]
     describe: dict[str, Any]
+    load: Callable[[], emsjax.OPT]
+    load_draft: Callable[[], emsjax.OPT] | None  # None: no draft model
 
 
 def check_absent(options: argparse.Namespace, names: Iterable[str], needed: str) -> None:
@@ -44,7 +45,7 @@ def check_shapes(shape: str, draft_shape: str | None, *others: str) -> str:
     return draft_shape
 
 
-def load_trained(options: argparse.Namespace, max_prompts: int) -> Trained:
+def read_trained(options: argparse.Namespace, max_prompts: int) -> Trained:
     """`--model`, `--draft-model` if given, and the first prompts of `--data`.
 
     Raises:
@@ -63,21 +64,26 @@ def load_trained(options: argparse.Namespace, max_prompts: int) -> Trained:
         max_prompt_tokens=options.max_prompt_tokens,
     )
     prompts = list(itertools.islice(Prompts(records, cut), max_prompts))
-    load = functools.partial(emsjax.OPT.from_pretrained, dtype=options.dtype)
-    model = load(options.model, revision=options.revision)
-    check_prompts(prompts, options.max_new_tokens, model.config)
-    draft_model = None
+    config = read_config(options.model, options.revision)
+    check_prompts(prompts, options.max_new_tokens, config)
+    dtype = dtype_name(options.dtype)
+
+    def loads(model: str, revision: str | None) -> Callable[[], emsjax.OPT]:
+        return lambda: emsjax.OPT.from_pretrained(model, dtype=dtype, revision=revision)
+
+    load_draft = None
     if options.draft_model is not None:
-        draft_model = load(options.draft_model, revision=options.draft_revision)
+        load_draft = loads(options.draft_model, options.draft_revision)
     describe = {
         "model": options.model,
         "revision": options.revision,
         "draft_model": options.draft_model,
         "draft_revision": options.draft_revision,
-        "dtype": options.dtype,
+        "dtype": dtype,
         "data_sha256": data.sha256,
         "prompt_template": options.prompt_template,
         "max_prompt_tokens": options.max_prompt_tokens,
         "max_prompts": max_prompts,
     }
-    return Trained(model, draft_model, [ids for _, ids in prompts], describe)
+    load = loads(options.model, options.revision)
+    return Trained([ids for _, ids in prompts], describe, load, load_draft)
