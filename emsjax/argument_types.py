@@ -1,6 +1,7 @@
 """Values of command-line options."""
 
 import argparse
+import math
 import re
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -22,7 +23,15 @@ def count(text: str) -> int:
     return number
 
 
+def positive_float(text: str) -> float:
+    number = float(text)
+    if not (math.isfinite(number) and number > 0):
+        raise argparse.ArgumentTypeError(f"must be finite and above 0, not {text}")
+    return number
+
+
 positive_int.__name__ = count.__name__ = "integer"  # argparse: "invalid integer value"
+positive_float.__name__ = "number"
 
 
 def positive_ints(text: str) -> tuple[int, ...]:

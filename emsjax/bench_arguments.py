@@ -3,7 +3,14 @@
 import argparse
 from pathlib import Path
 
-from emsjax.argument_types import DEFAULT_DTYPE, DTYPES, names, positive_int, positive_ints
+from emsjax.argument_types import (
+    DEFAULT_DTYPE,
+    DTYPES,
+    names,
+    positive_float,
+    positive_int,
+    positive_ints,
+)
 
 # What `emsjax profile` measures if nothing else is asked for.
 PROFILED_BATCH_SIZES, PROFILED_DRAFT_TOKENS, ACCEPTANCE_RATE = (1, 8, 64), 16, 0.8
@@ -178,6 +185,16 @@ def add_ems_sd_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rate", type=float, metavar="P", help="draft-model: a token is right (default: 0.8)")
     add("--batch-sizes", type=positive_ints, metavar="N,N,...", help="default: 1 to 64")
     add("--methods", type=names, metavar="NAME,NAME,...", help="default: all")
-    add("--read-rate", type=float, default=4.35, help="TB/s of the floor (default: %(default)s)")
-    add("--matmul-rate", type=float, default=790, help="TFLOP/s of the floor (default: 790)")
+    add(
+        "--read-rate",
+        type=positive_float,
+        metavar="R",
+        help="TB/s that the device can read, for the least time of a step; known of an H200",
+    )
+    add(
+        "--matmul-rate",
+        type=positive_float,
+        metavar="R",
+        help="TFLOP/s of its large products, with --read-rate",
+    )
     add_result_arguments(parser)

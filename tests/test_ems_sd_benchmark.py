@@ -4,6 +4,7 @@ import dataclasses
 import json
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from emsjax.benchmarks.scripted import CopyAcceptance, TokenAcceptance
 from emsjax.benchmarks.sources import Scripted
 from emsjax.benchmarks.step import floor_ms
 from emsjax.cli import main
-from emsjax.commands.ems_sd import scripted, texts
+from emsjax.commands.ems_sd import rates_of, scripted, texts
 from emsjax.config import OPTConfig
 
 NEW, BATCH, RATES = 10, 3, Rates(1e12, 1e14)
@@ -166,6 +167,8 @@ def test_the_command_writes_shows_and_goes_on(tmp_path, capsys, monkeypatch):
     assert "whole run" in shown
     assert "ems" in shown
     assert "…" not in shown  # no cell is cut off
+    of = results["entries"][0]["methods"]["ems"]
+    assert (results["settings"]["rates"], of["of_floor"], of["utilisation"]) == (None, None, None)
 
     measured = []
 
@@ -184,6 +187,18 @@ def test_the_command_writes_shows_and_goes_on(tmp_path, capsys, monkeypatch):
     assert "--rate is no parameter of --draft llma" in capsys.readouterr().err
 
 
+def test_floors_are_of_the_rates_that_are_given_or_of_a_known_device(monkeypatch):
+    rates = lambda *options: rates_of(make_parser("").parse_args(["bench", "ems-sd", *options]))
+    given = ("--shape", "tiny", "--read-rate", "2", "--matmul-rate", "300")
+    assert rates(*given) == Rates(2e12, 3e14)
+    assert rates(*given[:2]) is None
+    device = SimpleNamespace(device_kind="NVIDIA H200")
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    assert rates(*given[:2]) == Rates(4.35e12, 7.9e14)
+    with pytest.raises(SystemExit):
+        rates(*given[:3], "0", *given[4:])
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [
@@ -197,6 +212,7 @@ def test_the_command_writes_shows_and_goes_on(tmp_path, capsys, monkeypatch):
         (["--max-new-tokens", "5000"], "positions"),
         (["--data", "x.jsonl"], "--data needs --model"),
         (["--revision", "main"], "--revision needs --model"),
+        (["--read-rate", "2"], "--read-rate and --matmul-rate need each other"),
     ],
 )
 def test_what_cannot_be_measured_is_named(options, error, capsys):

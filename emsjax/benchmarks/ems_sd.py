@@ -41,11 +41,11 @@ class Bench:
 
     Args:
         source: what is decoded.
-        rates: of the floor.
+        rates: of the floor; None: they are not known, and there is none.
         repeats: rounds, each of which gives a figure.
     """
 
-    def __init__(self, source: Source, batch: int, rates: Rates, repeats: int):
+    def __init__(self, source: Source, batch: int, rates: Rates | None, repeats: int):
         self.source, self.batch, self.rates = source, batch, rates
         self.repeats = repeats
         self.weights = Flat.of(source.model)  # as in `emsjax.generate`
@@ -186,9 +186,12 @@ class Bench:
         config, steps = self.source.model.config, total["live_steps"]
         rows = total["live_rows"] / steps / self.batch
         context = total["live_cached_tokens"] / steps / self.batch
-        floor = floor_ms(config, self.batch, rows, context, self.rates)
         step = 1e3 * total["live_seconds"] / steps
-        flops = step_flops(config, self.batch * rows, context)
+        floor = utilisation = None
+        if self.rates is not None:
+            floor = floor_ms(config, self.batch, rows, context, self.rates)
+            flops = step_flops(config, self.batch * rows, context)
+            utilisation = flops / (step / 1e3) / self.rates.matmul
         return {
             "tokens_per_s": spread([run["tokens"] / run["seconds"] for run in runs]),
             "live_tokens_per_s": spread([run["live_tokens"] / run["live_seconds"] for run in runs]),
@@ -199,8 +202,8 @@ class Bench:
             },
             "step_ms": step,
             "floor_ms": floor,
-            "of_floor": step / floor,
-            "utilisation": flops / (step / 1e3) / self.rates.matmul,
+            "of_floor": floor and step / floor,
+            "utilisation": utilisation,
             **self.about[method],
         }
 
@@ -234,7 +237,7 @@ def run(
     *,
     batch_sizes: Sequence[int],
     methods: Sequence[str],
-    rates: Rates,
+    rates: Rates | None = None,
     repeats: int,
     output: Path | None,
     say: Callable[[str], None],

@@ -5,13 +5,14 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from rich.table import Table
 
 import emsjax
 from emsjax import plotting, profile_store
 from emsjax.arguments import flag
-from emsjax.benchmarks import Rates, ems_sd, resume, surroundings
+from emsjax.benchmarks import MEASURED_RATES, Rates, ems_sd, resume, surroundings
 from emsjax.benchmarks.scripted import PROFILES
 from emsjax.benchmarks.sources import Scripted, Texts
 from emsjax.benchmarks.workloads import ScriptedModels, Workload
@@ -43,7 +44,7 @@ def bench_ems_sd(options: argparse.Namespace, command: str) -> int:
         plotting.check_format(options.plot)
     check_writable("--plot", options.plot)
     check_writable("--output", options.output)
-    rates = Rates(options.read_rate * 1e12, options.matmul_rate * 1e12)
+    rates = rates_of(options)
     make, subject = (scripted if options.model is None else texts)(options)
     settings = {
         **subject,
@@ -52,7 +53,7 @@ def bench_ems_sd(options: argparse.Namespace, command: str) -> int:
         "max_new_tokens": options.max_new_tokens,
         "methods": list(methods),
         "repeats": options.repeats,
-        "rates": rates.describe(),
+        "rates": rates and rates.describe(),
     }
     results = {"command": command, **surroundings(options.commit)}
     resume(settings, results, options.output)
@@ -73,6 +74,20 @@ def bench_ems_sd(options: argparse.Namespace, command: str) -> int:
     if options.plot is not None:
         plotting.ems_sd_figure(results).savefig(options.plot)
     return 0 if ems_sd.all_identical(results) else 1
+
+
+def rates_of(options: argparse.Namespace) -> Rates | None:
+    """As given, or those measured of such a device; None: nobody knows.
+
+    Raises:
+        ValueError: one without the other.
+    """
+    given = (options.read_rate, options.matmul_rate)
+    if None not in given:
+        return Rates(*(1e12 * rate for rate in given))
+    if given != (None, None):
+        raise ValueError("--read-rate and --matmul-rate need each other")
+    return MEASURED_RATES.get(jax.local_devices()[0].device_kind)
 
 
 def scripted(options: argparse.Namespace) -> tuple[Callable[[], Scripted], dict[str, Any]]:
@@ -151,8 +166,8 @@ def details(results: Mapping[str, Any]) -> Table:
                 f"{of['padding_ratio']['inputs']:.2f}",
                 f"{of['padding_ratio']['kv']:.2f}",
                 f"{of['step_ms']:.3f}",
-                f"{of['of_floor']:.2f}",
-                f"{of['utilisation']:.1%}",
+                "" if of["of_floor"] is None else f"{of['of_floor']:.2f}",
+                "" if of["utilisation"] is None else f"{of['utilisation']:.1%}",
                 "" if memory is None else f"{memory / 2**30:.1f}",
                 f"{of['compile_s']:.0f}",
             )
