@@ -30,11 +30,11 @@ def bench_peers(options: argparse.Namespace, command: str) -> int:
     check_writable("--output", options.output)
     batch_sizes, say = options.batch_sizes or BATCH_SIZES, progress()
     make, describe = (scripted if options.model is None else trained)(options, max(batch_sizes))
-    libraries = {"emsjax": peers.ours, "transformers": peers.theirs}
+    libraries, missing = {"emsjax": peers.ours, "transformers": peers.theirs}, None
     try:
         peers.torch_device()
     except ImportError as error:
-        say(f"transformers is left out: {error}")
+        missing = error
         del libraries["transformers"]
     settings = {
         **describe,
@@ -46,6 +46,8 @@ def bench_peers(options: argparse.Namespace, command: str) -> int:
     versions = ("transformers", "torch") if "transformers" in libraries else ()
     results = {"command": command, **surroundings(options.commit, *versions)}
     resume(settings, results, options.output)
+    if missing is not None:
+        say(f"transformers is left out: {missing}")
     subject = make()
     peers.run(
         subject,
