@@ -26,7 +26,7 @@ from emsjax.step_costs import COSTS, FORMAT
 
 pytestmark = pytest.mark.usefixtures("unchecked_annotations")
 
-SIZES = ["--dtype", "float32", "--batch-sizes", "1,2", "--max-draft-tokens", "2"]
+SIZES = ["--batch-sizes", "1,2", "--max-draft-tokens", "2"]
 NO_DRAFT_PAYS = {"draft_ms": 1e9}
 
 

@@ -292,6 +292,7 @@ def test_revisions_are_those_of_the_models(articles, tmp_path, tiny_model, monke
     make()
     assert set(loaded) == {(str(tiny_model), "v2"), (str(tmp_path / "draft"), "refs/pr/3")}
     assert (settings["revision"], settings["draft_revision"]) == ("v2", "refs/pr/3")
+    assert settings["dtype"] == "float32"  # the default on a CPU
 
 
 def test_results_of_another_run_are_refused_before_weights_are_read(

@@ -27,8 +27,8 @@ from typing import Any
 
 import jax
 
-from emsjax.arguments import positive_int
-from emsjax.benchmarks import Rates, measured_rates, save, surroundings
+from emsjax.argument_types import positive_float, positive_int
+from emsjax.benchmarks import MEASURED_RATES, Rates, measured_rates, save, surroundings
 from emsjax.benchmarks.runs import (
     LONG,
     MODELS,
@@ -42,6 +42,7 @@ from emsjax.config import OPTConfig
 from emsjax.kernels import resolve_kernels
 
 ITEM_BYTES = 2  # bfloat16
+H200 = MEASURED_RATES["NVIDIA H200"]
 
 
 def products(config: OPTConfig) -> list[tuple[int, int]]:
@@ -116,8 +117,9 @@ def make_parser() -> argparse.ArgumentParser:
         help="mean cached tokens of a sample (default: 900)",
     )
     add("--attention", choices=("None", "triton", "xla"), default="None", help="default: None")
-    add("--read-rate", type=float, default=4.35, help="TB/s of the floor (default: %(default)s)")
-    add("--matmul-rate", type=float, default=790, help="TFLOP/s of the floor (default: 790)")
+    known = "of the floor (default: an H200's, %(default)g)"
+    add("--read-rate", type=positive_float, default=H200.read / 1e12, help="TB/s " + known)
+    add("--matmul-rate", type=positive_float, default=H200.matmul / 1e12, help="TFLOP/s " + known)
     add("--profile-top", type=int, default=25, help="kernels listed (default: 25; 0: no profile)")
     add("--output", type=Path, help="JSON file")
     add("--commit", help="of the measured code (default: the checkout's)")

@@ -40,7 +40,7 @@ def distil(options: argparse.Namespace, command: str) -> int:
             else. Nothing has been done then.
     """
     check_losses(options.losses)
-    if options.dtype is None:
+    if options.dtype is None:  # never float16: gradients may vanish in it
         options.dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     files = [path for path in (options.data, options.held_out_data) if path is not None]
     if len(files) == 2 and files[0].resolve() == files[1].resolve():

@@ -16,6 +16,7 @@ from emsjax.commands.reporting import check_writable, line, make_console, make_t
 from emsjax.commands.subjects import OF_TRAINED, check_absent, check_shapes, read_trained
 
 BATCH_SIZES = (1, 8, 24)
+Make = Callable[[], peers.Subject]
 
 
 def bench_peers(options: argparse.Namespace, command: str) -> int:
@@ -63,9 +64,6 @@ def bench_peers(options: argparse.Namespace, command: str) -> int:
     if not (same := peers.all_identical(results)):
         line(console, "Not all tokens are identical.")
     return 0 if same else 1
-
-
-Make = Callable[[], peers.Subject]
 
 
 def scripted(options: argparse.Namespace, prompts: int) -> tuple[Make, dict[str, Any]]:
