@@ -119,7 +119,7 @@ def _kernel_for(
         return None
     module = importlib.import_module(f"pallas_kernels.linear_{name}")
     tiling = module.tiling_for(rows, inputs, outputs, parts=parts, split=split)
-    multiples = (tiling.depth * tiling.splits, tiling.columns * parts)
+    multiples = tiling.multiples(parts)
     fits = all(size % unit == 0 for size, unit in zip(weight.shape, multiples, strict=True))
     fits &= rows % module.ROW_MULTIPLE == 0 and rows <= (module.MAX_ROWS or rows)
     fits &= x.dtype.itemsize in module.ITEM_BYTES

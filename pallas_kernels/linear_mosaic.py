@@ -17,11 +17,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 WARPGROUP_THREADS, REGISTERS = 128, 512  # registers: of a thread, if there were one warpgroup
 FETCHING_REGISTERS = 40  # of a thread that fetches; the others get what it leaves
-OTHER_REGISTERS = 20  # of a thread that multiplies, beside its sums
+OTHER_REGISTERS = 32  # of a thread that multiplies, beside its sums
+MOST_REGISTERS = 255  # of a thread
 DEPTH = 64  # a swizzled line of 16-bit numbers
 LINE = 128  # bytes of a swizzled line
 UNIT_ROWS = 64  # of a matrix instruction
-MOST_MULTIPLYING = 3  # warpgroups beside the one that fetches
+WARPGROUPS = (2, 3, 1)  # beside the one that fetches, in order of preference
 LARGE_ROWS = (384, 256)  # of tiles where there are more rows than units of so many warpgroups
 COLUMNS = (128, 96, 64)  # of a tile, in order of preference
 SPLITS = (1, 2, 4, 8)
@@ -44,6 +45,10 @@ class Tiling(NamedTuple):
     stages: int  # blocks on their way
     depth: int = DEPTH  # of a block along the contracted axis
 
+    def multiples(self, parts: int) -> tuple[int, int]:
+        """What numbers of inputs and of outputs are multiples of."""
+        return self.depth * self.splits, columns_multiple(self.columns, parts)
+
 
 def tiling_for(
     rows: int, inputs: int, outputs: int, *, parts: int = 1, split: bool = False
@@ -57,7 +62,7 @@ def tiling_for(
         (splits, columns)
         for splits in (SPLITS if split else SPLITS[:1])
         for columns in COLUMNS
-        if inputs % (DEPTH * splits) == 0 and outputs % (columns * parts) == 0
+        if inputs % (DEPTH * splits) == 0 and outputs % columns_multiple(columns, parts) == 0
     ]
 
     def work(candidate):
@@ -67,7 +72,7 @@ def tiling_for(
 
     splits, columns = min(candidates, key=work, default=(SPLITS[0], COLUMNS[-1]))
     cluster = 2 if outputs // columns % 2 == 0 else 1
-    warpgroups = most_warpgroups(of_rows)
+    warpgroups = warpgroups_of(of_rows, columns)
     stages = stages_that_fit(of_rows, columns, warpgroups)
     return Tiling(of_rows, columns, splits, cluster, warpgroups, stages)
 
@@ -75,20 +80,26 @@ def tiling_for(
 def tile_rows(rows: int) -> int:
     """Few: all of them. Many: as few as possible beyond the last."""
     units = pl.cdiv(rows, UNIT_ROWS)
-    if units <= MOST_MULTIPLYING:
+    if units <= max(WARPGROUPS):
         return units * UNIT_ROWS
     return min(LARGE_ROWS, key=lambda tile: pl.cdiv(rows, tile) * tile)
 
 
-def most_warpgroups(rows: int) -> int:
-    """Of a tile of so many rows, all with as many units."""
+def columns_multiple(columns: int, parts: int) -> int:
+    """Of outputs in tiles of so many columns: each line of a tile lies in one part."""
+    return math.lcm(columns, _line(columns, jnp.bfloat16) * parts)
+
+
+def warpgroups_of(rows: int, columns: int) -> int:
+    """Of a tile, all with as many units."""
     units = rows // UNIT_ROWS
-    return max(n for n in range(1, MOST_MULTIPLYING + 1) if units % n == 0)
+    fit = (n for n in WARPGROUPS if units % n == 0 and sums_fit(rows, columns, n))
+    return next(fit)
 
 
 def sums_fit(rows: int, columns: int, warpgroups: int) -> bool:
     """Whether registers of the threads that multiply hold a tile's sums, and what else is there."""
-    of_thread = (REGISTERS - FETCHING_REGISTERS) // warpgroups
+    of_thread = min(MOST_REGISTERS, (REGISTERS - FETCHING_REGISTERS) // warpgroups)
     return rows // warpgroups * columns // WARPGROUP_THREADS + OTHER_REGISTERS <= of_thread
 
 
@@ -149,18 +160,6 @@ def _kernel(x_ref, weight_ref, *refs, tiling: Tiling, relu: bool, biased: bool):
         plgpu.wgmma_wait(0)
         return sums
 
-    def write(out, column, values, staged):
-        for rows, columns in pieces:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            staged[warpgroup] = values[rows, columns]
-            plgpu.commit_smem()
-            target = (
-                pl.ds(first_row + skipped_rows + rows.start, rows.stop - rows.start),
-                pl.ds(column + columns.start, columns.stop - columns.start),
-            )
-            # Rows beyond the last are left out.
-            plgpu.copy_smem_to_gmem(staged.at[warpgroup], out.at[target])
-
     def finish(sums, staged):
         values = sums[...]
         if biased:
@@ -170,16 +169,30 @@ def _kernel(x_ref, weight_ref, *refs, tiling: Tiling, relu: bool, biased: bool):
         if relu:
             values = jnp.maximum(values, 0)
         values = values.astype(outputs[0].dtype)
+        for rows, columns in pieces:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            staged[warpgroup] = values[rows, columns]
+            plgpu.commit_smem()
+            write(first_row + skipped_rows + rows.start, first_column + columns.start, staged)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def write(row, column, staged):
+        piece = staged.at[warpgroup]
+
+        def into(out, column):
+            # Rows beyond the last are left out.
+            at = pl.ds(row, piece.shape[0]), pl.ds(column, piece.shape[1])
+            plgpu.copy_smem_to_gmem(piece, out.at[at])
+
         if tiling.splits > 1:
-            write(outputs[0].at[split], first_column, values, staged)
+            into(outputs[0].at[split], column)
         elif len(outputs) == 1:
-            write(outputs[0], first_column, values, staged)
+            into(outputs[0], column)
         else:
             width = outputs[0].shape[1]
             for part, out in enumerate(outputs):
-                here = functools.partial(write, out, first_column - part * width, values, staged)
-                pl.when(first_column // width == part)(here)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                here = functools.partial(into, out, column - part * width)
+                pl.when(column // width == part)(here)
 
     lines = _swizzled(tiling.columns, x_ref.dtype)  # one form for both factors
     pipeline = functools.partial(

@@ -13,13 +13,17 @@ from pallas_kernels.implementations import matmul_precision, stages_that_fit
 
 
 class Tiling(NamedTuple):
-    """Sizes of one launch. Weights' sizes are multiples of depth * splits and of columns."""
+    """Sizes of one launch."""
 
     columns: int  # of a program's tile of the weights
     depth: int  # of a block along the contracted axis
     splits: int  # shares of the contracted axis
     num_warps: int
     num_stages: int
+
+    def multiples(self, parts: int) -> tuple[int, int]:
+        """What numbers of inputs and of outputs are multiples of."""
+        return self.depth * self.splits, self.columns * parts
 
 
 # By the padded number of rows: the tilings of whole products and of sums in shares.

@@ -33,6 +33,12 @@ def test_products_equal_numpy(rows, outputs, parts, relu, biased, dtype):
 
 
 @needs_new_jax
+def test_a_tile_may_have_columns_of_two_parts(monkeypatch):
+    monkeypatch.setattr(linear_mosaic, "COLUMNS", (96,))
+    check_product(72, 576, "bfloat16", parts=3, relu=False, biased=True, options=MOSAIC)
+
+
+@needs_new_jax
 @pytest.mark.parametrize("rows", [104, 264])
 def test_sums_add_up_to_the_product(rows):
     x, weight = random(rows, 512, dtype="bfloat16"), random(512, 256, dtype="bfloat16", seed=1)
@@ -72,8 +78,9 @@ def test_the_kernels_lower_for_cuda(rows, monkeypatch):
 )
 def test_tiles_cover_the_product_and_fit_into_the_device(rows, inputs, outputs, parts, split):
     tiling = linear_mosaic.tiling_for(rows, inputs, outputs, parts=parts, split=split)
-    assert outputs % (tiling.columns * tiling.cluster) == outputs // parts % tiling.columns == 0
-    assert inputs % (tiling.depth * tiling.splits) == 0
+    of_inputs, of_outputs = tiling.multiples(parts)
+    assert inputs % of_inputs == outputs % of_outputs == 0
+    assert outputs % (tiling.columns * tiling.cluster) == outputs // parts % 32 == 0
     assert tiling.rows / tiling.warpgroups % 64 == 0
     assert linear_mosaic.sums_fit(tiling.rows, tiling.columns, tiling.warpgroups)
     assert tiling.stages >= 3

@@ -15,6 +15,7 @@ import json
 import pathlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -80,9 +81,10 @@ def fitting(
     ]
     heights = [h for h in heights if h >= min(few, 2 * unit)]
     splits = linear_mosaic.SPLITS if split else (1,)
-    sizes = itertools.product(heights, linear_mosaic.COLUMNS, splits, (1, 2, 4), (1, 2, 3))
+    sizes = itertools.product(heights, linear_mosaic.COLUMNS, splits, (1, 2), (1, 2, 3))
     for height, columns, shares, cluster, warpgroups in sizes:
-        fits = outputs % (columns * parts) == 0 and outputs // columns % cluster == 0
+        multiple = linear_mosaic.columns_multiple(columns, parts)
+        fits = outputs % multiple == 0 and outputs // columns % cluster == 0
         fits &= inputs % (linear_mosaic.DEPTH * shares) == 0 and height % (unit * warpgroups) == 0
         fits &= linear_mosaic.sums_fit(height, columns, warpgroups)
         stages = linear_mosaic.stages_that_fit(height, columns, warpgroups)
@@ -102,19 +104,23 @@ def measure(name: str, rows: int, tune: bool) -> dict[str, object]:
     ways = implementations(parts, split)
     if tune:
         ways = {"xla": ways["xla"], **tilings(rows, inputs, outputs, parts, split)}
-    expected, figures = None, {}
-    for way, product in ways.items():
+
+    def build(product):
         of = jax.jit(product)  # is traced and lowered once for all weights
-        every = jax.jit(lambda x, weights, bias, of=of: [of(x, w, bias) for w in weights])
-        run = functools.partial(every, x, weights, bias)
+        every = jax.jit(lambda x, weights, bias: [of(x, weight, bias) for weight in weights])
+        return every.lower(x, weights, bias).compile()
+
+    with ThreadPoolExecutor() as pool:  # compilers run side by side, and what is timed alone
+        programs = {way: pool.submit(build, product) for way, product in ways.items()}
+    expected, figures = whole(ways["xla"](x, weights[0], bias)), {}
+    for way, program in programs.items():
         try:
-            first = whole(run()[0])
+            run = functools.partial(program.result(), x, weights, bias)
+            error = float(np.abs(whole(run()[0]) - expected).max())
         except Exception as error:  # of a compiler or a driver: the others are still of interest
             figures[way] = {"error": str(error)[:ERROR_CHARACTERS]}
             continue
         seconds = time_runs(run, FULL.repetitions, FULL.seconds)
-        expected = whole(ways["xla"](x, weights[0], bias)) if expected is None else expected
-        error = float(np.abs(first - expected).max())
         figures[way] = {**best_and_median_us(seconds, WEIGHTS), "max_error": error}
     return {"product": name, "rows": rows, "implementations": figures}
 
