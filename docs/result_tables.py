@@ -330,6 +330,10 @@ def distillation(results: Results) -> list[str]:
     settings, found = results["settings"], results["results"]
     config, parameters = found["config"], found["parameters"]
     losses = ", ".join(f"{name} {weight:g}" for name, weight in settings["losses"].items())
+    continuations = "no continuations by the target"
+    if settings["generations"]:
+        at = f"at temperature {settings['temperature']:g}"
+        continuations = f"{settings['generations']} continuations by the target, {at}"
     rows = []
     for name in ("plain", "before", "after"):
         of = found[name]
@@ -344,7 +348,7 @@ def distillation(results: Results) -> list[str]:
         f"{parameters['draft']:,} parameters, for a target of {parameters['target']:,} "
         f"(`{settings['target']}`). Start: {settings['draft_model'] or settings['start']}. "
         f"{settings['steps']} steps of {settings['batch_size']} x {settings['sequence_length']} "
-        f"tokens, {losses}; {settings['generations']} continuations by the target. Evaluated on "
+        f"tokens, {losses}; {continuations}. Evaluated on "
         f"{settings['held_out']} texts, {settings['max_new_tokens']} greedy tokens each.",
         table(["", "acceptance rate", *positions, "mean acceptance length", "tokens/s"], rows),
     ]

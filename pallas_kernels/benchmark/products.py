@@ -34,7 +34,7 @@ PRODUCTS = {  # of OPT-6.7B: inputs, outputs, parts, whether sums may be left in
     "fc2": (16384, 4096, 1, True),
 }
 ROWS = (64, 128, 160, 192, 256, 320, 384, 512, 1024)
-WEIGHTS = 4  # of each product: more bytes than a cache holds
+WEIGHTS = 16  # of each product: more bytes than a cache holds, more time than a launch takes
 ERROR_CHARACTERS = 300
 MOST_PADDED = 1.2  # rows of tiles, as a multiple of those of the smallest ones
 Product = Callable[[jax.Array, jax.Array, jax.Array], Sequence[jax.Array]]
