@@ -53,6 +53,7 @@ def add_layer_norm(
     return with_gradient_of(reference, launch)(x, y, y_bias, scale, bias)
 
 
+@functools.partial(jax.jit, static_argnames=("epsilon", "dtype", "interpret"))
 def _launch(x, y, y_bias, scale, bias, *, epsilon, dtype, interpret):
     vectors = {"y_bias": y_bias, "scale": scale, "bias": bias}
     vectors = {name: vector for name, vector in vectors.items() if vector is not None}

@@ -45,18 +45,19 @@ def extend_rows(
         return [jnp.pad(x, padding) for x in arrays]
     extended = []
     for start in range(0, len(arrays), ARRAYS_PER_LAUNCH):
-        flat = [x.reshape(rows, -1) for x in arrays[start : start + ARRAYS_PER_LAUNCH]]
-        extended += _launch(flat, num_rows, interpret)
+        # Rows lie one behind the other: what is copied is the beginning of what is returned.
+        flat = [x.ravel() for x in arrays[start : start + ARRAYS_PER_LAUNCH]]
+        extended += _launch(flat, flat[0].size // rows * num_rows, interpret)
     return [x.reshape(num_rows, *rest) for x in extended]
 
 
-def _launch(arrays, num_rows, interpret):
-    count, (rows, width) = len(arrays), arrays[0].shape
-    tile = min(NUMBERS_PER_PROGRAM, pl.next_power_of_2(width))
+def _launch(arrays, size, interpret):
+    count, given = len(arrays), arrays[0].size
+    tile = min(NUMBERS_PER_PROGRAM, pl.next_power_of_2(given))
     return pl.pallas_call(
         functools.partial(_kernel, count=count, tile=tile),
-        grid=(rows, pl.cdiv(count, ARRAYS_PER_PROGRAM), pl.cdiv(width, tile)),
-        out_shape=[jax.ShapeDtypeStruct((num_rows, width), x.dtype) for x in arrays],
+        grid=(pl.cdiv(given, tile), pl.cdiv(count, ARRAYS_PER_PROGRAM)),
+        out_shape=[jax.ShapeDtypeStruct((size,), x.dtype) for x in arrays],
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="extend_rows",
@@ -64,16 +65,15 @@ def _launch(arrays, num_rows, interpret):
 
 
 def _kernel(*refs, count: int, tile: int):
-    arrays, extended = refs[:count], refs[count:]  # [rows, width] and [num_rows, width]
-    row, group = pl.program_id(0), pl.program_id(1)
-    column = pl.program_id(2) * tile + jnp.arange(tile)
-    mask = column < arrays[0].shape[1]
+    arrays, extended = refs[:count], refs[count:]
+    place, group = pl.program_id(0) * tile + jnp.arange(tile), pl.program_id(1)
+    mask = place < arrays[0].shape[0]
 
     def copy(first):
         part = slice(first, first + ARRAYS_PER_PROGRAM)
-        loaded = [plgpu.load(ref.at[row, column], mask=mask) for ref in arrays[part]]
+        loaded = [plgpu.load(ref.at[place], mask=mask) for ref in arrays[part]]
         for ref, x in zip(extended[part], loaded, strict=True):
-            plgpu.store(ref.at[row, column], x, mask=mask)
+            plgpu.store(ref.at[place], x, mask=mask)
 
     for index, first in enumerate(range(0, count, ARRAYS_PER_PROGRAM)):
         pl.when(group == index)(functools.partial(copy, first))

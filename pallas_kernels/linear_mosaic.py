@@ -109,6 +109,7 @@ def stages_that_fit(rows: int, columns: int, warpgroups: int) -> int:
     return min(MOST_STAGES, (SHARED_BYTES - staged) // (2 * DEPTH * (rows + columns)))
 
 
+@functools.partial(jax.jit, static_argnames=("tiling", "parts", "relu", "interpret"))
 def launch(
     x: Array,  # [rows, inputs]
     weight: Array,  # [inputs, outputs]

@@ -59,6 +59,7 @@ def _tile_rows(rows: int) -> int:
     return max(16, pl.next_power_of_2(rows))
 
 
+@functools.partial(jax.jit, static_argnames=("tiling", "parts", "relu", "interpret"))
 def launch(
     x: Array,  # [rows, inputs]
     weight: Array,  # [inputs, outputs]

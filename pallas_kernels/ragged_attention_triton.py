@@ -76,16 +76,51 @@ def ragged_attention(
         cache_mask = None
     batch = key_cache.shape[0]
     most = min(rows, max_rows_per_sample or rows)
-    decoding = most <= DECODE_TILES * DECODE.rows
-    if decoding:
-        tiling, few = _decode_tiling(head_dim, batch * heads), None
+    splits, few = 1, None
+    if most <= DECODE_TILES * DECODE.rows:
+        tiling = _decode_tiling(head_dim, batch * heads)
+        if batch * heads < 3 * PROGRAMS_WANTED // 4:
+            splits = pl.cdiv(PROGRAMS_WANTED, heads)
     else:
         tiling = PREFILL_FLOAT32 if query.dtype.itemsize > 2 else PREFILL
         few = tiling._replace(rows=FEW_ROWS)
-    max_tiles = pl.cdiv(most, tiling.rows)
-    splits = 1
-    if decoding and batch * heads < 3 * PROGRAMS_WANTED // 4:
-        splits = pl.cdiv(PROGRAMS_WANTED, heads)
+    masks = {"ancestors": ancestors, "cache": cache_mask}
+    return _launch(
+        query,
+        (key, value),
+        (key_cache, value_cache),
+        segment_ids,
+        cache_lengths,
+        {name: mask for name, mask in masks.items() if mask is not None},
+        scale=head_dim**-0.5 if scale is None else float(scale),
+        tiling=tiling,
+        few=few,
+        splits=splits,
+        max_tiles=pl.cdiv(most, tiling.rows),
+        interpret=interpret,
+    )
+
+
+# Compiled for itself: layers of the same shapes are traced and lowered once.
+@functools.partial(
+    jax.jit, static_argnames=("scale", "tiling", "few", "splits", "max_tiles", "interpret")
+)
+def _launch(
+    query,
+    fresh,
+    cached,
+    segment_ids,
+    cache_lengths,
+    masks,
+    *,
+    scale: float,
+    tiling: Tiling,
+    few: Tiling | None,
+    splits: int,
+    max_tiles: int,
+    interpret: bool,
+):
+    heads, head_dim = query.shape[1:]
     items = work_items.plan(
         segment_ids,
         cache_lengths,
@@ -99,15 +134,12 @@ def ragged_attention(
     whole = splits == 1
     shares = (num_items, tiling.rows, heads)
     f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-    masks = {"ancestors": ancestors, "cache": cache_mask}
-    masks = {name: mask.astype(jnp.int8) for name, mask in masks.items() if mask is not None}
-
     kernel = functools.partial(
         _kernel,
         tiling=tiling,
-        scale=head_dim**-0.5 if scale is None else scale,
+        scale=scale,
         head_dim=head_dim,
-        decoding=decoding,
+        decoding=few is None,
         one_tile=max_tiles == 1,
         few=few,
         masks=tuple(masks),
@@ -125,12 +157,19 @@ def ragged_attention(
             num_warps=tiling.num_warps,
             num_stages=stages_that_fit(
                 tiling.num_stages,
-                2 * tiling.keys * padded(head_dim) * key_cache.dtype.itemsize,
+                2 * tiling.keys * padded(head_dim) * cached[0].dtype.itemsize,
             ),
         ),
         interpret=interpret,
         name="ragged_attention",
-    )(items.fields, items.num_real, query, key, value, key_cache, value_cache, *masks.values())
+    )(
+        items.fields,
+        items.num_real,
+        query,
+        *fresh,
+        *cached,
+        *(mask.astype(jnp.int8) for mask in masks.values()),
+    )
     if whole:
         return outputs
     of_query = jax.ShapeDtypeStruct(query.shape, query.dtype)

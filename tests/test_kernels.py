@@ -5,6 +5,7 @@ Where the device runs Triton its kernels are compiled, elsewhere interpreted.
 
 import contextlib
 import functools
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -426,6 +427,16 @@ def test_the_triton_attention_lowers_for_cuda(dtype, head_dim, batch, bound, mas
     ints = [(48, "int32"), (48, "int32"), (batch, "int32")]
     shapes = {"ancestors": (48, 8, "bool"), "cache_mask": (batch, 1024, "bool")}
     lower_for_cuda(attention, *[fresh] * 3, *[cache] * 2, *ints, *[shapes[mask] for mask in masks])
+
+
+def test_no_missing_module_is_searched_for_while_a_kernel_is_lowered(monkeypatch):
+    """Once for every value in it: that took longer than all the rest."""
+    searched = []
+    finder = SimpleNamespace(find_spec=lambda name, *_: searched.append(name))
+    monkeypatch.setattr("pallas_kernels.implementations.runs_triton", lambda: True)
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+    lower_for_cuda(lambda *arrays: pallas_kernels.extend_rows(arrays, 11), (7, 33, "bfloat16"))
+    assert not [name for name in searched if name.endswith(".tt")]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
