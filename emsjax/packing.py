@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-MAX_BUCKETS = 11
+MAX_BUCKETS = 11  # from one row per sample on
 MIN_BUCKET_ROWS = 16  # the rows of a matrix unit's tile: fewer cost the same
 # From how many rows on they are told apart, and in how many steps to twice as many. On a GPU the
 # first 64 cost nearly nothing, since a step reads all weights anyway, and up to about 200 each
@@ -86,7 +86,8 @@ def row_buckets(batch: int, max_rows_per_sample: int) -> tuple[int, ...]:
 
     From one row per sample to all; between them powers of two, and where rows cost something in
     the finest steps of whole tiles with which these are few (each bucket is compiled once), and
-    each saves a twelfth of the most rows.
+    each saves a twelfth of the most rows. With drafts also fewer, powers of four, for when most
+    samples have ended.
     """
     most = batch * max_rows_per_sample
     least = min(most, max(batch, MIN_BUCKET_ROWS))
@@ -97,7 +98,8 @@ def row_buckets(batch: int, max_rows_per_sample: int) -> tuple[int, ...]:
     choices = [between(_stepped(powers, steps)) for steps in (*RESOLUTIONS, {})]
     fitting = [sizes for sizes in choices if len(sizes) <= MAX_BUCKETS - 2]
     sizes = max(fitting, key=len, default=between(powers[::2]))
-    return tuple(sorted({least, *sizes, most}))
+    fewer = [n for n in powers[::2] if 3 * n <= 2 * least and max_rows_per_sample > 1]
+    return tuple(sorted({*fewer, least, *sizes, most}))
 
 
 def _stepped(powers: Sequence[int], steps: Mapping[int, int]) -> set[int]:

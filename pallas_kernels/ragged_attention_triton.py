@@ -79,7 +79,9 @@ def ragged_attention(
     splits, few = 1, None
     if most <= DECODE_TILES * DECODE.rows:
         tiling = _decode_tiling(head_dim, batch * heads)
-        if batch * heads < 3 * PROGRAMS_WANTED // 4:
+        # Of so few rows more samples would have short drafts. Where they do, keys stay uncut.
+        samples = min(batch, pl.cdiv(rows, most))
+        if samples * heads < 3 * PROGRAMS_WANTED // 4:
             splits = pl.cdiv(PROGRAMS_WANTED, heads)
     else:
         tiling = PREFILL_FLOAT32 if query.dtype.itemsize > 2 else PREFILL

@@ -39,7 +39,7 @@ FIELDS = (
 
 def num_items(rows: int, batch: int, tile: int, splits: int, max_tiles: int) -> int:
     """Static upper bound of the items that `plan` may need."""
-    tiles = min(pl.cdiv(rows, tile) + batch, batch * max_tiles)
+    tiles = min(rows, pl.cdiv(rows, tile) + batch, batch * max_tiles)
     # Beside the first one of each sample there are less than `splits` shares, and each tile of
     # the sample has its own.
     return tiles if splits == 1 else tiles + splits * max_tiles

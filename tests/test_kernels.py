@@ -257,6 +257,25 @@ def test_every_dtype_and_head_dim(implementation, dtype, head_dim, bound):
     check(implementation, inputs, bound, rtol=tolerance)
 
 
+@pytest.mark.parametrize("drafted", [[7, 7], [15], [0] * 16, [3, 0, 1]])
+def test_rows_of_a_few_samples_of_a_large_batch(drafted):
+    """Most samples have ended, or drafted nothing: as many rows, of two samples or of sixteen."""
+    counts, lengths = np.zeros(24, int), np.arange(24) % MAX_LEN
+    counts[5 : 5 + len(drafted)] = np.array(drafted) + 1
+    check("triton", case(counts, lengths, rows=16), 16)
+
+
+@pytest.mark.parametrize(("rows", "cut"), [(16, True), (64, False)])
+def test_keys_are_cut_where_few_samples_of_a_large_batch_have_rows(rows, cut, monkeypatch):
+    """At the sizes of OPT-6.7B: two samples would leave most of a device idle, and eight do not."""
+    monkeypatch.setattr("pallas_kernels.implementations.runs_triton", lambda: True)
+    fresh, cache = (jnp.zeros(shape) for shape in ((rows, 32, 16), (24, 64, 32, 16)))
+    ints = [jnp.zeros(size, jnp.int32) for size in (rows, rows, 24)]
+    attention = functools.partial(pallas_kernels.ragged_attention, max_rows_per_sample=8)
+    jaxpr = jax.make_jaxpr(attention)(*[fresh] * 3, *[cache] * 2, *ints)
+    assert ("ragged_attention_combine" in str(jaxpr)) == cut
+
+
 @every_implementation
 @every_number_of_splits
 @pytest.mark.parametrize("bound", [10, None], ids=["decode", "unbounded"])
