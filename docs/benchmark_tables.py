@@ -96,6 +96,13 @@ KINDS = (
         tables.overheads,
     ),
     Kind(
+        "Products",
+        "pallas_kernels.benchmark.products",
+        "Packed rows times the weights of a layer, by each implementation that takes so many rows. "
+        "`default` is what a model uses.",
+        tables.products,
+    ),
+    Kind(
         "Kernels",
         "pallas_kernels.benchmark",
         "Attention of packed rows and the commit of keys and values. `cudnn` is the padded "

@@ -39,6 +39,23 @@ def step(results: Results) -> list[str]:
     ]
 
 
+def products(results: Results) -> list[str]:
+    entries = results["products"]
+    names = list(dict.fromkeys(name for of in entries for name in of["implementations"]))
+    rows = [
+        [
+            f"{of['product']}, {of['inputs']} x {of['outputs']}",
+            of["rows"],
+            *(number(of["implementations"].get(name, {}).get("median_us"), 1) for name in names),
+        ]
+        for of in entries
+    ]
+    return [
+        "OPT-6.7B's weights, bfloat16. Median microseconds, launches hidden.",
+        table(["product", "rows", *(f"`{name}`" for name in names)], rows),
+    ]
+
+
 def kernels(results: Results) -> list[str]:
     names, settings = list(results["implementations"]), results["settings"]
     median = lambda of: [number(of.get(name, {}).get("median_us"), 1) for name in names]

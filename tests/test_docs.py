@@ -314,6 +314,23 @@ NOT_YET = {  # kinds of which no results may be committed, as their writers make
         },
         ["| 24 | 1.023 |", "| 24 | 140 | 20% | 144 | 5.12 | 5.00 |"],
     ),
+    "python -m pallas_kernels.benchmark.products": (
+        {
+            "products": [
+                {
+                    "product": "fc1",
+                    "inputs": 4096,
+                    "outputs": 16384,
+                    "rows": 192,
+                    "implementations": {
+                        "xla": {"median_us": 47.52},
+                        "triton": {"error": "at most 128 rows"},
+                    },
+                }
+            ]
+        },
+        ["| product | rows | `xla` | `triton` |", "| fc1, 4096 x 16384 | 192 | 47.5 |  |"],
+    ),
     "python -m emsjax.benchmarks.first_call": (
         {
             "settings": {

@@ -122,7 +122,8 @@ def measure(name: str, rows: int, tune: bool) -> dict[str, object]:
             continue
         seconds = time_runs(run, FULL.repetitions, FULL.seconds)
         figures[way] = {**best_and_median_us(seconds, WEIGHTS), "max_error": error}
-    return {"product": name, "rows": rows, "implementations": figures}
+    sizes = {"inputs": inputs, "outputs": outputs}
+    return {"product": name, "rows": rows, **sizes, "implementations": figures}
 
 
 def whole(parts: Sequence[jax.Array]) -> np.ndarray:
