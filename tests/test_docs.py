@@ -424,6 +424,7 @@ NOT_YET = {  # kinds of which no results may be committed, as their writers make
                 "sequence_length": 1024,
                 "losses": {"forward-kl": 0.9},
                 "generations": 5,
+                "temperature": 0.5,
                 "held_out": 16,
                 "max_new_tokens": 128,
                 "draft_tokens": 2,
@@ -448,6 +449,7 @@ NOT_YET = {  # kinds of which no results may be committed, as their writers make
         },
         [
             "1,000 parameters, for a target of 9,000 (`a`). Start: random. 7 steps",
+            "5 continuations by the target, at temperature 0.5.",
             "| plain |  |  |  | 1.00 | 100 |",
             "| after | 0.750 | 0.875 | 0.750 | 2.50 | 250 |",
         ],
