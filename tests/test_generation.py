@@ -70,16 +70,16 @@ def test_a_sample_does_not_depend_on_the_batch_around_it(lengths):
 
 def test_the_last_sequences_of_a_large_batch_are_fed_alone():
     """In steps of fewer rows than the batch has sequences."""
-    model, prompts = tiny_model(), ragged_prompts([1 + i % 9 for i in range(40)])
-    drafter = emsjax.PromptLookup(match_length=1, max_draft_tokens=4, search_generated=True)
-    limits = np.array([2] * 38 + [NEW, NEW - 3])
+    model, prompts = tiny_model(), ragged_prompts([1 + i % 9 for i in range(24)])
+    drafter = emsjax.PromptLookup(match_length=1, max_draft_tokens=2, search_generated=True)
+    limits = np.array([2] * 22 + [NEW, NEW - 3])
     plain = emsjax.generate(model, prompts, max_new_tokens=limits)
     out = emsjax.generate(model, prompts, drafter, max_new_tokens=limits)
     np.testing.assert_array_equal(out.tokens, plain.tokens)
     stats = out.stats
     real = (stats.num_steps + stats.num_drafted).sum()
     assert stats.model_calls > 10
-    assert real * (1 + stats.padding_ratio.inputs) <= 2 * 64 + 16 * (stats.model_calls - 2)
+    assert real * (1 + stats.padding_ratio.inputs) <= 2 * 72 + 16 * (stats.model_calls - 2)
 
 
 def stepped(model, drafter, state, steps, poison=False):
