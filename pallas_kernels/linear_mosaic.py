@@ -93,8 +93,7 @@ def columns_multiple(columns: int, parts: int) -> int:
 def warpgroups_of(rows: int, columns: int) -> int:
     """Of a tile, all with as many units."""
     units = rows // UNIT_ROWS
-    fit = (n for n in WARPGROUPS if units % n == 0 and sums_fit(rows, columns, n))
-    return next(fit)
+    return next(n for n in WARPGROUPS if units % n == 0 and sums_fit(rows, columns, n))
 
 
 def sums_fit(rows: int, columns: int, warpgroups: int) -> bool:

@@ -277,7 +277,9 @@ def test_every_tiling_that_is_timed_fits(rows):
         held = tiling.stages * 2 * tiling.depth * (tiling.rows + tiling.columns)
         assert held <= 227 * 1024
         assert tiling.rows % (64 * tiling.warpgroups) == 0
-    assert len(set(of_fc1)) == len(of_fc1) > 5
+    assert len(set(of_fc1)) == len(of_fc1) == {160: 8, 384: 24}[rows]
+    assert len(set(of_fc2)) == len(of_fc2) == {160: 32, 384: 96}[rows]
+    assert {(t.columns, t.cluster) for t in of_fc1} == {(64, 1), (64, 2), (128, 1), (128, 2)}
     assert {tiling.rows for tiling in of_fc1} == {160: {192}, 384: {128, 192, 384}}[rows]
     assert linear_mosaic.tiling_for(rows, 4096, 16384) in of_fc1
     assert linear_mosaic.tiling_for(rows, 16384, 4096, split=True) in of_fc2
