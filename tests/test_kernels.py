@@ -257,12 +257,13 @@ def test_every_dtype_and_head_dim(implementation, dtype, head_dim, bound):
     check(implementation, inputs, bound, rtol=tolerance)
 
 
+@every_number_of_splits
 @pytest.mark.parametrize("drafted", [[7, 7], [15], [0] * 16, [3, 0, 1]])
-def test_rows_of_a_few_samples_of_a_large_batch(drafted):
+def test_rows_of_a_few_samples_of_a_large_batch(drafted, programs):
     """Most samples have ended, or drafted nothing: as many rows, of two samples or of sixteen."""
     counts, lengths = np.zeros(24, int), np.arange(24) % MAX_LEN
     counts[5 : 5 + len(drafted)] = np.array(drafted) + 1
-    check("triton", case(counts, lengths, rows=16), 16)
+    check("triton", case(counts, lengths, rows=16), 16, programs=programs)
 
 
 @pytest.mark.parametrize(("rows", "cut"), [(16, True), (64, False)])
