@@ -120,7 +120,7 @@ def launch(
     interpret: bool,
 ) -> tuple[Array, ...]:
     """The product's parts, or float32 [splits, rows, outputs]; see `pallas_kernels.linear`."""
-    rows, outputs = x.shape[0], weight.shape[1]
+    rows, (inputs, outputs) = x.shape[0], weight.shape
     if tiling.splits > 1:
         out_type = (jax.ShapeDtypeStruct((tiling.splits, rows, outputs), jnp.float32),)
     else:
@@ -136,6 +136,7 @@ def launch(
         cluster_names=("neighbour",),
         num_threads=tiling.warpgroups + 1,
         thread_name="warpgroup",
+        kernel_name=f"linear_{inputs}x{outputs}",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=plgpu.InterpretGPUParams() if interpret else None,
     )(x, weight, *(() if bias is None else (bias,)))
