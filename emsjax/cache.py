@@ -4,6 +4,7 @@ Beside it the cache of the padded method, where all samples are written at one p
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -25,6 +26,45 @@ class KeysValues:
 
     keys: tuple[Float[Array, "..."], ...]
     values: tuple[Float[Array, "..."], ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FreshRows:
+    """Queries, keys and values of a forward's rows in every layer, as one product makes them."""
+
+    layers: tuple[Float[Array, "r 3 h d"], ...]
+
+    @property
+    def keys(self) -> tuple[Float[Array, "r h d"], ...]:
+        return tuple(qkv[:, 1] for qkv in self.layers)
+
+    @property
+    def values(self) -> tuple[Float[Array, "r h d"], ...]:
+        return tuple(qkv[:, 2] for qkv in self.layers)
+
+    def keys_values(self, num_rows: int) -> KeysValues:
+        """Copied to arrays of `num_rows` rows; those beyond are arbitrary."""
+        return KeysValues(*map(tuple, pallas_kernels.keys_and_values(self.layers, num_rows)))
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionOfThree:
+    """Attention whose queries, keys and values lie side by side, [r, 3, h, d].
+
+    Attributes:
+        attention: a callable with the signature of `pallas_kernels.ragged_attention`, which alone
+            takes them so; for others they are copied apart.
+    """
+
+    attention: Callable
+
+    def __call__(self, qkv: Float[Array, "r 3 h d"], *args, **options) -> Float[Array, "r h d"]:
+        called = self.attention
+        called = called.func if isinstance(called, functools.partial) else called
+        takes_all = called is pallas_kernels.ragged_attention
+        fresh = (qkv, None, None) if takes_all else jnp.unstack(qkv, axis=1)
+        return self.attention(*fresh, *args, **options)
 
 
 @jax.tree_util.register_dataclass
@@ -56,12 +96,15 @@ class KVCache:
         return 0
 
     def attention(self, attention: Callable) -> Callable:
-        """`attention`, with the signature of `pallas_kernels.ragged_attention`, to this cache."""
-        return attention
+        """`attention`, with the signature of `pallas_kernels.ragged_attention`, to this cache.
+
+        What is returned takes query, key and value as one array: see `AttentionOfThree`.
+        """
+        return AttentionOfThree(attention)
 
     def commit(
         self,
-        fresh: KeysValues,
+        fresh: KeysValues | FreshRows,
         rows: PackedRows,
         counts: Int32[Array, "b"],
         update: Callable = pallas_kernels.update_kv_caches,
@@ -116,7 +159,8 @@ class SharedIndexCache:
         return cls(cache.layers, cache.lengths, index, mask, jnp.zeros((), jnp.int32))
 
     def attention(self, attention: Callable) -> Callable:
-        """`attention`, with the signature of `pallas_kernels.ragged_attention`, to this cache."""
+        """See `KVCache.attention`."""
+        attention = AttentionOfThree(attention)
 
         def to_mask(*args, **kwargs):
             *args, lengths = args
@@ -127,7 +171,7 @@ class SharedIndexCache:
 
     def commit(
         self,
-        fresh: KeysValues,
+        fresh: KeysValues | FreshRows,
         rows: PackedRows,
         counts: Int32[Array, "b"],
         update: Callable = pallas_kernels.update_kv_caches,
@@ -152,11 +196,12 @@ Cache = KVCache | SharedIndexCache
 
 
 def _write(
-    cache: Cache, fresh: KeysValues, rows: PackedRows, counts, places, update: Callable
+    cache: Cache, fresh: KeysValues | FreshRows, rows: PackedRows, counts, places, update: Callable
 ) -> KeysValues:
     """The layers with the first `counts[s]` of sample s's fresh rows at their places [r]."""
     batch, old = cache.lengths.shape[0], cache.layers
     sample = jnp.minimum(rows.segment_ids, batch - 1)
     kept = rows.positions < (cache.lengths + counts)[sample]
     segment_ids = jnp.where(kept, rows.segment_ids, batch)
-    return KeysValues(*update(old.keys, old.values, fresh.keys, fresh.values, segment_ids, places))
+    new = (fresh.layers, None) if isinstance(fresh, FreshRows) else (fresh.keys, fresh.values)
+    return KeysValues(*update(old.keys, old.values, *new, segment_ids, places))

@@ -10,14 +10,14 @@ Axis legend: see `emsjax.packing`.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
-import pallas_kernels
+from emsjax.cache import FreshRows, KeysValues
 from emsjax.drafting import Draft
 from emsjax.kernels import Kernels
 from emsjax.layout import Layout
@@ -37,7 +37,7 @@ class Fed(NamedTuple):
     """
 
     verdict: Verdict
-    fresh: Any
+    fresh: KeysValues | FreshRows
     rows: PackedRows
     prompt_counts: Int32[Array, "b"]
     num_rows: Int32[Array, ""]
@@ -109,9 +109,9 @@ def feed(
             max_rows_per_sample=max_rows_per_sample,
         )
 
-    def extended(fresh):
-        arrays, structure = jax.tree.flatten(fresh)
-        return structure.unflatten(pallas_kernels.extend_rows(arrays, most))
+    def extended(fresh: FreshRows) -> FreshRows | KeysValues:
+        # Of one shape whatever the bucket is; a copy, which a single one can do without.
+        return fresh if len(sizes) == 1 else fresh.keys_values(most)
 
     branches: list[Callable] = [functools.partial(verify, size) for size in buckets]
     if num_sequences is not None:

@@ -58,6 +58,7 @@ class MemoryPlan:
         """
         item, size = jnp.dtype(dtype).itemsize, config.hidden_size
         per_token = 2 * config.num_hidden_layers * size * item
+        fresh = 3 * per_token // 2  # queries as well
         # The prompts' caches and their fork to more sequences exist side by side.
         cached = slots if prompt_slots == slots else slots + prompt_slots
         chunk = chunk_rows(prompt_slots, max_len)
@@ -71,9 +72,9 @@ class MemoryPlan:
         return cls(
             weights=weight_bytes(config, dtype),
             caches=cached * max_len * per_token,
-            prefill_chunk=chunk * (per_token + activations),
-            # Logits, their log-softmax, the step's fresh K/V and activations.
-            logits=rows * 2 * config.vocab_size * 4 + fed * (per_token + activations),
+            prefill_chunk=chunk * (fresh + activations),
+            # Logits, their log-softmax, the step's fresh rows, a copy of their K/V, activations.
+            logits=rows * 2 * config.vocab_size * 4 + fed * (fresh + per_token + activations),
             # One layer's keys and values, masked and transposed, and its scores, three
             # times over: what the XLA implementation was seen to hold.
             attention=2 * layer + 3 * scores,

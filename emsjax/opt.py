@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int32
 
 import pallas_kernels
 from emsjax import checkpoint
-from emsjax.cache import Cache, KeysValues, KVCache
+from emsjax.cache import Cache, FreshRows, KVCache
 from emsjax.config import ACTIVATIONS, POSITION_OFFSET, OPTConfig
 from emsjax.packing import PackedRows
 from pallas_kernels.add_layer_norm import add, normalise
@@ -45,43 +45,40 @@ class OPTLayer(nnx.Module):
         self.final_layer_norm = layer_norm(config, dtype, rngs)
 
     def __call__(self, x: Float[Array, "r e"], y: "Addend | None", attend: Callable):
-        """One layer over the residual stream x + y; returns the next x and y, fresh key, value.
+        """One layer over the residual stream x + y; returns the next x and y, and [r, 3, h, d].
 
         The normalisation that follows does the addition, in one pass. The stream is float32: it
         is added to often, and rounded each time. Where layers are normalised after each part
         nothing is left to add: y is None, and x in the type of the weights.
-        `attend(query, key, value)` sees [r, h, d] each.
+        The last are queries, keys and values of the rows, which `attend` takes as well.
         """
         if self.config.do_layer_norm_before:
             x, h = add_norm(self.self_attn_layer_norm, x, y)
-            y, key, value = self.attention(h, attend)
+            y, qkv = self.attention(h, attend)
             x, h = add_norm(self.final_layer_norm, x, y)
-            return x, self.feed_forward(h), key, value
-        y, key, value = self.attention(x, attend)
+            return x, self.feed_forward(h), qkv
+        y, qkv = self.attention(x, attend)
         _, x = add_norm(self.self_attn_layer_norm, x, y)
         _, x = add_norm(self.final_layer_norm, x, self.feed_forward(x))
-        return x, None, key, value
+        return x, None, qkv
 
     def attention(self, h: Float[Array, "r e"], attend: Callable):
-        heads = (-1, self.config.num_attention_heads, self.config.head_dim)
-        fresh = pallas_kernels.linear(h, *weights(self.qkv_proj), parts=3)
-        query, key, value = (x.reshape(heads) for x in fresh)
-        return addend(self.out_proj, attend(query, key, value).reshape(h.shape)), key, value
+        qkv = pallas_kernels.linear(h, *weights(self.qkv_proj))
+        qkv = qkv.reshape(-1, 3, self.config.num_attention_heads, self.config.head_dim)
+        return addend(self.out_proj, attend(qkv).reshape(h.shape)), qkv
 
     def feed_forward(self, h: Float[Array, "r e"]) -> "Addend":
         activation = self.config.activation_function
         relu = activation == "relu"
-        (h,) = pallas_kernels.linear(h, *weights(self.fc1), relu=relu)
+        h = pallas_kernels.linear(h, *weights(self.fc1), relu=relu)
         return addend(self.fc2, h if relu else ACTIVATIONS[activation](h))
 
 
 # Compiled for itself so that layers of the same shapes are traced and lowered once, not one by one.
 @functools.partial(jax.jit, static_argnames=("attention", "max_rows_per_sample"))
 def run_layer(layer: OPTLayer, x, y, *cached, attention: Callable, max_rows_per_sample):
-    """`layer` with attention to what is cached: see `pallas_kernels.ragged_attention`."""
-    attend = lambda query, key, value: attention(
-        query, key, value, *cached, max_rows_per_sample=max_rows_per_sample
-    )
+    """`layer` with attention to what is cached: see `KVCache.attention`."""
+    attend = lambda qkv: attention(qkv, *cached, max_rows_per_sample=max_rows_per_sample)
     return layer(x, y, attend)
 
 
@@ -172,7 +169,7 @@ class OPT(nnx.Module):
         *,
         attention: Callable = pallas_kernels.ragged_attention,
         max_rows_per_sample: int | None = None,
-    ) -> tuple[Float[Array, "r e"], KeysValues]:
+    ) -> tuple[Float[Array, "r e"], FreshRows]:
         """Final hidden states of the packed rows, and every layer's fresh K/V.
 
         The hidden states are float32 where layers are normalised before each part.
@@ -195,9 +192,9 @@ class OPT(nnx.Module):
             x, y = x + y.sums, None
 
         attend = cache.attention(attention)
-        keys, values = [], []
+        fresh = []
         for layer, *old in zip(self.layers, cache.layers.keys, cache.layers.values, strict=True):
-            x, y, key, value = run_layer(
+            x, y, qkv = run_layer(
                 layer,
                 x,
                 y,
@@ -208,10 +205,9 @@ class OPT(nnx.Module):
                 attention=attend,
                 max_rows_per_sample=max_rows_per_sample,
             )
-            keys.append(key)
-            values.append(value)
+            fresh.append(qkv)
         x = x if y is None else add(x, *y)
-        return x, KeysValues(tuple(keys), tuple(values))
+        return x, FreshRows(tuple(fresh))
 
     def logits(self, hidden: Float[Array, "r e"]) -> Float[Array, "r v"]:
         """float32 logits of hidden states; their gradient is rounded to the model's type."""

@@ -6,7 +6,7 @@ implementations are tested against. Tests compare the other operations with nump
 
 from pallas_kernels import dialect, reference
 from pallas_kernels.add_layer_norm import add_layer_norm
-from pallas_kernels.extend_rows import extend_rows
+from pallas_kernels.keys_and_values import keys_and_values
 from pallas_kernels.linear import linear, linear_sums
 from pallas_kernels.ragged_attention import ragged_attention
 from pallas_kernels.sampling_cutoff import sampling_cutoff
@@ -16,7 +16,7 @@ dialect.register()
 
 __all__ = [
     "add_layer_norm",
-    "extend_rows",
+    "keys_and_values",
     "linear",
     "linear_sums",
     "ragged_attention",

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from pallas_kernels.implementations import choose, matmul_precision, runs_triton, with_gradient_of
 
@@ -21,18 +21,16 @@ def linear(
     weight: Array,  # [inputs, outputs]
     bias: Array | None = None,  # [outputs]
     *,
-    parts: int = 1,
     relu: bool = False,
     implementation: str | None = None,
     interpret: bool = False,
-) -> tuple[Array, ...]:
-    """x @ weight + bias, rectified where asked, as `parts` arrays of equally many columns.
+) -> Array:
+    """x @ weight + bias, rectified where asked.
 
     Args:
         x: [rows, inputs].
         weight: [inputs, outputs].
         bias: [outputs]; None: left out.
-        parts: arrays that the columns are shared out to.
         relu: whether negative outputs become 0.
         implementation: "triton" (streams the weights once past at most 128 rows), "mosaic"
             (Pallas Mosaic GPU: 16-bit numbers, rows in multiples of 8, jax 0.11 and compute
@@ -41,29 +39,25 @@ def linear(
         interpret: run the kernel in interpret mode, on any device.
 
     Returns:
-        `parts` arrays [rows, outputs / parts] in x's dtype.
+        [rows, outputs] in x's dtype.
 
     Raises:
         ValueError: unknown implementation, or one that the device cannot run; a kernel was
             asked for, and there are too many rows or sizes are no multiples of its tiles.
     """
-    kernel = _kernel_for(x, weight, parts, implementation, interpret)
-    options = {"parts": parts, "relu": relu}
+    kernel = _kernel_for(x, weight, implementation, interpret)
+    reference = functools.partial(_xla, relu=relu)
     if kernel is None:
-        return _xla(x, weight, bias, **options)
+        return reference(x, weight, bias)
     module, tiling = kernel
-    launch = functools.partial(module.launch, tiling=tiling, interpret=interpret, **options)
-    return with_gradient_of(functools.partial(_xla, **options), launch)(x, weight, bias)
+    launch = functools.partial(module.launch, tiling=tiling, relu=relu, interpret=interpret)
+    return with_gradient_of(reference, launch)(x, weight, bias)
 
 
-def _xla(x, weight, bias, *, parts, relu):
+def _xla(x, weight, bias, *, relu):
     y = _dot(x, weight)
-    if parts > 1:
-        # The bias inside the product would leave a launch of its own to every part.
-        y = lax.optimization_barrier(y)
     y = y if bias is None else y + bias
-    y = jax.nn.relu(y) if relu else y
-    return tuple(jnp.unstack(y.reshape(x.shape[0], parts, -1), axis=1))
+    return jax.nn.relu(y) if relu else y
 
 
 def linear_sums(
@@ -81,11 +75,11 @@ def linear_sums(
     Returns:
         float32 [shares, rows, outputs], or the product [rows, outputs] in x's dtype.
     """
-    kernel = _kernel_for(x, weight, 1, implementation, interpret, split=True)
+    kernel = _kernel_for(x, weight, implementation, interpret, split=True)
     if kernel is not None:
         module, tiling = kernel
-        options = {"tiling": tiling, "parts": 1, "relu": False, "interpret": interpret}
-        launch = lambda x, weight: module.launch(x, weight, None, **options)[0]
+        options = {"tiling": tiling, "relu": False, "interpret": interpret}
+        launch = lambda x, weight: module.launch(x, weight, None, **options)
         splits = tiling.splits
         reference = functools.partial(_dot_in_shares, shares=splits) if splits > 1 else _dot
         return with_gradient_of(reference, launch)(x, weight)
@@ -103,7 +97,7 @@ def _dot_in_shares(x, weight, shares: int):
 
 
 def _kernel_for(
-    x, weight, parts: int, implementation, interpret: bool, *, split: bool = False
+    x, weight, implementation, interpret: bool, *, split: bool = False
 ) -> tuple[ModuleType, Any] | None:
     """The module that launches it and the sizes of the launch; None: XLA.
 
@@ -118,8 +112,8 @@ def _kernel_for(
     if name == "xla":
         return None
     module = importlib.import_module(f"pallas_kernels.linear_{name}")
-    tiling = module.tiling_for(rows, inputs, outputs, parts=parts, split=split)
-    multiples = tiling.multiples(parts)
+    tiling = module.tiling_for(rows, inputs, outputs, split=split)
+    multiples = tiling.multiples
     fits = all(size % unit == 0 for size, unit in zip(weight.shape, multiples, strict=True))
     fits &= rows % module.ROW_MULTIPLE == 0 and rows <= (module.MAX_ROWS or rows)
     fits &= x.dtype.itemsize in module.ITEM_BYTES

@@ -45,14 +45,13 @@ class Tiling(NamedTuple):
     stages: int  # blocks on their way
     depth: int = DEPTH  # of a block along the contracted axis
 
-    def multiples(self, parts: int) -> tuple[int, int]:
+    @property
+    def multiples(self) -> tuple[int, int]:
         """What numbers of inputs and of outputs are multiples of."""
-        return self.depth * self.splits, columns_multiple(self.columns, parts)
+        return self.depth * self.splits, self.columns
 
 
-def tiling_for(
-    rows: int, inputs: int, outputs: int, *, parts: int = 1, split: bool = False
-) -> Tiling:
+def tiling_for(rows: int, inputs: int, outputs: int, *, split: bool = False) -> Tiling:
     """That with the least work for one multiprocessor; `split`: sums may be left in shares.
 
     Where the sizes are no multiples of any tile's it is the smallest one.
@@ -62,7 +61,7 @@ def tiling_for(
         (splits, columns)
         for splits in (SPLITS if split else SPLITS[:1])
         for columns in COLUMNS
-        if inputs % (DEPTH * splits) == 0 and outputs % columns_multiple(columns, parts) == 0
+        if inputs % (DEPTH * splits) == 0 and outputs % columns == 0
     ]
 
     def work(candidate):
@@ -85,11 +84,6 @@ def tile_rows(rows: int) -> int:
     return min(LARGE_ROWS, key=lambda tile: pl.cdiv(rows, tile) * tile)
 
 
-def columns_multiple(columns: int, parts: int) -> int:
-    """Of outputs in tiles of so many columns: each line of a tile lies in one part."""
-    return math.lcm(columns, _line(columns, jnp.bfloat16) * parts)
-
-
 def warpgroups_of(rows: int, columns: int) -> int:
     """Of a tile, all with as many units."""
     units = rows // UNIT_ROWS
@@ -108,23 +102,21 @@ def stages_that_fit(rows: int, columns: int, warpgroups: int) -> int:
     return min(MOST_STAGES, (SHARED_BYTES - staged) // (2 * DEPTH * (rows + columns)))
 
 
-@functools.partial(jax.jit, static_argnames=("tiling", "parts", "relu", "interpret"))
+@functools.partial(jax.jit, static_argnames=("tiling", "relu", "interpret"))
 def launch(
     x: Array,  # [rows, inputs]
     weight: Array,  # [inputs, outputs]
     bias: Array | None,  # [outputs]
     *,
     tiling: Tiling,
-    parts: int,
     relu: bool,
     interpret: bool,
-) -> tuple[Array, ...]:
-    """The product's parts, or float32 [splits, rows, outputs]; see `pallas_kernels.linear`."""
+) -> Array:
+    """[rows, outputs], or float32 [splits, rows, outputs]; see `pallas_kernels.linear`."""
     rows, (inputs, outputs) = x.shape[0], weight.shape
+    out_type = jax.ShapeDtypeStruct((rows, outputs), x.dtype)
     if tiling.splits > 1:
-        out_type = (jax.ShapeDtypeStruct((tiling.splits, rows, outputs), jnp.float32),)
-    else:
-        out_type = (jax.ShapeDtypeStruct((rows, outputs // parts), x.dtype),) * parts
+        out_type = jax.ShapeDtypeStruct((tiling.splits, rows, outputs), jnp.float32)
     clusters = outputs // tiling.columns // tiling.cluster
     return plgpu.kernel(
         functools.partial(_kernel, tiling=tiling, relu=relu, biased=bias is not None),
@@ -143,7 +135,7 @@ def launch(
 
 
 def _kernel(x_ref, weight_ref, *refs, tiling: Tiling, relu: bool, biased: bool):
-    bias_ref, outputs = (refs[0], refs[1:]) if biased else (None, refs)
+    bias_ref, out_ref = refs if biased else (None, *refs)
     share = x_ref.shape[1] // tiling.splits
     split, tile = lax.axis_index("split"), lax.axis_index("tile")
     row_tiles = pl.cdiv(x_ref.shape[0], tiling.rows)
@@ -154,7 +146,7 @@ def _kernel(x_ref, weight_ref, *refs, tiling: Tiling, relu: bool, biased: bool):
     warpgroup = lax.axis_index("warpgroup")
     own_rows = tiling.rows // tiling.warpgroups
     skipped_rows = warpgroup * own_rows
-    pieces = _pieces(own_rows, tiling.columns, outputs[0].dtype)
+    pieces = _pieces(own_rows, tiling.columns, out_ref.dtype)
 
     def multiply(_, x_block, weight_block, sums):
         plgpu.wgmma(sums, x_block.at[pl.ds(skipped_rows, own_rows)], weight_block)
@@ -169,7 +161,7 @@ def _kernel(x_ref, weight_ref, *refs, tiling: Tiling, relu: bool, biased: bool):
             values += lax.broadcast_in_dim(bias, values.shape, (1,))
         if relu:
             values = jnp.maximum(values, 0)
-        values = values.astype(outputs[0].dtype)
+        values = values.astype(out_ref.dtype)
         for rows, columns in pieces:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             staged[warpgroup] = values[rows, columns]
@@ -179,21 +171,10 @@ def _kernel(x_ref, weight_ref, *refs, tiling: Tiling, relu: bool, biased: bool):
 
     def write(row, column, staged):
         piece = staged.at[warpgroup]
-
-        def into(out, column):
-            # Rows beyond the last are left out.
-            at = pl.ds(row, piece.shape[0]), pl.ds(column, piece.shape[1])
-            plgpu.copy_smem_to_gmem(piece, out.at[at])
-
-        if tiling.splits > 1:
-            into(outputs[0].at[split], column)
-        elif len(outputs) == 1:
-            into(outputs[0], column)
-        else:
-            width = outputs[0].shape[1]
-            for part, out in enumerate(outputs):
-                here = functools.partial(into, out, column - part * width)
-                pl.when(column // width == part)(here)
+        # Rows beyond the last are left out.
+        at = pl.ds(row, piece.shape[0]), pl.ds(column, piece.shape[1])
+        out = out_ref.at[split] if tiling.splits > 1 else out_ref
+        plgpu.copy_smem_to_gmem(piece, out.at[at])
 
     lines = _swizzled(tiling.columns, x_ref.dtype)  # one form for both factors
     pipeline = functools.partial(
@@ -239,8 +220,8 @@ def _kernel(x_ref, weight_ref, *refs, tiling: Tiling, relu: bool, biased: bool):
     rows, columns = (of.stop - of.start for of in pieces[0])
     staged = plgpu.SMEM(
         (tiling.warpgroups, rows, columns),
-        outputs[0].dtype,
-        transforms=_swizzled(columns, outputs[0].dtype),
+        out_ref.dtype,
+        transforms=_swizzled(columns, out_ref.dtype),
     )
     pl.run_scoped(run, blocks, staged, collective_axes="warpgroup")
 

@@ -21,9 +21,10 @@ class Tiling(NamedTuple):
     num_warps: int
     num_stages: int
 
-    def multiples(self, parts: int) -> tuple[int, int]:
+    @property
+    def multiples(self) -> tuple[int, int]:
         """What numbers of inputs and of outputs are multiples of."""
-        return self.depth * self.splits, self.columns * parts
+        return self.depth * self.splits, self.columns
 
 
 # By the padded number of rows: the tilings of whole products and of sums in shares.
@@ -43,11 +44,8 @@ ROW_MULTIPLE, ITEM_BYTES = 1, (2, 4)  # bytes of a number
 TAKES = f"at most {MAX_ROWS} rows"
 
 
-def tiling_for(
-    rows: int, inputs: int, outputs: int, *, parts: int = 1, split: bool = False
-) -> Tiling:
+def tiling_for(rows: int, inputs: int, outputs: int, *, split: bool = False) -> Tiling:
     """Of a product; `split`: of one whose sums may be left in shares."""
-    del parts
     tiling = TILINGS[min(_tile_rows(rows), MAX_ROWS)][split]
     for columns, num_warps in NARROWER:
         if outputs // tiling.columns * tiling.splits < PROGRAMS_WANTED:
@@ -59,23 +57,21 @@ def _tile_rows(rows: int) -> int:
     return max(16, pl.next_power_of_2(rows))
 
 
-@functools.partial(jax.jit, static_argnames=("tiling", "parts", "relu", "interpret"))
+@functools.partial(jax.jit, static_argnames=("tiling", "relu", "interpret"))
 def launch(
     x: Array,  # [rows, inputs]
     weight: Array,  # [inputs, outputs]
     bias: Array | None,  # [outputs]
     *,
     tiling: Tiling,
-    parts: int,
     relu: bool,
     interpret: bool,
-) -> tuple[Array, ...]:
-    """The product's parts, or float32 [splits, rows, outputs]; see `pallas_kernels.linear`."""
+) -> Array:
+    """[rows, outputs], or float32 [splits, rows, outputs]; see `pallas_kernels.linear`."""
     (rows, inputs), outputs = x.shape, weight.shape[1]
+    out_shape = jax.ShapeDtypeStruct((rows, outputs), x.dtype)
     if tiling.splits > 1:
-        out_shape = [jax.ShapeDtypeStruct((tiling.splits, rows, outputs), jnp.float32)]
-    else:
-        out_shape = [jax.ShapeDtypeStruct((rows, outputs // parts), x.dtype)] * parts
+        out_shape = jax.ShapeDtypeStruct((tiling.splits, rows, outputs), jnp.float32)
     kernel = functools.partial(
         _kernel,
         tiling=tiling,
@@ -83,26 +79,24 @@ def launch(
         relu=relu,
         biased=bias is not None,
     )
-    return tuple(
-        pl.pallas_call(
-            kernel,
-            grid=(outputs // tiling.columns, tiling.splits),
-            out_shape=out_shape,
-            compiler_params=plgpu.CompilerParams(
-                num_warps=tiling.num_warps,
-                num_stages=stages_that_fit(
-                    tiling.num_stages,
-                    tiling.depth * (tiling.columns + _tile_rows(rows)) * x.dtype.itemsize,
-                ),
+    return pl.pallas_call(
+        kernel,
+        grid=(outputs // tiling.columns, tiling.splits),
+        out_shape=out_shape,
+        compiler_params=plgpu.CompilerParams(
+            num_warps=tiling.num_warps,
+            num_stages=stages_that_fit(
+                tiling.num_stages,
+                tiling.depth * (tiling.columns + _tile_rows(rows)) * x.dtype.itemsize,
             ),
-            interpret=interpret,
-            name="linear",
-        )(x, weight, *(() if bias is None else (bias,)))
-    )
+        ),
+        interpret=interpret,
+        name="linear",
+    )(x, weight, *(() if bias is None else (bias,)))
 
 
 def _kernel(x_ref, weight_ref, *refs, tiling: Tiling, share: int, relu: bool, biased: bool):
-    bias_ref, outputs = (refs[0], refs[1:]) if biased else (None, refs)
+    bias_ref, out_ref = refs if biased else (None, *refs)
     tile, split = pl.program_id(0), pl.program_id(1)
     rows = x_ref.shape[0]
     row = jnp.arange(_tile_rows(rows))
@@ -130,17 +124,6 @@ def _kernel(x_ref, weight_ref, *refs, tiling: Tiling, share: int, relu: bool, bi
     if relu:
         total = jnp.maximum(total, 0)
     mask = jnp.broadcast_to(is_row, total.shape)
-    if tiling.splits > 1:
-        plgpu.store(outputs[0].at[split, row[:, None], column[None, :]], total, mask=mask)
-        return
-    width = outputs[0].shape[1]
-    for part, ref in enumerate(outputs):
-
-        def store(ref=ref, first=part * width):
-            place = ref.at[row[:, None], (column - first)[None, :]]
-            plgpu.store(place, total.astype(ref.dtype), mask=mask)
-
-        if len(outputs) == 1:
-            store()
-        else:
-            pl.when(tile * tiling.columns // width == part)(store)
+    place = (row[:, None], column[None, :])
+    place = (split, *place) if tiling.splits > 1 else place
+    plgpu.store(out_ref.at[place], total.astype(out_ref.dtype), mask=mask)

@@ -2,6 +2,7 @@
 
 import functools
 
+import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels import ragged_attention_triton, ragged_attention_xla, reference
@@ -16,8 +17,8 @@ IMPLEMENTATIONS = {
 
 def ragged_attention(
     query: Array,  # [rows, heads, head_dim]
-    key: Array,  # [rows, heads, head_dim]
-    value: Array,  # [rows, heads, head_dim]
+    key: Array | None,  # [rows, heads, head_dim]
+    value: Array | None,  # [rows, heads, head_dim]
     key_cache: Array,  # [batch, max_len, heads, head_dim]
     value_cache: Array,  # [batch, max_len, heads, head_dim]
     segment_ids: Array,  # int32 [rows]
@@ -54,7 +55,9 @@ def ragged_attention(
     true; other entries may hold anything, NaN included.
 
     Args:
-        query, key, value: of the fresh rows, [rows, heads, head_dim].
+        query, key, value: of the fresh rows, [rows, heads, head_dim]. With neither key nor
+            value `query` holds all three, [rows, 3, heads, head_dim], as one product makes them;
+            the Triton kernel reads them there.
         key_cache, value_cache: [batch, max_len, heads, head_dim].
         segment_ids: the sample of each row, int32 [rows]; batch for padding rows.
         positions: of each row within its sample, int32 [rows].
@@ -77,7 +80,7 @@ def ragged_attention(
 
     Raises:
         ValueError: unknown implementation, or one that the device cannot run; a scale
-            that is not above 0.
+            that is not above 0; a key without a value, or a query of another shape than said.
 
     Reference: the unpadded input tokens of EMS-SD, arXiv 2405.07542, section 3; the
     ancestor mask is the tree attention of SpecInfer, arXiv 2305.09781, section 4.
@@ -85,6 +88,15 @@ def ragged_attention(
     name = choose(implementation, IMPLEMENTATIONS, interpret)
     if scale is not None and not scale > 0:
         raise ValueError(f"scale must be above 0, not {scale}")
+    of_three = query.shape[1:-2]  # (3,), or () for one of them
+    if (key is None) != (value is None) or of_three != ((3,) if key is None else ()):
+        shapes = [None if x is None else x.shape for x in (query, key, value)]
+        raise ValueError(
+            "query, key and value must be [rows, heads, head_dim] each, or query "
+            f"[rows, 3, heads, head_dim] alone, not {shapes}"
+        )
+    if key is None and name != "triton":
+        query, key, value = jnp.unstack(query, axis=1)
     attention = IMPLEMENTATIONS[name]
     if name == "triton":
         attention = functools.partial(attention, interpret=interpret)

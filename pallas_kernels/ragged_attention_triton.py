@@ -52,9 +52,9 @@ PROGRAMS_THAT_FILL = 1024
 
 
 def ragged_attention(
-    query: Array,  # [r, h, d]
-    key: Array,  # [r, h, d]
-    value: Array,  # [r, h, d]
+    query: Array,  # [r, h, d], or [r, 3, h, d] of all three
+    key: Array | None,  # [r, h, d]
+    value: Array | None,  # [r, h, d]
     key_cache: Array,  # [b, l, h, d]
     value_cache: Array,  # [b, l, h, d]
     segment_ids: Array,  # int32 [r]
@@ -69,7 +69,7 @@ def ragged_attention(
 ) -> Array:  # [r, h, d]
     """See `pallas_kernels.ragged_attention`."""
     del positions  # they follow from cache_lengths and the order of the rows
-    rows, heads, head_dim = query.shape
+    rows, *_, heads, head_dim = query.shape
     if not key_cache.shape[1]:  # a kernel needs an address: one entry, which no row sees
         pad = lambda x: jnp.pad(x, [(0, int(axis == 1)) for axis in range(x.ndim)])
         key_cache, value_cache = pad(key_cache), pad(value_cache)
@@ -88,8 +88,7 @@ def ragged_attention(
         few = tiling._replace(rows=FEW_ROWS)
     masks = {"ancestors": ancestors, "cache": cache_mask}
     return _launch(
-        query,
-        (key, value),
+        (query,) if key is None else (query, key, value),
         (key_cache, value_cache),
         segment_ids,
         cache_lengths,
@@ -108,7 +107,6 @@ def ragged_attention(
     jax.jit, static_argnames=("scale", "tiling", "few", "splits", "max_tiles", "interpret")
 )
 def _launch(
-    query,
     fresh,
     cached,
     segment_ids,
@@ -122,7 +120,8 @@ def _launch(
     max_tiles: int,
     interpret: bool,
 ):
-    heads, head_dim = query.shape[1:]
+    rows, *_, heads, head_dim = fresh[0].shape
+    of_query = jax.ShapeDtypeStruct((rows, heads, head_dim), fresh[0].dtype)
     items = work_items.plan(
         segment_ids,
         cache_lengths,
@@ -144,17 +143,14 @@ def _launch(
         decoding=few is None,
         one_tile=max_tiles == 1,
         few=few,
+        together=len(fresh) == 1,
         masks=tuple(masks),
     )
     outputs = pl.pallas_call(
         kernel,
         # Neighbouring heads lie side by side in the cache and are read together.
         grid=(heads, num_items + whole),
-        out_shape=(
-            jax.ShapeDtypeStruct(query.shape, query.dtype)
-            if whole
-            else (f32(*shares, head_dim), f32(*shares), f32(*shares))
-        ),
+        out_shape=(of_query if whole else (f32(*shares, head_dim), f32(*shares), f32(*shares))),
         compiler_params=plgpu.CompilerParams(
             num_warps=tiling.num_warps,
             num_stages=stages_that_fit(
@@ -167,14 +163,12 @@ def _launch(
     )(
         items.fields,
         items.num_real,
-        query,
         *fresh,
         *cached,
         *(mask.astype(jnp.int8) for mask in masks.values()),
     )
     if whole:
         return outputs
-    of_query = jax.ShapeDtypeStruct(query.shape, query.dtype)
     return combine(items.of_rows, outputs, of_query, splits=splits, interpret=interpret)
 
 
@@ -189,34 +183,40 @@ def _decode_tiling(head_dim: int, programs: int) -> Tiling:
 def _kernel(
     items_ref,  # [7, n]
     num_real_ref,  # [1]
-    query_ref,  # [r, h, d]
-    key_ref,  # [r, h, d]
-    value_ref,  # [r, h, d]
-    key_cache_ref,  # [b, l, h, d]
-    value_cache_ref,  # [b, l, h, d]
-    *refs,  # of the masks, ancestors [r, f] and cache [b, l], then the outputs
+    *refs,  # fresh rows' [r, h, d] x 3 or [r, 3, h, d], caches [b, l, h, d] x 2, masks, outputs
     tiling: Tiling,
     scale: float,
     head_dim: int,
     decoding: bool,
     one_tile: bool,
     few: Tiling | None,
+    together: bool,
     masks: tuple[str, ...],
 ):
+    count = 1 if together else 3
+    fresh_refs, (key_cache_ref, value_cache_ref, *refs) = refs[:count], refs[count:]
     mask_refs, outputs = dict(zip(masks, refs, strict=False)), refs[len(masks) :]
+    # [r, f] and [b, l]
     ancestors_ref, cache_mask_ref = mask_refs.get("ancestors"), mask_refs.get("cache")
     head, index = pl.program_id(0), pl.program_id(1)
     dims = dims_of(head_dim)[None, :]
 
-    def load(ref, *places, defined=None):
-        """[m, d] of one head; zero where not `defined` [m]: None, and all places are."""
-        places = tuple(p[:, None] if getattr(p, "ndim", 0) else p for p in places)
+    def load(place, size, defined=None):
+        """[size, d] at a place; zero where not `defined` [size]: None, and all of it is."""
         if dims.shape[1] == head_dim and defined is None:
-            return plgpu.load(ref.at[*places, head, dims])
-        mask = jnp.broadcast_to(dims < head_dim, (places[-1].shape[0], dims.shape[1]))
+            return plgpu.load(place)
+        mask = jnp.broadcast_to(dims < head_dim, (size, dims.shape[1]))
         if defined is not None:
             mask &= defined[:, None]
-        return plgpu.load(ref.at[*places, head, dims], mask=mask, other=0)
+        return plgpu.load(place, mask=mask, other=0)
+
+    def load_fresh(kind, row):
+        """Of these rows [m] the queries, keys or values [m, d]: kind 0, 1 or 2."""
+        ref, at = (fresh_refs[0], (kind,)) if together else (fresh_refs[kind], ())
+        return load(ref.at[row[:, None], *at, head, dims], row.shape[0])
+
+    def load_cached(ref, sample, entry, defined):
+        return load(ref.at[sample, entry[:, None], head, dims], entry.shape[0], defined)
 
     def attend_item(tiling, decoding):
         in_tile = jnp.arange(tiling.rows)
@@ -224,12 +224,12 @@ def _kernel(
         sample, before, fresh_end = item["sample"], item["before"], item["fresh_end"]
         sample_row = item["first"] - before
         is_row = in_tile < item["count"]
-        query = load(query_ref, item["first"] + jnp.minimum(in_tile, _last(item["count"])))
+        query = load_fresh(0, item["first"] + jnp.minimum(in_tile, _last(item["count"])))
         attend = functools.partial(_attend, query, scale=scale)
 
         def fresh_keys(at):
             place = sample_row + jnp.minimum(at, _last(fresh_end))
-            return load(key_ref, place), load(value_ref, place)
+            return load_fresh(1, place), load_fresh(2, place)
 
         def fresh_visible(at):
             visible = (at < fresh_end)[None, :]
@@ -246,8 +246,8 @@ def _kernel(
             defined = None
             if cache_mask_ref is not None:
                 defined = visible = visible & (plgpu.load(cache_mask_ref.at[sample, place]) != 0)
-            keys = load(key_cache_ref, sample, place, defined=defined)
-            values = load(value_cache_ref, sample, place, defined=defined)
+            keys = load_cached(key_cache_ref, sample, place, defined)
+            values = load_cached(value_cache_ref, sample, place, defined)
             return attend(carry, keys, values, None if visible is None else visible[None, :])
 
         def fresh_block(block, carry, *, masked):
@@ -294,11 +294,11 @@ def _kernel(
 
         def zero(block, _):
             row = num_real_ref[0] + block * tiling.rows + in_tile
-            mask = (row < query_ref.shape[0])[:, None] & (dims < head_dim)
+            mask = (row < outputs[0].shape[0])[:, None] & (dims < head_dim)
             zeros = jnp.zeros(mask.shape, outputs[0].dtype)
             plgpu.store(outputs[0].at[row[:, None], head, dims], zeros, mask=mask)
 
-        blocks = pl.cdiv(query_ref.shape[0] - num_real_ref[0], tiling.rows)
+        blocks = pl.cdiv(outputs[0].shape[0] - num_real_ref[0], tiling.rows)
         lax.fori_loop(0, blocks, zero, None)
 
     if len(outputs) > 1:

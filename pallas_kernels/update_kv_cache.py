@@ -63,7 +63,7 @@ def update_kv_caches(
     key_caches: Sequence[Array],  # [batch, max_len, heads, head_dim] each
     value_caches: Sequence[Array],  # [batch, max_len, heads, head_dim] each
     keys: Sequence[Array],  # [rows, heads, head_dim] each
-    values: Sequence[Array],  # [rows, heads, head_dim] each
+    values: Sequence[Array] | None,  # [rows, heads, head_dim] each
     segment_ids: Array,  # int32 [rows]
     positions: Array,  # int32 [rows]
     *,
@@ -77,7 +77,9 @@ def update_kv_caches(
 
     Args:
         key_caches, value_caches: of each layer, [batch, max_len, heads, head_dim].
-        keys, values: of each layer's rows, [rows, heads, head_dim].
+        keys, values: of each layer's rows, [rows, heads, head_dim]. Without values `keys` holds
+            queries, keys and values of each layer, [rows, 3, heads, head_dim], as one product
+            makes them; the Triton kernel reads them there.
 
     Other arguments and errors are those of `update_kv_cache`.
 
@@ -88,7 +90,10 @@ def update_kv_caches(
     update = IMPLEMENTATIONS[name]
     if name == "triton":
         update = functools.partial(update, interpret=interpret)
-    caches = update([*key_caches, *value_caches], [*keys, *values], segment_ids, positions)
+    rows = keys if values is None else [*keys, *values]
+    if values is None and name != "triton":
+        rows = [qkv[:, kind] for kind in (1, 2) for qkv in keys]
+    caches = update([*key_caches, *value_caches], rows, segment_ids, positions)
     return tuple(caches[: len(key_caches)]), tuple(caches[len(key_caches) :])
 
 

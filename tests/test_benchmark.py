@@ -249,7 +249,7 @@ def test_spans_part_where_nothing_runs_for_long():
 
 
 def test_products_are_timed_and_compared(tmp_path, monkeypatch):
-    sizes = {"whole": (128, 384, 3, False), "sums": (256, 128, 1, True)}
+    sizes = {"whole": (128, 384, False), "sums": (256, 128, True)}
     monkeypatch.setattr(products, "PRODUCTS", sizes)
     output = tmp_path / "products.json"
     products.main(["--rows", "8", "--products", "whole,sums", "--output", str(output)])
@@ -269,7 +269,7 @@ def test_products_are_timed_and_compared(tmp_path, monkeypatch):
 def test_every_tiling_that_is_timed_fits(rows):
     of_fc1, of_fc2 = (
         list(products.fitting(rows, *sizes))
-        for sizes in [(4096, 16384, 1, False), (16384, 4096, 1, True)]
+        for sizes in [(4096, 16384, False), (16384, 4096, True)]
     )
     assert {tiling.splits for tiling in of_fc1} == {1}
     assert {tiling.splits for tiling in of_fc2} == {1, 2, 4, 8}

@@ -41,7 +41,7 @@ MODULES = (  # whose docstrings are public
     "emsjax.vanilla",
     "emsjax.verification",
     "pallas_kernels.add_layer_norm",
-    "pallas_kernels.extend_rows",
+    "pallas_kernels.keys_and_values",
     "pallas_kernels.linear",
     "pallas_kernels.ragged_attention",
     "pallas_kernels.reference",

@@ -280,6 +280,28 @@ def test_keys_are_cut_where_few_samples_of_a_large_batch_have_rows(rows, cut, mo
 @every_implementation
 @every_number_of_splits
 @pytest.mark.parametrize("bound", [10, None], ids=["decode", "unbounded"])
+@pytest.mark.parametrize("head_dim", [HEAD_DIM, 5])
+def test_queries_keys_and_values_may_lie_side_by_side(implementation, programs, bound, head_dim):
+    inputs = case([3, 0, 10, 1], [BLOCK + 3, 4, 0, 2 * BLOCK], [2, 3, 1, 0], head_dim=head_dim)
+    qkv = jnp.stack(inputs[:3], axis=1)
+    others = [jnp.asarray(x) for x in inputs[3:]]
+    out = compiled(implementation, bound, programs)(qkv, None, None, *others)
+    expected = oracle.ragged_attention(*inputs)
+    np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=2e-6, atol=8e-6)
+
+
+@pytest.mark.parametrize("given", [(3, None, 2), (3, 2, None), (3, 2, 2), (2, None, None)])
+def test_anything_between_together_and_apart_is_refused(given):
+    inputs = list(map(jnp.asarray, case([1] * 4, [1] * 4)))
+    shapes = {2: (ROWS, HEADS, HEAD_DIM), 3: (ROWS, 3, HEADS, HEAD_DIM)}
+    inputs[:3] = [None if kind is None else jnp.zeros(shapes[kind]) for kind in given]
+    with pytest.raises(ValueError, match=r"each, or query \[rows, 3, heads, head_dim\] alone"):
+        pallas_kernels.ragged_attention(*inputs)
+
+
+@every_implementation
+@every_number_of_splits
+@pytest.mark.parametrize("bound", [10, None], ids=["decode", "unbounded"])
 def test_scores_are_scaled_as_asked(implementation, programs, bound):
     inputs = case([3, 0, 10, 1], [BLOCK + 3, 4, 0, 2 * BLOCK])
     with pytest.MonkeyPatch.context() as patch:
@@ -360,6 +382,12 @@ def test_many_caches_are_updated_like_one(implementation, monkeypatch):
         expected = pallas_kernels.update_kv_cache(*one, *places, **options)
         np.testing.assert_array_equal(new_keys, expected[0])
         np.testing.assert_array_equal(new_values, expected[1])
+    qkv = each(jnp.stack([jnp.full_like(key, jnp.nan), key, value], axis=1))
+    of_qkv = pallas_kernels.update_kv_caches(
+        each(key_cache), each(value_cache), qkv, None, *places, **options
+    )
+    for new, apart in zip([*of_qkv[0], *of_qkv[1]], [*keys, *values], strict=True):
+        np.testing.assert_array_equal(new, apart)
 
 
 def test_an_update_is_in_place():
@@ -446,7 +474,10 @@ def test_the_triton_attention_lowers_for_cuda(dtype, head_dim, batch, bound, mas
     fresh, cache = (48, 8, head_dim, dtype), (batch, 1024, 8, head_dim, dtype)
     ints = [(48, "int32"), (48, "int32"), (batch, "int32")]
     shapes = {"ancestors": (48, 8, "bool"), "cache_mask": (batch, 1024, "bool")}
-    lower_for_cuda(attention, *[fresh] * 3, *[cache] * 2, *ints, *[shapes[mask] for mask in masks])
+    rest = [*[cache] * 2, *ints, *[shapes[mask] for mask in masks]]
+    lower_for_cuda(attention, *[fresh] * 3, *rest)
+    together = lambda qkv, *args: attention(qkv, None, None, *args)
+    lower_for_cuda(together, (48, 3, *fresh[1:]), *rest)
 
 
 def test_no_missing_module_is_searched_for_while_a_kernel_is_lowered(monkeypatch):
@@ -455,16 +486,17 @@ def test_no_missing_module_is_searched_for_while_a_kernel_is_lowered(monkeypatch
     finder = SimpleNamespace(find_spec=lambda name, *_: searched.append(name))
     monkeypatch.setattr("pallas_kernels.implementations.runs_triton", lambda: True)
     monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
-    lower_for_cuda(lambda *arrays: pallas_kernels.extend_rows(arrays, 11), (7, 33, "bfloat16"))
+    lower_for_cuda(lambda *qkv: pallas_kernels.keys_and_values(qkv), (7, 3, 2, 16, "bfloat16"))
     assert not [name for name in searched if name.endswith(".tt")]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
 def test_the_triton_update_lowers_for_cuda(dtype, head_dim):
-    update = lambda *args: update_kv_cache_triton.update(args[:4], args[4:8], *args[8:])
-    caches, rows = [(3, 64, 12, head_dim, dtype)] * 4, [(10, 12, head_dim, dtype)] * 4
-    lower_for_cuda(update, *caches, *rows, (10, "int32"), (10, "int32"))
+    update = lambda *args: update_kv_cache_triton.update(args[:4], args[4:-2], *args[-2:])
+    caches, ints = [(3, 64, 12, head_dim, dtype)] * 4, [(10, "int32")] * 2
+    lower_for_cuda(update, *caches, *[(10, 12, head_dim, dtype)] * 4, *ints)
+    lower_for_cuda(update, *caches, *[(10, 3, 12, head_dim, dtype)] * 2, *ints)
 
 
 def test_pipelines_are_cut_to_the_shared_memory_there_is(monkeypatch):

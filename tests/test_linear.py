@@ -34,23 +34,22 @@ def close(actual, expected, dtype, scale=1.0):
 @every_implementation
 @every_dtype
 @pytest.mark.parametrize(
-    ("rows", "in_parts"),
+    ("rows", "biased"),
     [(1, True), (1, False), (16, False), (19, True), (19, False), (64, True), (100, False)],
 )
-def test_products_equal_numpy(options, dtype, rows, in_parts):
-    parts, relu, biased = (3, False, True) if in_parts else (1, True, False)
-    check_product(rows, 768, dtype, parts=parts, relu=relu, biased=biased, options=options)
+def test_products_equal_numpy(options, dtype, rows, biased):
+    check_product(rows, 768, dtype, relu=not biased, biased=biased, options=options)
 
 
-def check_product(rows, outputs, dtype, *, parts, relu, biased, options):
+def check_product(rows, outputs, dtype, *, relu, biased, options):
     x, weight = random(rows, 128, dtype=dtype), random(128, outputs, dtype=dtype, seed=1)
     bias = random(outputs, dtype=dtype, seed=2) if biased else None
-    out = pallas_kernels.linear(x, weight, bias, parts=parts, relu=relu, **options)
-    assert [y.dtype for y in out] == [x.dtype] * parts
+    out = pallas_kernels.linear(x, weight, bias, relu=relu, **options)
+    assert out.dtype == x.dtype
     expected = np.float64(x) @ np.float64(weight)
     expected += np.float64(bias) if biased else 0
     expected = np.maximum(expected, 0) if relu else expected
-    close(np.concatenate(out, axis=1), expected, dtype, scale=20)
+    close(out, expected, dtype, scale=20)
 
 
 @every_implementation
@@ -99,19 +98,19 @@ def test_sum_and_normalisation_equal_numpy(options, dtype, shares, vectors, stre
 
 
 def test_few_rows_of_16_bits_take_the_triton_product_where_it_fits(monkeypatch):
-    def choose(x, weight, parts=1):
-        found = linear_module._kernel_for(x, weight, parts, None, False)
+    def choose(x, weight):
+        found = linear_module._kernel_for(x, weight, None, False)
         return "xla" if found is None else found[0].__name__.rpartition("_")[2]
 
     few, weight = jnp.zeros((128, 128), "bfloat16"), jnp.zeros((128, 384), "bfloat16")
-    assert choose(few, weight, 3) == ("triton" if runs_triton() else "xla")
+    assert choose(few, weight) == ("triton" if runs_triton() else "xla")
     monkeypatch.setattr(linear_module, "runs_triton", lambda: True)
     monkeypatch.setattr("pallas_kernels.implementations.runs_triton", lambda: True)
-    assert choose(few, weight, 3) == "triton"
-    assert choose(jnp.zeros((129, 128), "bfloat16"), weight, 3) == "xla"
-    assert choose(few.astype("float32"), weight.astype("float32"), 3) == "xla"
+    assert choose(few, weight) == "triton"
+    assert choose(jnp.zeros((129, 128), "bfloat16"), weight) == "xla"
+    assert choose(few.astype("float32"), weight.astype("float32")) == "xla"
     assert choose(few[:, :100], weight[:100]) == "xla"
-    assert choose(few, weight[:, :300], 3) == "xla"
+    assert choose(few, weight[:, :300]) == "xla"
 
 
 @pytest.mark.parametrize(
@@ -129,7 +128,7 @@ def test_a_small_weight_is_cut_into_enough_programs(rows, inputs, outputs, split
 @pytest.mark.parametrize("rows", [1, 24, 64, 96])
 def test_the_triton_kernels_lower_for_cuda(rows, monkeypatch):
     monkeypatch.setattr("pallas_kernels.implementations.runs_triton", lambda: True)
-    products = functools.partial(pallas_kernels.linear, parts=3, implementation="triton")
+    products = functools.partial(pallas_kernels.linear, implementation="triton")
     x, vector = (rows, 2560, "bfloat16"), (2560, "bfloat16")
     lower_for_cuda(products, x, (2560, 7680, "bfloat16"), (7680, "bfloat16"))
     sums = functools.partial(pallas_kernels.linear_sums, implementation="triton")
@@ -169,11 +168,11 @@ def test_gradients_are_those_of_the_formulas(interpret):
     norm = functools.partial(pallas_kernels.add_layer_norm, epsilon=1e-5, **options)
 
     def ours(x, y, weight, bias, scale, shift):
-        (product,) = pallas_kernels.linear(x, weight, bias, relu=True, **options)
+        product = pallas_kernels.linear(x, weight, bias, relu=True, **options)
         sums = pallas_kernels.linear_sums(x, weight, **options)
         total, normal = norm(y, sums, bias, scale, shift)
-        parts = pallas_kernels.linear(x, jnp.tile(weight, 3), None, parts=3, **options)
-        return jnp.sum(jnp.sin(product) + total**2 + jnp.cos(normal) + parts[1] * parts[2])
+        plain = pallas_kernels.linear(x, weight, None, **options)
+        return jnp.sum(jnp.sin(product) + total**2 + jnp.cos(normal) + plain**2)
 
     def plain(x, y, weight, bias, scale, shift):
         z = jnp.dot(x, weight, precision="highest")
@@ -181,7 +180,7 @@ def test_gradients_are_those_of_the_formulas(interpret):
         centred = total - total.mean(axis=1, keepdims=True)
         normal = centred / jnp.sqrt((centred**2).mean(axis=1, keepdims=True) + 1e-5)
         normal = normal * scale + shift
-        return jnp.sum(jnp.sin(jnp.maximum(z + bias, 0)) + total**2 + jnp.cos(normal) + z * z)
+        return jnp.sum(jnp.sin(jnp.maximum(z + bias, 0)) + total**2 + jnp.cos(normal) + z**2)
 
     arguments = (x, y, weight, *vectors)
     every = tuple(range(len(arguments)))

@@ -19,23 +19,17 @@ MOSAIC = {"implementation": "mosaic", "interpret": True}
 
 @needs_new_jax
 @pytest.mark.parametrize(
-    ("rows", "outputs", "parts", "relu", "biased"),
+    ("rows", "outputs", "relu", "biased"),
     [
-        (160, 256, 1, True, True),  # fewer than a tile's, and three warpgroups
-        (192, 768, 3, False, True),
-        (296, 256, 1, False, False),  # of a tile of 384: warpgroups of more than one unit
-        (504, 192, 1, False, True),  # two tiles of rows, and columns in tiles of 96
+        (160, 256, True, True),  # fewer than a tile's, and three warpgroups
+        (192, 768, False, True),
+        (296, 256, False, False),  # of a tile of 384: warpgroups of more than one unit
+        (504, 192, False, True),  # two tiles of rows, and columns in tiles of 96
     ],
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_products_equal_numpy(rows, outputs, parts, relu, biased, dtype):
-    check_product(rows, outputs, dtype, parts=parts, relu=relu, biased=biased, options=MOSAIC)
-
-
-@needs_new_jax
-def test_a_tile_may_have_columns_of_two_parts(monkeypatch):
-    monkeypatch.setattr(linear_mosaic, "COLUMNS", (96,))
-    check_product(72, 576, "bfloat16", parts=3, relu=False, biased=True, options=MOSAIC)
+def test_products_equal_numpy(rows, outputs, relu, biased, dtype):
+    check_product(rows, outputs, dtype, relu=relu, biased=biased, options=MOSAIC)
 
 
 @needs_new_jax
@@ -56,7 +50,7 @@ def test_the_kernels_lower_for_cuda(rows, monkeypatch):
     options = {"implementation": "mosaic"}
     x, vector = (rows, 4096, "bfloat16"), lambda size: (size, "bfloat16")
     lower = functools.partial(lower_for_cuda, backend="mosaic_gpu")
-    products = functools.partial(pallas_kernels.linear, parts=3, **options)
+    products = functools.partial(pallas_kernels.linear, **options)
     lower(products, x, (4096, 12288, "bfloat16"), vector(12288))
     relu = functools.partial(pallas_kernels.linear, relu=True, **options)
     lower(relu, x, (4096, 16384, "bfloat16"), vector(16384))
@@ -66,21 +60,21 @@ def test_the_kernels_lower_for_cuda(rows, monkeypatch):
 
 @pytest.mark.parametrize("rows", [1, 64, 160, 192, 200, 384, 448, 512, 1000])
 @pytest.mark.parametrize(
-    ("inputs", "outputs", "parts", "split"),
+    ("inputs", "outputs", "split"),
     [
-        (4096, 12288, 3, False),
-        (4096, 4096, 1, True),
-        (4096, 16384, 1, False),
-        (16384, 4096, 1, True),
-        (768, 2304, 3, False),
-        (3072, 768, 1, True),
+        (4096, 12288, False),
+        (4096, 4096, True),
+        (4096, 16384, False),
+        (16384, 4096, True),
+        (768, 2304, False),
+        (3072, 768, True),
     ],
 )
-def test_tiles_cover_the_product_and_fit_into_the_device(rows, inputs, outputs, parts, split):
-    tiling = linear_mosaic.tiling_for(rows, inputs, outputs, parts=parts, split=split)
-    of_inputs, of_outputs = tiling.multiples(parts)
+def test_tiles_cover_the_product_and_fit_into_the_device(rows, inputs, outputs, split):
+    tiling = linear_mosaic.tiling_for(rows, inputs, outputs, split=split)
+    of_inputs, of_outputs = tiling.multiples
     assert inputs % of_inputs == outputs % of_outputs == 0
-    assert outputs % (tiling.columns * tiling.cluster) == outputs // parts % 32 == 0
+    assert outputs % (tiling.columns * tiling.cluster) == 0
     assert tiling.rows / tiling.warpgroups % 64 == 0
     assert linear_mosaic.sums_fit(tiling.rows, tiling.columns, tiling.warpgroups)
     assert tiling.stages >= 3

@@ -1,6 +1,7 @@
 """Packed rows, buckets, caches, and what verification cuts."""
 
 import dataclasses
+import functools
 import itertools
 import math
 
@@ -9,6 +10,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+import pallas_kernels
 from emsjax.cache import KeysValues, KVCache
 from emsjax.packing import pack, round_up_length, row_buckets
 from emsjax.verification import accepted_counts, first_end, usable_counts
@@ -117,3 +119,20 @@ def test_drafts_are_cut_at_limits_foreign_ids_and_end_tokens():
     limits = jnp.array([2, 3, 3, 3, 3], jnp.int32)
     usable = usable_counts(draft, counts, limits, jnp.array([5], jnp.int32), vocab_size=9)
     assert usable.tolist() == [2, 1, 0, 2, 0]
+
+
+def test_only_the_librarys_own_attention_gets_queries_keys_and_values_together(monkeypatch):
+    seen = []
+
+    def attention(query, key, value, lengths, *, option):
+        seen.append([None if x is None else x.shape for x in (query, key, value)])
+        return query[:, 0] if key is None else query + option
+
+    qkv = jnp.arange(5 * 3 * 2 * 4.0).reshape(5, 3, 2, 4)
+    cache = KVCache.init(2, 8, num_layers=1, num_heads=2, head_dim=4, dtype=jnp.float32)
+    out = cache.attention(attention)(qkv, cache.lengths, option=1)
+    np.testing.assert_array_equal(out, qkv[:, 0] + 1)
+    monkeypatch.setattr(pallas_kernels, "ragged_attention", attention)
+    for own in (attention, functools.partial(attention, option=1)):
+        cache.attention(own)(qkv, cache.lengths, option=1)
+    assert seen == [[(5, 2, 4)] * 3] + [[(5, 3, 2, 4), None, None]] * 2

@@ -27,49 +27,47 @@ from pallas_kernels.benchmark.measure import best_and_median_us, time_runs
 from pallas_kernels.benchmark.report import describe_run
 from pallas_kernels.linear import linear, linear_sums
 
-PRODUCTS = {  # of OPT-6.7B: inputs, outputs, parts, whether sums may be left in shares
-    "qkv_proj": (4096, 12288, 3, False),
-    "out_proj": (4096, 4096, 1, True),
-    "fc1": (4096, 16384, 1, False),
-    "fc2": (16384, 4096, 1, True),
+PRODUCTS = {  # of OPT-6.7B: inputs, outputs, whether sums may be left in shares
+    "qkv_proj": (4096, 12288, False),
+    "out_proj": (4096, 4096, True),
+    "fc1": (4096, 16384, False),
+    "fc2": (16384, 4096, True),
 }
 ROWS = (64, 128, 160, 192, 256, 320, 384, 512, 1024)
 WEIGHTS = 16  # of each product: more bytes than a cache holds, more time than a launch takes
 ERROR_CHARACTERS = 300
 MOST_PADDED = 1.2  # rows of tiles, as a multiple of those of the smallest ones
-Product = Callable[[jax.Array, jax.Array, jax.Array], Sequence[jax.Array]]
+Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
-def implementations(parts: int, split: bool) -> dict[str, Product]:
+def implementations(split: bool) -> dict[str, Product]:
     """By name; "default" is what a model would use."""
 
     def product(name, x, weight, bias):
         if split:
-            return (linear_sums(x, weight, implementation=name),)
-        return linear(x, weight, bias, parts=parts, relu=parts == 1, implementation=name)
+            return linear_sums(x, weight, implementation=name)
+        return linear(x, weight, bias, relu=True, implementation=name)
 
     names = {"default": None, "xla": "xla", "triton": "triton", "mosaic": "mosaic"}
     return {name: functools.partial(product, value) for name, value in names.items()}
 
 
-def tilings(rows: int, inputs: int, outputs: int, parts: int, split: bool) -> dict[str, Product]:
+def tilings(rows: int, inputs: int, outputs: int, split: bool) -> dict[str, Product]:
     """Every one of the Mosaic kernel's that fits, by its fields."""
 
     def product(tiling, x, weight, bias):
-        options = {"parts": parts, "relu": not split and parts == 1, "interpret": False}
         bias = None if split else bias
-        return linear_mosaic.launch(x, weight, bias, tiling=tiling, **options)
+        options = {"tiling": tiling, "relu": not split, "interpret": False}
+        return linear_mosaic.launch(x, weight, bias, **options)
 
     found = {}
-    for tiling in fitting(rows, inputs, outputs, parts, split):
+    for tiling in fitting(rows, inputs, outputs, split):
         fields = " ".join(f"{name}={value}" for name, value in tiling._asdict().items())
         found[fields] = functools.partial(product, tiling)
     return found
 
 
-def fitting(
-    rows: int, inputs: int, outputs: int, parts: int, split: bool
-) -> Iterator[linear_mosaic.Tiling]:
+def fitting(rows: int, inputs: int, outputs: int, split: bool) -> Iterator[linear_mosaic.Tiling]:
     """The kernel's tilings, but for those with much padding, or with small tiles of many rows."""
     unit = linear_mosaic.UNIT_ROWS
     few = -(-rows // unit) * unit
@@ -83,8 +81,7 @@ def fitting(
     splits = linear_mosaic.SPLITS if split else (1,)
     sizes = itertools.product(heights, linear_mosaic.COLUMNS, splits, (1, 2), (1, 2, 3))
     for height, columns, shares, cluster, warpgroups in sizes:
-        multiple = linear_mosaic.columns_multiple(columns, parts)
-        fits = outputs % multiple == 0 and outputs // columns % cluster == 0
+        fits = outputs % columns == 0 and outputs // columns % cluster == 0
         fits &= inputs % (linear_mosaic.DEPTH * shares) == 0 and height % (unit * warpgroups) == 0
         fits &= linear_mosaic.sums_fit(height, columns, warpgroups)
         stages = linear_mosaic.stages_that_fit(height, columns, warpgroups)
@@ -94,16 +91,16 @@ def fitting(
 
 def measure(name: str, rows: int, tune: bool) -> dict[str, object]:
     """The entry of one product and row count."""
-    inputs, outputs, parts, split = PRODUCTS[name]
+    inputs, outputs, split = PRODUCTS[name]
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (rows, inputs), jnp.bfloat16)
     make = jax.jit(lambda key: jax.random.normal(key, (inputs, outputs), jnp.bfloat16) / 64)
     weights = [make(key) for key in jax.random.split(keys[1], WEIGHTS)]
     bias = jax.random.normal(keys[2], (outputs,), jnp.bfloat16)
 
-    ways = implementations(parts, split)
+    ways = implementations(split)
     if tune:
-        ways = {"xla": ways["xla"], **tilings(rows, inputs, outputs, parts, split)}
+        ways = {"xla": ways["xla"], **tilings(rows, inputs, outputs, split)}
 
     def build(product):
         of = jax.jit(product)  # is traced and lowered once for all weights
@@ -126,11 +123,10 @@ def measure(name: str, rows: int, tune: bool) -> dict[str, object]:
     return {"product": name, "rows": rows, **sizes, "implementations": figures}
 
 
-def whole(parts: Sequence[jax.Array]) -> np.ndarray:
-    """A product's parts or shares as one float32 array."""
-    if parts[0].ndim == 3:
-        return np.asarray(jnp.sum(parts[0], axis=0))
-    return np.concatenate([np.asarray(part, np.float32) for part in parts], axis=1)
+def whole(product: jax.Array) -> np.ndarray:
+    """A product, or its shares, as one float32 array."""
+    product = jnp.sum(product, axis=0) if product.ndim == 3 else product
+    return np.asarray(product, np.float32)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

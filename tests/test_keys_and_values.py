@@ -1,0 +1,52 @@
+"""Keys and values from where queries lie beside them: they keep their bits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_kernels import COMPILED, lower_for_cuda
+
+import pallas_kernels
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("implementation", ["triton", "xla"])
+@pytest.mark.parametrize("count", [1, 3, 9, 130], ids="{} layers".format)
+@pytest.mark.parametrize(
+    ("rows", "heads", "head_dim", "num_rows", "dtype"),
+    [
+        (5, 2, 8, 9, "float32"),
+        (3, 3, 80, 64, "bfloat16"),
+        (1, 5, 1024, 2, "float16"),
+        (7, 2, 4, 7, "float32"),
+        (4, 1, 12, None, "bfloat16"),
+    ],
+)
+def test_they_come_first(implementation, count, rows, heads, head_dim, num_rows, dtype):
+    rng = np.random.default_rng(count)
+    shape = (rows, 3, heads, head_dim)
+    qkv = [jnp.asarray(rng.normal(size=shape), dtype) for _ in range(count)]
+    call = jax.jit(
+        lambda qkv: pallas_kernels.keys_and_values(
+            qkv, num_rows, implementation=implementation, interpret=not COMPILED
+        )
+    )
+    keys, values = call(qkv)
+    assert len(keys) == len(values) == count
+    for given, key, value in zip(qkv, keys, values, strict=True):
+        assert key.shape == value.shape == (num_rows or rows, heads, head_dim)
+        assert key.dtype == value.dtype == given.dtype
+        np.testing.assert_array_equal(key[:rows], given[:, 1])
+        np.testing.assert_array_equal(value[:rows], given[:, 2])
+
+
+def test_the_triton_kernel_lowers_for_cuda(monkeypatch):
+    monkeypatch.setattr("pallas_kernels.implementations.runs_triton", lambda: True)
+    take = lambda *qkv: pallas_kernels.keys_and_values(qkv, 192)
+    lower_for_cuda(take, *[(24, 3, 32, 80, "bfloat16")] * 10)
+
+
+def test_an_unknown_implementation_is_refused():
+    with pytest.raises(ValueError, match="fast"):
+        pallas_kernels.keys_and_values([jnp.zeros((1, 3, 2, 2))], implementation="fast")
