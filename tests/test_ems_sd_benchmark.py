@@ -271,7 +271,6 @@ def test_a_model_decodes_a_file_of_texts(bench_texts, articles, tmp_path, draft)
         assert of["identical"]
         assert len(of["runs"]) == 2
         assert of["runs"][0]["tokens"] == of["runs"][1]["tokens"] <= 4 * 6
-    assert bench_texts(*asked[:4], "--batch-sizes", 8, *drafts) == 2
 
 
 def test_revisions_are_those_of_the_models(articles, tmp_path, tiny_model, monkeypatch):
@@ -285,7 +284,7 @@ def test_revisions_are_those_of_the_models(articles, tmp_path, tiny_model, monke
     monkeypatch.setattr(emsjax.OPT, "from_pretrained", spied)
     asked = ["--model", str(tiny_model), "--revision", "v2", "--data", str(articles)]
     asked += ["--draft", "draft-model", "--draft-model", str(tmp_path / "draft")]
-    asked += ["--draft-revision", "refs/pr/3", "--max-new-tokens", "6"]
+    asked += ["--draft-revision", "refs/pr/3", "--max-new-tokens", "6", "--batch-sizes", "2"]
     parsed = make_parser("").parse_args(["bench", "ems-sd", *asked])
     make, settings = texts(parsed)
     assert not loaded
@@ -304,6 +303,16 @@ def test_results_of_another_run_are_refused_before_weights_are_read(
     asked = ["--data", articles, "--batch-sizes", 1, "--max-new-tokens", 6, "--output", output]
     assert bench_texts(*asked) == 2
     assert "bench.json holds results with other settings" in capsys.readouterr().err
+
+
+def test_too_few_texts_are_named_before_weights_are_read(
+    bench_texts, articles, monkeypatch, capsys
+):
+    monkeypatch.setattr(emsjax.OPT, "from_pretrained", None)  # fails when it is called
+    for asked, most in (([], 64), (["--batch-sizes", "2,8"], 8)):
+        assert bench_texts("--data", articles, "--max-new-tokens", 6, *asked) == 2
+        error = f"--batch-sizes: {most} is more than the 5 prompts of --data"
+        assert error in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

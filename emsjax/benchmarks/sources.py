@@ -64,7 +64,7 @@ class Texts:
         """
         starts = range(0, len(self.prompts) - batch + 1, batch)
         if not starts:
-            raise ValueError(f"--batch-sizes: {batch} is more than the {len(self.prompts)} prompts")
+            raise ValueError(f"a batch of {batch} is more than the {len(self.prompts)} prompts")
         tasks = [
             Task([np.asarray(ids, np.int32) for ids in self.prompts[i : i + batch]], self.drafter)
             for i in starts

@@ -121,6 +121,11 @@ def texts(options: argparse.Namespace) -> tuple[Callable[[], Texts], dict[str, A
     if (options.draft_model is None) == (options.draft == "draft-model"):
         raise ValueError("--draft draft-model and --draft-model need each other")
     found = read_trained(options, options.max_prompts)
+    most = max(options.batch_sizes or ems_sd.BATCH_SIZES)
+    if most > len(found.prompts):
+        raise ValueError(
+            f"--batch-sizes: {most} is more than the {len(found.prompts)} prompts of --data"
+        )
 
     def make() -> Texts:
         if found.load_draft is None:
