@@ -120,12 +120,8 @@ def texts(options: argparse.Namespace) -> tuple[Callable[[], Texts], dict[str, A
     check_absent(options, ("draft_shape", *others), "--shape")
     if (options.draft_model is None) == (options.draft == "draft-model"):
         raise ValueError("--draft draft-model and --draft-model need each other")
-    found = read_trained(options, options.max_prompts)
-    most = max(options.batch_sizes or ems_sd.BATCH_SIZES)
-    if most > len(found.prompts):
-        raise ValueError(
-            f"--batch-sizes: {most} is more than the {len(found.prompts)} prompts of --data"
-        )
+    largest_batch = max(options.batch_sizes or ems_sd.BATCH_SIZES)
+    found = read_trained(options, options.max_prompts, largest_batch)
 
     def make() -> Texts:
         if found.load_draft is None:

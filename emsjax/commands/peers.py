@@ -84,14 +84,10 @@ def trained(options: argparse.Namespace, prompts: int) -> tuple[Make, dict[str, 
     """A trained model, and as many prompts of a file as the largest batch has.
 
     Raises:
-        ValueError: fewer prompts than that, or what `read_trained` refuses.
+        ValueError: what `read_trained` refuses.
     """
     check_absent(options, ("draft_shape",), "--shape")
-    found = read_trained(options, prompts)
-    if len(found.prompts) < prompts:
-        raise ValueError(
-            f"--batch-sizes: {prompts} is more than the {len(found.prompts)} prompts of --data"
-        )
+    found = read_trained(options, prompts, prompts)
     ids = [np.asarray(prompt, np.int32) for prompt in found.prompts]
 
     def make() -> peers.Subject:

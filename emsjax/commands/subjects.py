@@ -45,11 +45,12 @@ def check_shapes(shape: str, draft_shape: str | None, *others: str) -> str:
     return draft_shape
 
 
-def read_trained(options: argparse.Namespace, max_prompts: int) -> Trained:
+def read_trained(options: argparse.Namespace, max_prompts: int, largest_batch: int) -> Trained:
     """`--model`, `--draft-model` if given, and the first prompts of `--data`.
 
     Raises:
-        ValueError: no data, bad records, a revision of no model, or prompts that do not fit.
+        ValueError: no data, bad records, a revision of no model, prompts that do not fit, or
+            fewer than the largest batch has.
     """
     if options.data is None:
         raise ValueError("--model needs --data")
@@ -64,6 +65,10 @@ def read_trained(options: argparse.Namespace, max_prompts: int) -> Trained:
         max_prompt_tokens=options.max_prompt_tokens,
     )
     prompts = list(itertools.islice(Prompts(records, cut), max_prompts))
+    if len(prompts) < largest_batch:
+        raise ValueError(
+            f"--batch-sizes: {largest_batch} is more than the {len(prompts)} prompts of --data"
+        )
     config = read_config(options.model, options.revision)
     check_prompts(prompts, options.max_new_tokens, config)
     dtype = dtype_name(options.dtype)
