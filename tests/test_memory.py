@@ -1,5 +1,6 @@
 """The plan counts what is allocated, and refuses in time."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import jax
@@ -11,6 +12,7 @@ from toy import ragged_prompts, tiny_model
 import emsjax
 from emsjax import generation, memory
 from emsjax.memory import MemoryPlan, weight_bytes
+from emsjax.packing import chunk_rows, pack, row_buckets
 
 VARIANTS = {
     "125m": {},
@@ -37,6 +39,32 @@ def test_cache_bytes_are_those_of_the_cache():
     sizes = {"slots": 3, "prompt_slots": 3, "max_len": 64, "max_draft_tokens": 7}
     plan = MemoryPlan.for_run(model.config, model.dtype, **sizes)
     assert plan.caches == sum(x.nbytes for x in leaves)
+
+
+def test_a_layers_rows_are_counted_until_they_are_committed():
+    """And a copy of their keys and values beside them, in steps of several row counts."""
+    model, slots, max_len, k = tiny_model(), 3, 64, 7
+    sizes = {"slots": slots, "prompt_slots": slots, "max_len": max_len, "max_draft_tokens": k}
+    deeper = dataclasses.replace(model.config, num_hidden_layers=3)
+    plan, more = (
+        MemoryPlan.for_run(config, model.dtype, **sizes) for config in (model.config, deeper)
+    )
+
+    def bytes_of_layer(num_rows, copied):
+        rows = pack(jnp.zeros(slots, jnp.int32), jnp.zeros(slots, jnp.int32), num_rows)
+        ids, cache = jnp.zeros(num_rows, jnp.int32), model.init_cache(slots, max_len)
+
+        def held():
+            _, fresh = model(ids, rows, cache)
+            return jax.tree.leaves([fresh, fresh.keys_values(num_rows)] if copied else fresh)
+
+        size = sum(x.size * x.dtype.itemsize for x in jax.eval_shape(held))
+        return size // model.config.num_hidden_layers
+
+    assert deeper.num_hidden_layers == model.config.num_hidden_layers + 1
+    chunk = chunk_rows(slots, max_len)
+    assert more.prefill_chunk - plan.prefill_chunk == bytes_of_layer(chunk, False)
+    assert more.logits - plan.logits == bytes_of_layer(row_buckets(slots, k + 1)[-1], True)
 
 
 def test_what_does_not_fit_names_the_sum_and_the_largest_batch(monkeypatch):
