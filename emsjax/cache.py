@@ -4,7 +4,6 @@ Beside it the cache of the padded method, where all samples are written at one p
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import jax
@@ -13,6 +12,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 import pallas_kernels
+from emsjax.kernels import AttentionOfThree
 from emsjax.packing import PackedRows
 
 
@@ -46,25 +46,6 @@ class FreshRows:
     def keys_values(self, num_rows: int) -> KeysValues:
         """Copied to arrays of `num_rows` rows; those beyond are arbitrary."""
         return KeysValues(*map(tuple, pallas_kernels.keys_and_values(self.layers, num_rows)))
-
-
-@dataclasses.dataclass(frozen=True)
-class AttentionOfThree:
-    """Attention whose queries, keys and values lie side by side, [r, 3, h, d].
-
-    Attributes:
-        attention: a callable with the signature of `pallas_kernels.ragged_attention`, which alone
-            takes them so; for others they are copied apart.
-    """
-
-    attention: Callable
-
-    def __call__(self, qkv: Float[Array, "r 3 h d"], *args, **options) -> Float[Array, "r h d"]:
-        called = self.attention
-        called = called.func if isinstance(called, functools.partial) else called
-        takes_all = called is pallas_kernels.ragged_attention
-        fresh = (qkv, None, None) if takes_all else jnp.unstack(qkv, axis=1)
-        return self.attention(*fresh, *args, **options)
 
 
 @jax.tree_util.register_dataclass

@@ -1,8 +1,12 @@
 """Which kernels a forward and a commit use."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 import pallas_kernels
 from pallas_kernels.implementations import choose
@@ -15,6 +19,25 @@ class Kernels(NamedTuple):
 
     attention: Callable
     update: Callable
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionOfThree:
+    """Attention whose queries, keys and values lie side by side, [r, 3, h, d].
+
+    Attributes:
+        attention: a callable with the signature of `pallas_kernels.ragged_attention`, which alone
+            takes them so; for others they are copied apart.
+    """
+
+    attention: Callable
+
+    def __call__(self, qkv: Float[Array, "r 3 h d"], *args, **options) -> Float[Array, "r h d"]:
+        called = self.attention
+        called = called.func if isinstance(called, functools.partial) else called
+        takes_all = called is pallas_kernels.ragged_attention
+        fresh = (qkv, None, None) if takes_all else jnp.unstack(qkv, axis=1)
+        return self.attention(*fresh, *args, **options)
 
 
 def resolve_kernels(attention_implementation: str | Callable | None) -> Kernels:

@@ -45,12 +45,12 @@ class OPTLayer(nnx.Module):
         self.final_layer_norm = layer_norm(config, dtype, rngs)
 
     def __call__(self, x: Float[Array, "r e"], y: "Addend | None", attend: Callable):
-        """One layer over the residual stream x + y; returns the next x and y, and [r, 3, h, d].
+        """One layer over the residual stream x + y; returns the next x and y, and qkv [r, 3, h, d].
 
         The normalisation that follows does the addition, in one pass. The stream is float32: it
         is added to often, and rounded each time. Where layers are normalised after each part
         nothing is left to add: y is None, and x in the type of the weights.
-        The last are queries, keys and values of the rows, which `attend` takes as well.
+        `attend(qkv)` sees the rows' queries, keys and values as well, as one array.
         """
         if self.config.do_layer_norm_before:
             x, h = add_norm(self.self_attn_layer_norm, x, y)

@@ -22,8 +22,9 @@ MIN_BUCKET_ROWS = 16  # the rows of a matrix unit's tile: fewer cost the same
 # with as many row counts the earlier one is taken.
 RESOLUTIONS = ({64: 8}, {128: 8}, {128: 4}, {128: 2, 256: 8}, {128: 2})
 # Between these powers of two row counts are so many fewer than a multiple of 32: cuBLAS offers
-# tiles of about half the rows for 344, and not for 352. On an H200 the products of a layer of
-# OPT-6.7B take 189 us for 344 rows and 207 for 352, 214 for 408 and 250 for 416.
+# tiles of half the rows for 344, and not for 352. The products of a layer of OPT-6.7B (bfloat16, an
+# H200, jax 0.11.2) took 189 us for 344 rows and 205 for 352, 214 for 408 and 259 for 416: see the
+# profiles of `python -m emsjax.benchmarks.step --layers 4 --shapes 43x8,44x8,51x8,52x8`.
 LESS_BETWEEN, FEWER = (256, 512), 8
 MAX_CHUNK_ROWS = 1024  # of prefill
 PROMPT_SIXTEENTHS = (3, 6, 10, 16)  # of them, in steps that feed prompts beside drafts

@@ -21,7 +21,7 @@ PAIRS_PER_PROGRAM = ARRAYS_PER_PROGRAM // 2
 
 def keys_and_values(
     qkv: Sequence[Array],  # [rows, 3, heads, head_dim] each
-    num_rows: int | None = None,
+    num_rows: int,
     *,
     implementation: str | None = None,
     interpret: bool = False,
@@ -30,8 +30,7 @@ def keys_and_values(
 
     Args:
         qkv: of each layer, [rows, 3, heads, head_dim], all of one shape.
-        num_rows: of what is returned, at least `rows`; rows beyond these are arbitrary. None:
-            as many.
+        num_rows: of what is returned, at least `rows`; rows beyond these are arbitrary.
         implementation: "triton" (one launch for all layers), "xla", or None: Triton where the
             device runs it.
         interpret: run the Triton kernel in interpret mode, on any device.
@@ -44,7 +43,6 @@ def keys_and_values(
     """
     name = choose(implementation, ("triton", "xla"), interpret)
     rows, _, heads, head_dim = qkv[0].shape
-    num_rows = num_rows or rows
     if name == "xla":
         padding = [(0, num_rows - rows), (0, 0), (0, 0)]
         return tuple([jnp.pad(x[:, kind], padding) for x in qkv] for kind in (1, 2))

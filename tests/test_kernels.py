@@ -486,7 +486,7 @@ def test_no_missing_module_is_searched_for_while_a_kernel_is_lowered(monkeypatch
     finder = SimpleNamespace(find_spec=lambda name, *_: searched.append(name))
     monkeypatch.setattr("pallas_kernels.implementations.runs_triton", lambda: True)
     monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
-    lower_for_cuda(lambda *qkv: pallas_kernels.keys_and_values(qkv), (7, 3, 2, 16, "bfloat16"))
+    lower_for_cuda(lambda *qkv: pallas_kernels.keys_and_values(qkv, 9), (7, 3, 2, 16, "bfloat16"))
     assert not [name for name in searched if name.endswith(".tt")]
 
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
         (3, 3, 80, 64, "bfloat16"),
         (1, 5, 1024, 2, "float16"),
         (7, 2, 4, 7, "float32"),
-        (4, 1, 12, None, "bfloat16"),
+        (4, 1, 12, 4, "bfloat16"),
     ],
 )
 def test_they_come_first(implementation, count, rows, heads, head_dim, num_rows, dtype):
@@ -35,7 +35,7 @@ def test_they_come_first(implementation, count, rows, heads, head_dim, num_rows,
     keys, values = call(qkv)
     assert len(keys) == len(values) == count
     for given, key, value in zip(qkv, keys, values, strict=True):
-        assert key.shape == value.shape == (num_rows or rows, heads, head_dim)
+        assert key.shape == value.shape == (num_rows, heads, head_dim)
         assert key.dtype == value.dtype == given.dtype
         np.testing.assert_array_equal(key[:rows], given[:, 1])
         np.testing.assert_array_equal(value[:rows], given[:, 2])
@@ -49,4 +49,4 @@ def test_the_triton_kernel_lowers_for_cuda(monkeypatch):
 
 def test_an_unknown_implementation_is_refused():
     with pytest.raises(ValueError, match="fast"):
-        pallas_kernels.keys_and_values([jnp.zeros((1, 3, 2, 2))], implementation="fast")
+        pallas_kernels.keys_and_values([jnp.zeros((1, 3, 2, 2))], 1, implementation="fast")
