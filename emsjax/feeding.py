@@ -110,7 +110,8 @@ def feed(
         )
 
     def extended(fresh: FreshRows) -> FreshRows | KeysValues:
-        # Of one shape whatever the bucket is; a copy, which a single one can do without.
+        # Of one shape whatever the bucket is; a copy, which a single one can do without. A branch
+        # that committed would need none, but with jax 0.10 XLA copies caches that branches write.
         return fresh if len(sizes) == 1 else fresh.keys_values(most)
 
     branches: list[Callable] = [functools.partial(verify, size) for size in buckets]
