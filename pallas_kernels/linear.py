@@ -13,9 +13,10 @@ from pallas_kernels.implementations import choose, matmul_precision, runs_triton
 
 KERNELS = ("triton", "mosaic")  # each in a module of its own
 XLA_SHARES = 2
-# More, and cutting gains nothing. With 512 here instead of 256 the kernels of a step of four
-# OPT-6.7B layers took 2.01 ms, not 2.04, at 344 rows, and 2.16 both times at 376 (bfloat16, an
-# H200, jax 0.11.2): `python -m emsjax.benchmarks.step --layers 4 --shapes 43x8,47x8`.
+# More, and it gains nothing. In steps of four layers of OPT-6.7B, batch 64 (bfloat16, an H200, jax
+# 0.11.2), leaving sums in shares took 18 us off all kernels at 280 rows, 17 at 312, 26 at 344 and
+# none at 376, and added 19 at 408. To compare, with this at 256 and at 512, the profiles of
+# `python -m emsjax.benchmarks.step --layers 4 --shapes 35x8,39x8,43x8,47x8,51x8`.
 MAX_ROWS_IN_SHARES = 344
 
 

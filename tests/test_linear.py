@@ -114,6 +114,28 @@ def test_few_rows_of_16_bits_take_the_triton_product_where_it_fits(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("beyond", "inputs", "dtype", "shares"),
+    [
+        (0, 128, "bfloat16", (2,)),
+        (0, 128, "float16", (2,)),
+        (1, 128, "bfloat16", ()),
+        (0, 127, "bfloat16", ()),
+        (0, 128, "float32", ()),
+    ],
+)
+def test_up_to_a_number_of_rows_sums_stay_in_shares(monkeypatch, beyond, inputs, dtype, shares):
+    monkeypatch.setattr(linear_module, "runs_triton", lambda: True)
+    monkeypatch.setattr("pallas_kernels.implementations.runs_triton", lambda: True)
+    rows = linear_module.MAX_ROWS_IN_SHARES + beyond
+    x, weight = random(rows, inputs, dtype=dtype), random(inputs, 64, dtype=dtype, seed=1)
+    sums = pallas_kernels.linear_sums(x, weight)
+    assert sums.shape == (*shares, rows, 64)
+    assert sums.dtype == ("float32" if shares else dtype)
+    product = np.float64(sums).sum(axis=0) if shares else sums
+    close(product, np.float64(x) @ np.float64(weight), dtype, scale=20)
+
+
+@pytest.mark.parametrize(
     ("rows", "inputs", "outputs", "split"),
     [(8, 768, 2304, False), (8, 768, 768, True), (8, 3072, 768, True), (64, 2048, 6144, False)],
 )
