@@ -68,13 +68,12 @@ def plan(
     if splits > 1:
         share = pl.cdiv(jnp.sum(jnp.where(counts > 0, blocks, 0)), splits)
         shares = jnp.maximum(1, pl.cdiv(blocks, jnp.maximum(1, share)))
-    through = jnp.cumsum(tiles * shares, dtype=jnp.int32)
-    starts = through - tiles * shares
+    starts = starts_longest_first(blocks, tiles * shares)
 
     index = jnp.arange(num_items(rows, batch, tile, splits, max_tiles), dtype=jnp.int32)
-    sample = jnp.searchsorted(through, index, side="right", method="compare_all")
-    used = sample < batch
-    sample = jnp.minimum(sample, batch - 1).astype(jnp.int32)
+    after = index[:, None] - starts
+    its = (after >= 0) & (after < tiles * shares)  # [n, b]: one sample of each item in use
+    used, sample = jnp.any(its, axis=1), jnp.argmax(its, axis=1).astype(jnp.int32)
     within, parts = index - starts[sample], shares[sample]
     before, part = within // parts * tile, within % parts
     cut = lambda part: part * blocks[sample] // parts * block
@@ -97,6 +96,18 @@ def plan(
         jnp.stack([jnp.where(real, field, 0) for field in of_rows]),
         jnp.sum(counts, dtype=jnp.int32)[None],
     )
+
+
+def starts_longest_first(blocks: Array, items: Array) -> Array:
+    """First item of each sample where those with most blocks come first. [b]
+
+    A device begins items in their order. If the last ones are short, all of it is busy until
+    shortly before the end.
+    """
+    order = jnp.arange(blocks.shape[0])
+    alike = (blocks == blocks[:, None]) & (order < order[:, None])
+    before = (blocks > blocks[:, None]) | alike  # [b, b]
+    return jnp.sum(jnp.where(before, items, 0), axis=1, dtype=jnp.int32)
 
 
 def extents(segment_ids: Array, batch: int) -> tuple[Array, Array]:

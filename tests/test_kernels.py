@@ -213,6 +213,22 @@ def test_work_items_share_every_key_out_once_and_evenly(counts, lengths, splits,
         )
 
 
+@given(
+    counts=st.lists(st.integers(0, 10), min_size=BATCH, max_size=BATCH),
+    lengths=st.lists(st.integers(0, 40), min_size=BATCH, max_size=BATCH),
+    splits=st.sampled_from([1, 5]),
+)
+def test_items_of_samples_with_most_keys_come_first(counts, lengths, splits):
+    *_, segment_ids, _, cache_lengths = case(counts, lengths)
+    sizes = {"tile": 4, "block": 4, "splits": splits, "max_tiles": 3}
+    items = work_items.plan(jnp.asarray(segment_ids), jnp.asarray(cache_lengths), **sizes)
+    fields = dict(zip(work_items.FIELDS, np.asarray(items.fields), strict=True))
+    used = fields["count"] > 0
+    assert not np.diff(used.astype(int)).max(initial=0) > 0  # unused ones last
+    blocks = -(-np.array(lengths)[fields["sample"][used]] // 4)
+    assert np.all(np.diff(blocks) <= 0)
+
+
 @every_implementation
 @pytest.mark.parametrize("tile", [4, 5, 64])
 def test_long_segments_are_tiled_correctly(implementation, tile, monkeypatch):
