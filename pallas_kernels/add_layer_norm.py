@@ -13,7 +13,7 @@ from pallas_kernels.implementations import choose, with_gradient_of
 
 def add_layer_norm(
     x: Array,  # [rows, size]
-    y: Array,  # [rows, size], or float32 [shares, rows, size]
+    y: Array,  # [rows, size], or [shares, rows, size]
     y_bias: Array | None,  # [size]
     scale: Array | None,  # [size]
     bias: Array | None,  # [size]
@@ -30,7 +30,7 @@ def add_layer_norm(
 
     Args:
         x: [rows, size].
-        y: a product [rows, size], or the shares, float32 [shares, rows, size], that
+        y: a product [rows, size], or the shares [shares, rows, size] that
             `pallas_kernels.linear_sums` makes of it.
         y_bias: the product's bias, [size]; None: left out.
         scale, bias: the normalisation's affine part, [size] each; None: left out.

@@ -13,11 +13,13 @@ from pallas_kernels.implementations import choose, matmul_precision, runs_triton
 
 KERNELS = ("triton", "mosaic")  # each in a module of its own
 XLA_SHARES = 2
-# More, and it gains nothing. In steps of four layers of OPT-6.7B, batch 64 (bfloat16, an H200, jax
-# 0.11.2), leaving sums in shares took 18 us off all kernels at 280 rows, 17 at 312, 26 at 344 and
-# none at 376, and added 19 at 408. To compare, with this at 256 and at 512, the profiles of
-# `python -m emsjax.benchmarks.step --layers 4 --shapes 35x8,39x8,43x8,47x8,51x8`.
-MAX_ROWS_IN_SHARES = 344
+# Of more rows it was not measured. In steps of four layers of OPT-6.7B (bfloat16, an H200, jax
+# 0.11.2) leaving sums in shares took 54 us off all kernels at 360 and at 368 rows, 49 at 376, 91 at
+# 392 and 43 at 408, of 2099 to 2220: XLA cuts some of these too, in float32, and adds up in a
+# launch of its own. Rounded, shares took 16 us less than in float32 at 144 rows, 18 at 160 and 27
+# at 344. To compare, with this at 256 and at 512, the profiles of
+# `python -m emsjax.benchmarks.step --layers 4 --shapes 43x8,45x8,47x8,51x8`.
+MAX_ROWS_IN_SHARES = 408
 
 
 def linear(
@@ -77,7 +79,9 @@ def linear_sums(
     into shares. Arguments and errors are those of `linear`.
 
     Returns:
-        float32 [shares, rows, outputs], or the product [rows, outputs] in x's dtype.
+        Shares [shares, rows, outputs], or the product [rows, outputs] in x's dtype. A kernel's
+        shares are float32. XLA's, two, are in x's dtype: the errors of rounding each add up to
+        one of the size that rounding the product makes.
     """
     kernel = _kernel_for(x, weight, implementation, interpret, split=True)
     if kernel is not None:
@@ -85,18 +89,19 @@ def linear_sums(
         options = {"tiling": tiling, "relu": False, "interpret": interpret}
         launch = lambda x, weight: module.launch(x, weight, None, **options)
         splits = tiling.splits
-        reference = functools.partial(_dot_in_shares, shares=splits) if splits > 1 else _dot
+        in_shares = functools.partial(_dot_in_shares, shares=splits, dtype=jnp.float32)
+        reference = in_shares if splits > 1 else _dot
         return with_gradient_of(reference, launch)(x, weight)
     if implementation is None and _shares_pay(x, weight):
-        return _dot_in_shares(x, weight, XLA_SHARES)
+        return _dot_in_shares(x, weight, XLA_SHARES, x.dtype)
     return _dot(x, weight)
 
 
-def _dot_in_shares(x, weight, shares: int):
+def _dot_in_shares(x, weight, shares: int, dtype):
     x = x.reshape(x.shape[0], shares, -1)
     weight = weight.reshape(shares, -1, weight.shape[1])
     precision = matmul_precision(x.dtype)
-    kinds = {"precision": precision, "preferred_element_type": jnp.float32}
+    kinds = {"precision": precision, "preferred_element_type": dtype}
     return jnp.einsum("rsi,sio->sro", x, weight, **kinds)
 
 
