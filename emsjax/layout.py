@@ -14,14 +14,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from emsjax.cache import Cache, KVCache, SharedIndexCache
-from emsjax.packing import (
-    MAX_BUCKETS,
-    PackedRows,
-    pack,
-    round_up_length,
-    row_buckets,
-    smallest_bucket,
-)
+from emsjax.packing import PackedRows, pack, round_up_length, row_buckets, smallest_bucket
+
+MAX_WIDTHS = 11  # of a padded step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +34,7 @@ class Layout:
         if not self.pad_inputs:
             return row_buckets(batch, k1)
         # As many rows of each sample as the longest draft has, if these are not too many programs.
-        widths = {-(-k1 * n // MAX_BUCKETS) for n in range(1, MAX_BUCKETS + 1)}
+        widths = {-(-k1 * n // MAX_WIDTHS) for n in range(1, MAX_WIDTHS + 1)}
         return tuple(batch * width for width in sorted({1, *widths}))
 
     def smallest(self, sizes: tuple[int, ...], counts: Int32[Array, "b"]) -> Int32[Array, ""]:

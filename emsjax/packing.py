@@ -8,24 +8,22 @@ The axis legend of the library, used in every shape annotation:
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-MAX_BUCKETS = 11  # from one row per sample on
 MIN_BUCKET_ROWS = 16  # the rows of a matrix unit's tile: fewer cost the same
-# From how many rows on they are told apart, and in how many steps to twice as many. On a GPU the
-# first 64 cost nearly nothing, since a step reads all weights anyway, and up to about 200 each
-# costs less than half of what one costs where arithmetic takes longer than reading. Of resolutions
-# with as many row counts the earlier one is taken.
-RESOLUTIONS = ({64: 8}, {128: 8}, {128: 4}, {128: 2, 256: 8}, {128: 2})
-# Between these powers of two row counts are so many fewer than a multiple of 32: cuBLAS offers
-# tiles of half the rows for 344, and not for 352. The products of a layer of OPT-6.7B (bfloat16, an
-# H200, jax 0.11.2) took 189 us for 344 rows and 205 for 352, 214 for 408 and 259 for 416: see the
-# profiles of `python -m emsjax.benchmarks.step --layers 4 --shapes 43x8,44x8,51x8,52x8`.
-LESS_BETWEEN, FEWER = (256, 512), 8
+# Where all samples are live and most of them draft, a step has this part of the most rows. There
+# row counts are close, and at most so many.
+FINE_FROM, FINE_TO, MAX_FINE = 5 / 8, 7 / 8, 9
+# From the first of these to below the last, row counts are so many more than a multiple of 16:
+# cuBLAS offers tiles of half the rows for 344, and not for 352. Without attention, steps of four
+# layers of OPT-6.7B took 668 us for 136 rows, 674 for 144, 710 for 160 and 689 for 168 (batch 24),
+# 1103 for 344, 1193 for 352, 1158 for 360 and 1242 for 392 (batch 64; bfloat16, an H200, jax
+# 0.11.2). To compare, the profiles of
+# `python -m emsjax.benchmarks.step --layers 4 --shapes 17x8,18x8,20x8,21x8,43x8,44x8,45x8,49x8`.
+MORE_FROM, MORE_TO, MORE = 128, 512, 8
 MAX_CHUNK_ROWS = 1024  # of prefill
 PROMPT_SIXTEENTHS = (3, 6, 10, 16)  # of them, in steps that feed prompts beside drafts
 
@@ -87,34 +85,30 @@ def pack(starts: Int32[Array, "b"], counts: Int32[Array, "b"], num_rows: int) ->
 
 
 def row_buckets(batch: int, max_rows_per_sample: int) -> tuple[int, ...]:
-    """Static row counts that a step may be padded up to, ascending.
+    """Static row counts that a step may be padded up to, ascending; each is compiled once.
 
-    From one row per sample to all; between them powers of two, and where rows cost something in
-    the finest steps with which these are few (each bucket is compiled once), and each saves a
-    twelfth of the most rows. With drafts also fewer, powers of four, for when most samples have
-    ended.
+    From one row per sample to all. Between them they are closest where steps are in which all
+    samples are live and most of them draft; below that, for when samples have ended, they are
+    powers of two, and where rows begin to cost something one more between two of these. With
+    drafts also fewer than one row per sample, powers of four.
     """
     most = batch * max_rows_per_sample
     least = min(most, max(batch, MIN_BUCKET_ROWS))
+    step = MIN_BUCKET_ROWS
+    while len(fine := _multiples(step, most * FINE_FROM, most * FINE_TO)) > MAX_FINE:
+        step *= 2
     powers = [2**i for i in range(4, most.bit_length())]
-    between = lambda sizes: sorted(
-        n for n in sizes if least + MIN_BUCKET_ROWS <= n <= most - most // 12
-    )
-    choices = [between(_stepped(powers, steps)) for steps in (*RESOLUTIONS, {})]
-    fitting = [sizes for sizes in choices if len(sizes) <= MAX_BUCKETS - 2]
-    sizes = max(fitting, key=len, default=between(powers[::2]))
-    fewer = [n for n in powers[::2] if 3 * n <= 2 * least and max_rows_per_sample > 1]
-    return tuple(sorted({*fewer, least, *sizes, most}))
+    halfway = [n + n // 2 for n in powers if MORE_FROM <= n < MORE_TO]
+    sizes = {*fine, *(n for n in (*powers, *halfway) if n < most * FINE_FROM)}
+    sizes = {n + MORE if MORE_FROM <= n < MORE_TO else n for n in sizes}
+    between = (n for n in sizes if least + MIN_BUCKET_ROWS <= n < most)
+    fewer = (n for n in powers[::2] if 3 * n <= 2 * least and max_rows_per_sample > 1)
+    return tuple(sorted({*fewer, least, *between, most}))
 
 
-def _stepped(powers: Sequence[int], steps: Mapping[int, int]) -> set[int]:
-    """The powers of two, and from each to the next the steps of a resolution."""
-    sizes: set[int] = set()
-    for low in powers:
-        _, parts = max(((n, of) for n, of in steps.items() if n <= low), default=(0, 1))
-        sizes |= {low + low * i // parts for i in range(parts)}
-    first, last = LESS_BETWEEN
-    return {n - FEWER if first < n < last else n for n in sizes if n % MIN_BUCKET_ROWS == 0}
+def _multiples(step: int, first: float, last: float) -> list[int]:
+    """All from the first number to the last."""
+    return [n for n in range(0, int(last) + 1, step) if n >= first]
 
 
 def smallest_bucket(buckets: tuple[int, ...], rows: Array) -> Array:
