@@ -373,6 +373,12 @@ def test_points_are_steps_of_every_bucket_and_of_half_the_context(profile):
     assert min(profile["costs"]["draft_ms"].values()) > 0
 
 
+def buckets_reached(shape, rows):
+    """By steps in which every sample of a batch of this shape has so many rows."""
+    buckets = np.array(row_buckets(*shape))
+    return set(buckets[np.searchsorted(buckets, shape[0] * np.array(rows))])
+
+
 def test_rows_up_to_which_caches_are_read_once_are_timed_beside_more_of_the_same_bucket():
     fed = []
 
@@ -389,9 +395,8 @@ def test_rows_up_to_which_caches_are_read_once_are_timed_beside_more_of_the_same
         assert half == whole[0]
         assert whole[-1] == expected
         assert 16 in whole
-        buckets = np.array(row_buckets(*shape))
-        used = lambda rows: set(buckets[np.searchsorted(buckets, shape[0] * np.array(rows))])
-        assert used(whole) == used(range(1, shape[1] + 1))  # all that equal rows can reach
+        reached = buckets_reached(shape, rows=range(1, shape[1] + 1))
+        assert buckets_reached(shape, rows=whole) == reached
 
 
 def test_a_tile_of_rows_is_the_attentions():
