@@ -79,9 +79,9 @@ def linear_sums(
     into shares. Arguments and errors are those of `linear`.
 
     Returns:
-        Shares [shares, rows, outputs], or the product [rows, outputs] in x's dtype. A kernel's
-        shares are float32. XLA's, two, are in x's dtype: the errors of rounding each add up to
-        one of the size that rounding the product makes.
+        Shares [shares, rows, outputs], or the product [rows, outputs] in x's dtype. Shares are
+        float32, but XLA's, two, are bfloat16 where x is: the errors of rounding each add up to
+        one of the size that rounding the product makes, unless shares cancel each other.
     """
     kernel = _kernel_for(x, weight, implementation, interpret, split=True)
     if kernel is not None:
@@ -93,7 +93,9 @@ def linear_sums(
         reference = in_shares if splits > 1 else _dot
         return with_gradient_of(reference, launch)(x, weight)
     if implementation is None and _shares_pay(x, weight):
-        return _dot_in_shares(x, weight, XLA_SHARES, x.dtype)
+        # One of float16 might be infinite where the product is not.
+        dtype = x.dtype if x.dtype == jnp.bfloat16 else jnp.float32
+        return _dot_in_shares(x, weight, XLA_SHARES, dtype)
     return _dot(x, weight)
 
 

@@ -25,6 +25,11 @@ def random(*shape, dtype="float32", seed=0):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
+def device_runs_triton(monkeypatch, does: bool):
+    monkeypatch.setattr(linear_module, "runs_triton", lambda: does)
+    monkeypatch.setattr("pallas_kernels.implementations.runs_triton", lambda: does)
+
+
 def close(actual, expected, dtype, scale=1.0):
     actual = np.asarray(actual, np.float64)
     tolerance = TOLERANCE[dtype]
@@ -105,8 +110,7 @@ def test_few_rows_of_16_bits_take_the_triton_product_where_it_fits(monkeypatch):
 
     few, weight = jnp.zeros((128, 128), "bfloat16"), jnp.zeros((128, 384), "bfloat16")
     assert choose(few, weight) == ("triton" if runs_triton() else "xla")
-    monkeypatch.setattr(linear_module, "runs_triton", lambda: True)
-    monkeypatch.setattr("pallas_kernels.implementations.runs_triton", lambda: True)
+    device_runs_triton(monkeypatch, True)
     assert choose(few, weight) == "triton"
     assert choose(jnp.zeros((129, 128), "bfloat16"), weight) == "xla"
     assert choose(few.astype("float32"), weight.astype("float32")) == "xla"
@@ -115,29 +119,62 @@ def test_few_rows_of_16_bits_take_the_triton_product_where_it_fits(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("beyond", "inputs", "dtype", "shares"),
+    ("triton", "beyond", "inputs", "dtype", "shares"),
     [
-        (0, 128, "bfloat16", (2,)),
-        (0, 128, "float16", (2,)),
-        (1, 128, "bfloat16", ()),
-        (0, 127, "bfloat16", ()),
-        (0, 128, "float32", ()),
+        (True, 0, 128, "bfloat16", (2,)),
+        (True, 0, 128, "float16", (2,)),
+        (True, 1, 128, "bfloat16", ()),
+        (True, 0, 127, "bfloat16", ()),
+        (True, 0, 128, "float32", ()),
+        (False, 0, 128, "bfloat16", ()),
     ],
 )
-def test_up_to_a_number_of_rows_sums_stay_in_shares(monkeypatch, beyond, inputs, dtype, shares):
-    monkeypatch.setattr(linear_module, "runs_triton", lambda: True)
-    monkeypatch.setattr("pallas_kernels.implementations.runs_triton", lambda: True)
+def test_up_to_a_number_of_rows_sums_stay_in_shares(
+    monkeypatch, triton, beyond, inputs, dtype, shares
+):
+    device_runs_triton(monkeypatch, triton)
     rows = linear_module.MAX_ROWS_IN_SHARES + beyond
     x, weight = random(rows, inputs, dtype=dtype), random(inputs, 64, dtype=dtype, seed=1)
     sums = pallas_kernels.linear_sums(x, weight)
     assert sums.shape == (*shares, rows, 64)
-    assert sums.dtype == dtype
+    assert sums.dtype == ("float32" if shares and dtype == "float16" else dtype)
     product = np.float64(sums).sum(axis=0) if shares else np.float64(sums)
     expected = np.float64(x) @ np.float64(weight)
     close(product, expected, dtype, scale=20)
     # To leave sums in shares costs no accuracy.
     error = lambda values: np.sqrt(np.mean((np.float64(values) - expected) ** 2))
     assert error(product) <= 1.1 * error(jnp.asarray(expected, dtype)) + 1e-5
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_errors_of_shares_that_cancel_are_those_of_rounding_each(monkeypatch, dtype):
+    """Neither share is a number of float16, and their sum is."""
+    device_runs_triton(monkeypatch, True)
+    x = random(200, 128, dtype=dtype) + 300 * jnp.repeat(jnp.array([1, -1], dtype), 64)
+    weight = abs(random(128, 64, dtype=dtype, seed=1)) + jnp.array(4, dtype)
+    halves = np.einsum("rsi,sio->sro", np.float64(x).reshape(200, 2, 64), weight.reshape(2, 64, 64))
+    assert np.abs(halves).min() > 65504
+    actual = np.float64(pallas_kernels.linear_sums(x, weight)).sum(axis=0)
+    rounding = {"bfloat16": 2**-8, "float16": 1e-6}[dtype]
+    assert np.all(np.abs(actual - halves.sum(axis=0)) <= rounding * np.abs(halves).sum(axis=0))
+
+
+def test_shares_have_the_gradient_of_the_product(monkeypatch):
+    device_runs_triton(monkeypatch, True)
+    rng, asked = np.random.default_rng(0), jnp.arange(64.0) % 2
+    # Small numbers, which nothing rounds.
+    x, weight = (
+        jnp.asarray(rng.integers(-1, 2, shape), "bfloat16") for shape in ((200, 128), (128, 64))
+    )
+
+    def loss(x, weight):
+        sums = pallas_kernels.linear_sums(x, weight)
+        assert sums.ndim == 3
+        return jnp.sum(jnp.sum(sums.astype("float32"), axis=0) * asked)
+
+    by_x, by_weight = jax.grad(loss, argnums=(0, 1))(x, weight)
+    np.testing.assert_array_equal(by_x, np.tile(np.float64(weight) @ asked, (200, 1)))
+    np.testing.assert_array_equal(by_weight, np.outer(np.float64(x).sum(axis=0), asked))
 
 
 @pytest.mark.parametrize(
