@@ -113,15 +113,16 @@ class Goodput:
         fits = jnp.arange(batch * k, dtype=jnp.float32) < room[:, None]
         # A sum and no product of matrices: those round to fewer bits on a GPU.
         gained = -jnp.sum(jnp.where(fits, losses[:, None], 0), axis=-1)  # [n, m]
-        # Where there are too few tokens for a bucket, the step takes a smaller one.
+        # With too few tokens for a bucket a step takes a smaller one; with too many samples, a
+        # larger one.
         most_rows = num_active + jnp.sum(available, axis=1, keepdims=True).astype(jnp.float32)
-        used = smallest_bucket(sizes, jnp.minimum(buckets, most_rows))
+        used = smallest_bucket(sizes, jnp.clip(buckets, num_active, most_rows))
         bucket_ms = self.costs.step_ms(buckets, jnp.sum(cached_tokens(view)))
         ms = bucket_ms[used]
         if not view.drafted:
             ms = ms + self.costs.draft_step_ms(batch) * longest[:, None].astype(jnp.float32)
-        # Without drafts the smallest bucket is enough: it has a row for each sample.
-        value = worth(num_active + gained, ms, bucket_ms[0], self.least_gain)
+        without_ms = bucket_ms[smallest_bucket(sizes, num_active)]
+        value = worth(num_active + gained, ms, without_ms, self.least_gain)
         n, m = jnp.unravel_index(jnp.argmax(value), value.shape)
         taken = jnp.zeros(batch * k, bool).at[places[n]].set(fits[m], unique_indices=True)
         taken &= gains[n] > 0

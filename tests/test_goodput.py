@@ -20,10 +20,12 @@ from emsjax.draft_length import StepView
 from emsjax.packing import row_buckets
 
 PRIOR = (goodput.PRIOR_RATE, goodput.PRIOR_WEIGHT)
-# Batch and k, and buckets closer to each other than those of so few rows are.
+# Batch and k, and buckets closer to each other than those of so few rows are; also some too small
+# for the batch.
 SHAPES = {
     (1, 3): (1, 3, 4),
     (2, 3): (2, 4, 5, 8),
+    (3, 2): (1, 2, 4, 6, 9),
     (3, 3): (3, 5, 8, 12),
     (3, 20): row_buckets(3, 21),
 }
