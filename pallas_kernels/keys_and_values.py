@@ -39,10 +39,13 @@ def keys_and_values(
         Keys and values of each layer, [num_rows, heads, head_dim].
 
     Raises:
-        ValueError: unknown implementation, or one that the device cannot run.
+        ValueError: unknown implementation, or one that the device cannot run; fewer rows than
+            there are.
     """
     name = choose(implementation, ("triton", "xla"), interpret)
     rows, _, heads, head_dim = qkv[0].shape
+    if num_rows < rows:
+        raise ValueError(f"num_rows must be at least {rows}, the number of rows, not {num_rows}")
     if name == "xla":
         padding = [(0, num_rows - rows), (0, 0), (0, 0)]
         return tuple([jnp.pad(x[:, kind], padding) for x in qkv] for kind in (1, 2))

@@ -68,7 +68,8 @@ def plan(
     if splits > 1:
         share = pl.cdiv(jnp.sum(jnp.where(counts > 0, blocks, 0)), splits)
         shares = jnp.maximum(1, pl.cdiv(blocks, jnp.maximum(1, share)))
-    starts = starts_longest_first(blocks, tiles * shares)
+    longest = pl.cdiv(blocks, shares) + pl.cdiv(counts, block)  # of a sample's items, in blocks
+    starts = starts_longest_first(longest, tiles * shares)
 
     index = jnp.arange(num_items(rows, batch, tile, splits, max_tiles), dtype=jnp.int32)
     after = index[:, None] - starts
@@ -98,15 +99,15 @@ def plan(
     )
 
 
-def starts_longest_first(blocks: Array, items: Array) -> Array:
-    """First item of each sample where those with most blocks come first. [b]
+def starts_longest_first(lengths: Array, items: Array) -> Array:
+    """First item of each sample where those with the longest items come first. [b]
 
     A device begins items in their order. If the last ones are short, all of it is busy until
     shortly before the end.
     """
-    order = jnp.arange(blocks.shape[0])
-    alike = (blocks == blocks[:, None]) & (order < order[:, None])
-    before = (blocks > blocks[:, None]) | alike  # [b, b]
+    order = jnp.arange(lengths.shape[0])
+    alike = (lengths == lengths[:, None]) & (order < order[:, None])
+    before = (lengths > lengths[:, None]) | alike  # [b, b]
     return jnp.sum(jnp.where(before, items, 0), axis=1, dtype=jnp.int32)
 
 

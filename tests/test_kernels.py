@@ -218,15 +218,18 @@ def test_work_items_share_every_key_out_once_and_evenly(counts, lengths, splits,
     lengths=st.lists(st.integers(0, 40), min_size=BATCH, max_size=BATCH),
     splits=st.sampled_from([1, 5]),
 )
-def test_items_of_samples_with_most_keys_come_first(counts, lengths, splits):
+def test_items_of_samples_with_the_longest_ones_come_first(counts, lengths, splits):
+    """Of committed keys and of a sample's own rows; the shares of its keys may differ by one."""
     *_, segment_ids, _, cache_lengths = case(counts, lengths)
     sizes = {"tile": 4, "block": 4, "splits": splits, "max_tiles": 3}
     items = work_items.plan(jnp.asarray(segment_ids), jnp.asarray(cache_lengths), **sizes)
     fields = dict(zip(work_items.FIELDS, np.asarray(items.fields), strict=True))
     used = fields["count"] > 0
     assert not np.diff(used.astype(int)).max(initial=0) > 0  # unused ones last
-    blocks = -(-np.array(lengths)[fields["sample"][used]] // 4)
-    assert np.all(np.diff(blocks) <= 0)
+    blocks = -(-(fields["key_end"] - fields["key_begin"]) // 4) + -(-fields["fresh_end"] // 4)
+    samples, first = np.unique(fields["sample"][used], return_index=True)
+    longest = {s: blocks[used & (fields["sample"] == s)].max() for s in samples.tolist()}
+    assert np.all(np.diff([longest[s] for s in samples[np.argsort(first)].tolist()]) <= 0)
 
 
 @every_implementation
@@ -297,12 +300,22 @@ def test_keys_are_cut_where_few_samples_of_a_large_batch_have_rows(rows, cut, mo
 @every_number_of_splits
 @pytest.mark.parametrize("bound", [10, None], ids=["decode", "unbounded"])
 @pytest.mark.parametrize("head_dim", [HEAD_DIM, 5])
-def test_queries_keys_and_values_may_lie_side_by_side(implementation, programs, bound, head_dim):
+@pytest.mark.parametrize("masked", [(), ("ancestors",), ("cache_mask",)])
+def test_queries_keys_and_values_may_lie_side_by_side(
+    implementation, programs, bound, head_dim, masked
+):
     inputs = case([3, 0, 10, 1], [BLOCK + 3, 4, 0, 2 * BLOCK], [2, 3, 1, 0], head_dim=head_dim)
+    draw = np.random.default_rng(0).random
+    own = inputs[6] - np.append(inputs[7], 0)[inputs[5]]  # a row's place among its sample's
+    masks = {
+        "ancestors": (draw((ROWS, 10)) < 0.5) | (np.arange(10) == own[:, None]),
+        "cache_mask": draw((BATCH, MAX_LEN)) < 0.5,
+    }
+    masks = {name: masks[name] for name in masked}
     qkv = jnp.stack(inputs[:3], axis=1)
     others = [jnp.asarray(x) for x in inputs[3:]]
-    out = compiled(implementation, bound, programs)(qkv, None, None, *others)
-    expected = oracle.ragged_attention(*inputs)
+    out = compiled(implementation, bound, programs)(qkv, None, None, *others, **masks)
+    expected = oracle.ragged_attention(*inputs, **masks)
     np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=2e-6, atol=8e-6)
 
 

@@ -47,6 +47,9 @@ def test_the_triton_kernel_lowers_for_cuda(monkeypatch):
     lower_for_cuda(take, *[(24, 3, 32, 80, "bfloat16")] * 10)
 
 
-def test_an_unknown_implementation_is_refused():
+def test_an_unknown_implementation_and_too_few_rows_are_refused():
+    qkv = [jnp.zeros((2, 3, 2, 2))]
     with pytest.raises(ValueError, match="fast"):
-        pallas_kernels.keys_and_values([jnp.zeros((1, 3, 2, 2))], 1, implementation="fast")
+        pallas_kernels.keys_and_values(qkv, 2, implementation="fast")
+    with pytest.raises(ValueError, match="num_rows must be at least 2"):
+        pallas_kernels.keys_and_values(qkv, 1)
