@@ -16,11 +16,17 @@ from jaxtyping import Array, Bool, Float, Int32, Key
 from emsjax.cache import Cache
 from emsjax.draft_length import DraftLength, StepView, available_lengths
 from emsjax.drafting import Draft, Drafter
-from emsjax.drafting.drafter import is_free, proposed, state_after_commit, with_policys_limit
+from emsjax.drafting.drafter import (
+    check_state,
+    is_free,
+    proposed,
+    state_after_commit,
+    with_policys_limit,
+)
 from emsjax.feeding import feed, is_ready
 from emsjax.kernels import resolve_kernels
 from emsjax.layout import UNPADDED, Layout
-from emsjax.opt import OPT
+from emsjax.opt import OPT, check_is_model
 from emsjax.sampling import Purpose, Sampling, position_keys
 from emsjax.verification import accepted_counts, first_end, usable_counts
 
@@ -133,9 +139,10 @@ def step(
         The next state, and what the step did.
 
     Raises:
-        ValueError: an unknown attention, a `free` drafter that draws its tokens, or one that
-            does not return what `emsjax.Drafter` says.
+        ValueError: no model, an unknown attention, a `free` drafter that draws its tokens, or
+            attention, a drafter or a policy that does not return what it should.
     """
+    check_is_model("model", model)
     kernels = resolve_kernels(attention_implementation)
     drafter = with_policys_limit(drafter, draft_length)
     ready = state.active if num_sequences is None else is_ready(state)
@@ -161,7 +168,9 @@ def step(
         drafter_state = state_after_commit(drafter, drafter_state, lengths)
     policy_state = state.policy_state
     if draft_length is not None:
-        policy_state = draft_length.update(policy_state, view, draft_rows, num_accepted)
+        after = draft_length.update(policy_state, view, draft_rows, num_accepted)
+        check_state("the policy's", "update", policy_state, after)
+        policy_state = after
 
     info = StepInfo(tokens, draft_rows, num_accepted, num_emitted, fed.num_rows)
     new_state = dataclasses.replace(

@@ -35,6 +35,9 @@ class StepView(NamedTuple):
     drafted: bool
 
 
+METHODS = ("init", "lengths", "update")  # of every policy
+
+
 @runtime_checkable
 class DraftLength(Protocol):
     """A draft-length policy: a pytree with pure functions, run inside the device loop.
@@ -76,9 +79,14 @@ def check_is_policy(draft_length: Any) -> None:
     """
     kind = type(draft_length)
     is_class = isinstance(draft_length, type)
-    if is_class or not isinstance(draft_length, DraftLength):
+    missing = [name for name in METHODS if not callable(getattr(draft_length, name, None))]
+    if is_class or missing:
         what = f"the class {draft_length.__name__}" if is_class else kind.__name__
-        raise ValueError(f"draft_length must be a policy such as emsjax.FixedLength(3), not {what}")
+        lacks = f", which has no {' and no '.join(missing)}" if len(missing) < len(METHODS) else ""
+        lacks = "" if is_class else lacks
+        raise ValueError(
+            f"draft_length must be a policy such as emsjax.FixedLength(3), not {what}{lacks}"
+        )
     if jax.tree_util.all_leaves([draft_length]):
         raise ValueError(
             f"draft_length must be a pytree, and {kind.__name__} is none: register the class with "

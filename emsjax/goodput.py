@@ -20,6 +20,7 @@ from emsjax.draft_length import (
     available_lengths,
     check_is_policy,
 )
+from emsjax.drafting.drafter import check_state
 from emsjax.packing import row_buckets, smallest_bucket
 from emsjax.step_costs import LEAST_GAIN, TILE_ROWS, StepCosts
 
@@ -200,6 +201,7 @@ class CostCapped:
         # Cut drafts say nothing about the other policy's own lengths.
         own = jnp.all(num_drafted == self._wanted(inner, view))
         updated = self.policy.update(inner, view, num_drafted, num_accepted)
+        check_state("the policy's", "update", inner, updated)
         inner = jax.tree.map(lambda new, old: jnp.where(own, new, old), updated, inner)
         verdicts = verdicts.update(num_drafted, num_accepted, self.memory, free=view.drafted)
         return inner, verdicts

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -27,7 +27,7 @@ class AttentionOfThree:
 
     Attributes:
         attention: a callable with the signature of `pallas_kernels.ragged_attention`, which alone
-            takes them so; for others they are copied apart.
+            takes them so; for others they are copied apart, and what they return is checked.
     """
 
     attention: Callable
@@ -35,9 +35,27 @@ class AttentionOfThree:
     def __call__(self, qkv: Float[Array, "r 3 h d"], *args, **options) -> Float[Array, "r h d"]:
         called = self.attention
         called = called.func if isinstance(called, functools.partial) else called
-        takes_all = called is pallas_kernels.ragged_attention
-        fresh = (qkv, None, None) if takes_all else jnp.unstack(qkv, axis=1)
-        return self.attention(*fresh, *args, **options)
+        if called is pallas_kernels.ragged_attention:
+            return self.attention(qkv, None, None, *args, **options)
+        query, key, value = jnp.unstack(qkv, axis=1)
+        return checked(self.attention(query, key, value, *args, **options), query)
+
+
+def checked(output: Any, query: Float[Array, "r h d"]) -> Float[Array, "r h d"]:
+    """What attention of a user's has returned for these queries.
+
+    Raises:
+        ValueError: no array, or one of another shape or dtype than the queries'.
+    """
+    is_array = hasattr(output, "dtype") and hasattr(output, "shape")
+    kind = lambda x: f"{x.dtype}{list(x.shape)}"
+    found = kind(output) if is_array else type(output).__name__
+    if found != kind(query):
+        raise ValueError(
+            "attention_implementation must return [rows, heads, head_dim] in the query's dtype, "
+            f"{kind(query)}, not {found}"
+        )
+    return output
 
 
 def resolve_kernels(attention_implementation: str | Callable | None) -> Kernels:

@@ -51,6 +51,12 @@ def check_drafter(
     check_is_drafter(drafter)
     drafter = with_policys_limit(drafter, draft_length)
     check_at_least("drafter.max_draft_tokens", drafter.max_draft_tokens, 1)
+    paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(drafter))
+    if any(getattr(path[0], "name", None) == "max_draft_tokens" for path in paths if path):
+        raise ValueError(
+            "drafter.max_draft_tokens must be static, as it shapes the program, and is data of the "
+            "pytree: declare it as dataclasses.field(metadata={'static': True})"
+        )
     if hasattr(drafter, "check_target"):
         drafter.check_target(model.config, positions)
     return drafter

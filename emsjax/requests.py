@@ -81,10 +81,10 @@ def check_requests(
             "jax_enable_x64 is set, and decoding counts in 32 bits: call it within "
             "jax.enable_x64(False)"
         )
+    kind = type(prompts).__name__
     if isinstance(prompts, (str, bytes)) or not hasattr(prompts, "__len__"):
-        raise ValueError("prompts must be a sequence of token-id sequences")
+        raise ValueError(f"prompts must be a sequence of token-id sequences, not {kind}")
     if isinstance(prompts, Mapping):
-        kind = type(prompts).__name__
         raise ValueError(f"prompts is a {kind}: pass token ids, such as tokenizer(texts).input_ids")
     if len(prompts) == 0:
         raise ValueError("prompts is empty: at least one prompt is needed")

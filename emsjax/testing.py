@@ -24,6 +24,10 @@ from emsjax.sampling import Sampling, warp
 EXPLAINED = 4  # sequences, or tokens, of a failure
 LEVEL = 1e-6  # of drafters that are right, so many fail
 LEAST_EXPECTED = 8  # of a token that is counted by itself
+UNDEFINED = (
+    "The other run's log-probability is NaN there: it divides by zero, or reads what is undefined, "
+    "such as the cache beyond cache_lengths."
+)
 ASKED = ("max_new_tokens", "num_sequences", "sampling", "key", "eos_token_ids")  # of prompts
 
 
@@ -67,7 +71,9 @@ def assert_lossless(
             not draw its tokens: one that does keeps the distribution, not the tokens.
         options: more of `emsjax.generate`.
 
-    Where no draft token stood, `output.stats.num_accepted` is 0, and the check says little.
+    Where no draft token stood, `output.stats.num_accepted` is 0, and the check says little. Tokens
+    tell nothing of an attention's precision: compare single calls with
+    `pallas_kernels.reference.ragged_attention` as well.
 
     Raises:
         AssertionError: tokens differ; the message tells where, and by what margins float32
@@ -103,6 +109,9 @@ def assert_lossless(
     if faults:
         lengths = [len(prompts[one.sequence]) for one in faults]
         told = [_explain(one, n, greedy, exact) for one, n in zip(faults, lengths, strict=True)]
+        for i, one in enumerate(faults):
+            if np.isnan(actual.logprobs[one.sequence, one.position]):
+                told[i] += f"\n    {UNDEFINED}"
         more = ["..."] if len(told) > EXPLAINED else []
         count = f"{len(faults)} of {len(prompts)} sequences are not those of plain decoding:"
         raise AssertionError("\n".join([count, *told[:EXPLAINED], *more]))

@@ -7,6 +7,7 @@ from jax import Array
 
 from pallas_kernels import ragged_attention_triton, ragged_attention_xla, reference
 from pallas_kernels.implementations import choose
+from pallas_kernels.shapes import check_integers, check_shapes
 
 IMPLEMENTATIONS = {
     "triton": ragged_attention_triton.ragged_attention,
@@ -40,8 +41,8 @@ def ragged_attention(
 
         out[r] = softmax(scale * query[r] @ K(r).T) @ V(r)
 
-    Rows of one sample are contiguous, at positions cache_lengths[s],
-    cache_lengths[s] + 1, ...; samples may have no rows and come in any order.
+    Rows of one sample are contiguous, at consecutive positions, from cache_lengths[s] on unless a
+    `cache_mask` is given; samples may have no rows and come in any order.
     Padding rows carry segment id `batch`, come last, and yield zeros. Cache
     entries at or beyond cache_lengths, and K/V of padding rows, may hold
     anything, NaN included.
@@ -80,7 +81,8 @@ def ragged_attention(
 
     Raises:
         ValueError: unknown implementation, or one that the device cannot run; a scale
-            that is not above 0; a key without a value, or a query of another shape than said.
+            that is not above 0; a key without a value; arrays of other shapes than said, or
+            segment ids, positions or lengths that are no integers.
 
     Reference: the unpadded input tokens of EMS-SD, arXiv 2405.07542, section 3; the
     ancestor mask is the tree attention of SpecInfer, arXiv 2305.09781, section 4.
@@ -95,6 +97,21 @@ def ragged_attention(
             "query, key and value must be [rows, heads, head_dim] each, or query "
             f"[rows, 3, heads, head_dim] alone, not {shapes}"
         )
+    of_row = "rows 3 heads head_dim" if key is None else "rows heads head_dim"
+    fresh = [("query", query, of_row)]
+    if key is not None:
+        fresh += [("key", key, of_row), ("value", value, of_row)]
+    check_shapes(
+        *fresh,
+        ("key_cache", key_cache, "batch max_len heads head_dim"),
+        ("value_cache", value_cache, "batch max_len heads head_dim"),
+        ("segment_ids", segment_ids, "rows"),
+        ("positions", positions, "rows"),
+        ("cache_lengths", cache_lengths, "batch"),
+        *([] if ancestors is None else [("ancestors", ancestors, "rows fresh")]),
+        *([] if cache_mask is None else [("cache_mask", cache_mask, "batch max_len")]),
+    )
+    check_integers(segment_ids=segment_ids, positions=positions, cache_lengths=cache_lengths)
     if key is None and name != "triton":
         query, key, value = jnp.unstack(query, axis=1)
     attention = IMPLEMENTATIONS[name]

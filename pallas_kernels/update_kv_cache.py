@@ -8,6 +8,7 @@ from jax import Array
 
 from pallas_kernels import reference, update_kv_cache_triton
 from pallas_kernels.implementations import choose
+from pallas_kernels.shapes import check_integers, check_shapes
 
 
 def update_kv_cache(
@@ -42,7 +43,8 @@ def update_kv_cache(
         The updated (key_cache, value_cache), in the caches' dtype.
 
     Raises:
-        ValueError: unknown implementation, or one that the device cannot run.
+        ValueError: unknown implementation, or one that the device cannot run; arrays of other
+            shapes than said, or segment ids or positions that are no integers.
 
     Reference: the unpadded KV cache of EMS-SD, arXiv 2405.07542, section 3.
     """
@@ -90,6 +92,19 @@ def update_kv_caches(
     update = IMPLEMENTATIONS[name]
     if name == "triton":
         update = functools.partial(update, interpret=interpret)
+    check_integers(segment_ids=segment_ids, positions=positions)
+    of_row = "rows 3 heads head_dim" if values is None else "rows heads head_dim"
+    for layer in zip(
+        key_caches, value_caches, keys, keys if values is None else values, strict=True
+    ):
+        check_shapes(
+            ("key_cache", layer[0], "batch max_len heads head_dim"),
+            ("value_cache", layer[1], "batch max_len heads head_dim"),
+            ("key", layer[2], of_row),
+            ("value", layer[3], of_row),
+            ("segment_ids", segment_ids, "rows"),
+            ("positions", positions, "rows"),
+        )
     rows = keys if values is None else [*keys, *values]
     if values is None and name != "triton":
         rows = [qkv[:, kind] for kind in (1, 2) for qkv in keys]

@@ -14,6 +14,7 @@ from toy import CARELESS, ScriptedDrafter, ragged_prompts, script_of, tiny_model
 from transformers import BatchEncoding
 
 import emsjax
+import pallas_kernels
 from emsjax import generation
 from emsjax.decoding import decode_loop
 
@@ -305,9 +306,27 @@ def test_greedy_decoding_needs_no_kind_of_keys():
     assert {c.prompt: c.tokens.tolist() for c in lazy} == dict(enumerate(plain.tokens.tolist()))
 
 
-def test_own_attention_runs_in_the_loop():
-    import pallas_kernels
+@pytest.mark.parametrize(
+    ("spoil", "got"),
+    [
+        (lambda out: out.reshape(len(out), -1), r"float32\[\d+, 32\]"),
+        (lambda out: out.astype(jnp.bfloat16), r"bfloat16\[\d+, 4, 8\]"),
+        (lambda out: out[:1], r"float32\[1, 4, 8\]"),
+        (lambda out: None, "NoneType"),
+        (lambda out: (out, out), "tuple"),
+    ],
+    ids=["heads joined", "narrow", "too few rows", "nothing", "two"],
+)
+def test_what_own_attention_returns_is_checked(spoil, got):
+    attention = pallas_kernels.reference.ragged_attention
+    own = lambda *arrays, **options: spoil(attention(*arrays, **options))
+    prompts, options = ragged_prompts([9, 2]), {"max_new_tokens": 2}
+    message = rf"^attention_implementation must return .* float32\[\d+, 4, 8\], not {got}"
+    with pytest.raises(ValueError, match=message):
+        emsjax.generate(tiny_model(), prompts, attention_implementation=own, **options)
 
+
+def test_own_attention_runs_in_the_loop():
     model, prompts = tiny_model(), ragged_prompts([9, 2])
     plain = emsjax.generate(model, prompts, max_new_tokens=NEW)
     own = functools.partial(pallas_kernels.reference.ragged_attention)

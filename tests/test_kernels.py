@@ -328,6 +328,44 @@ def test_anything_between_together_and_apart_is_refused(given):
         pallas_kernels.ragged_attention(*inputs)
 
 
+NAMES = ("query", "key", "value", "key_cache", "value_cache", "segment_ids", "positions")
+NAMES = (*NAMES, "cache_lengths", "ancestors", "cache_mask")
+
+
+@every_implementation
+@pytest.mark.parametrize("name", NAMES)
+def test_arrays_of_other_shapes_and_kinds_are_named(implementation, name):
+    masks = np.ones((ROWS, 10), bool), np.ones((BATCH, MAX_LEN), bool)
+    right = dict(zip(NAMES, (*case([1] * 4, [1] * 4), *masks), strict=True))
+
+    def attend(array):
+        arrays = list((right | {name: array}).values())
+        options = {"implementation": implementation, "interpret": not COMPILED}
+        options |= dict(zip(NAMES[8:], arrays[8:], strict=True))
+        pallas_kernels.ragged_attention(*map(jnp.asarray, arrays[:8]), **options)
+
+    for wrong in (right[name][0], right[name][..., None]):
+        with pytest.raises(ValueError, match=rf"^{name}\b.* must be \[.*, not \["):
+            attend(wrong)
+    after = {"query": "key", "key_cache": "value_cache"}.get(name, name)  # to fit the former
+    with pytest.raises(ValueError, match=rf"^{after} must be \[.*\] with .*, not \["):
+        attend(np.concatenate([right[name]] * 2))
+    if right[name].dtype == np.int32:
+        with pytest.raises(ValueError, match=f"^{name} must hold integers, not float32"):
+            attend(np.float32(right[name]))
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla", "triton"])
+@pytest.mark.parametrize("spoiled", range(6))
+def test_an_update_of_other_shapes_is_refused(implementation, spoiled):
+    _, key, value, key_cache, value_cache, segment_ids, positions, _ = case([1] * 4, [1] * 4)
+    arrays = [key_cache, value_cache, key, value, segment_ids, positions]
+    arrays[spoiled] = np.concatenate([arrays[spoiled]] * 2)
+    options = {"implementation": implementation, "interpret": not COMPILED}
+    with pytest.raises(ValueError, match=r"^\w+ must be \[.*\] with .*, not \["):
+        pallas_kernels.update_kv_cache(*map(jnp.asarray, arrays), **options)
+
+
 @every_implementation
 @every_number_of_splits
 @pytest.mark.parametrize("bound", [10, None], ids=["decode", "unbounded"])

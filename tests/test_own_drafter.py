@@ -1,5 +1,7 @@
 """What a drafter of one's own must be and return: refused with names and shapes otherwise."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -121,6 +123,18 @@ def test_a_state_of_another_kind_names_the_method(method, change, message, batch
     options = {"max_new_tokens": NEW, "batch_size": batch_size}
     with pytest.raises(ValueError, match=f"^{rule}: {method} returned .*{message}"):
         emsjax.generate(tiny_model(), PROMPTS, drafter, **options)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DataLimit(Own):
+    max_draft_tokens: int = 3
+
+
+def test_a_limit_that_is_data_is_refused():
+    message = r"^drafter\.max_draft_tokens must be static, .*metadata=.'static': True.\)$"
+    with pytest.raises(ValueError, match=message):
+        emsjax.generate(tiny_model(), PROMPTS, DataLimit(), max_new_tokens=NEW)
 
 
 def test_without_commit_a_drafter_is_one_whose_commit_changes_nothing():

@@ -49,10 +49,16 @@ class Halving(Plain):
         return kinds[self.change](super().lengths(state, view))
 
 
+@jax.tree_util.register_static
+class Forgotten:
+    init, lengths = Plain.init, Plain.lengths
+
+
 NO_POLICIES = {
     "a number": (3, r"such as emsjax\.FixedLength\(3\), not int$"),
     "a name": ("goodput", "not str$"),
     "a class": (emsjax.BassHeuristic, "not the class BassHeuristic$"),
+    "without a method": (Forgotten(), "not Forgotten, which has no update$"),
     "unregistered": (Plain(), "pytree, and Plain is none: .*register_static.*register_dataclass"),
 }
 
@@ -77,6 +83,26 @@ def test_lengths_that_are_no_integers_per_sample_name_the_policy(change, got, ca
         policy = emsjax.CostCapped(policy, COSTS)
     message = rf"Halving\.lengths must return integers \[b\] = \(2,\), not {got}"
     with pytest.raises(ValueError, match=message):
+        emsjax.generate(tiny_model(), PROMPTS, LOOKUP, policy, max_new_tokens=NEW)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Counting(Plain):
+    """Its state is a sum that becomes a fraction."""
+
+    def init(self, batch, max_draft_tokens):
+        return jnp.zeros(batch, jnp.int32)
+
+    def update(self, state, view, num_drafted, num_accepted):
+        return (state + num_accepted) / 2
+
+
+@pytest.mark.parametrize("capped", [False, True])
+def test_a_state_of_another_kind_names_the_policys_update(capped):
+    policy = emsjax.CostCapped(Counting(), COSTS) if capped else Counting()
+    rule = "the policy's state must keep its structure, shapes and types: update returned"
+    with pytest.raises(ValueError, match=rf"^{rule} float32\[2\] instead of int32\[2\]"):
         emsjax.generate(tiny_model(), PROMPTS, LOOKUP, policy, max_new_tokens=NEW)
 
 

@@ -93,6 +93,16 @@ def test_attention_that_forgets_is_caught_and_explained(model, prompts):
     )
 
 
+def test_attention_that_reads_what_is_undefined_is_told_by_its_nan(model, prompts):
+    poisoned = lambda query, *arrays, **options: jnp.full_like(query, jnp.nan)
+    with pytest.raises(AssertionError, match="3 of 3 sequences") as caught:
+        assert_lossless(model, LOOKUP, prompts, poisoned, **OPTIONS)
+    assert str(caught.value).count("log-probability is NaN there") == 3
+    with pytest.raises(AssertionError) as caught:
+        assert_lossless(model, LOOKUP, prompts, forgetful, **OPTIONS)
+    assert "NaN" not in str(caught.value)
+
+
 def test_sampled_tokens_are_compared_under_one_key(model, prompts):
     sampling = emsjax.Sampling(temperature=[0.9, 0.0, 1.2])
     options = {**OPTIONS, "sampling": sampling, "key": jax.random.key(3), "num_sequences": 2}

@@ -131,7 +131,7 @@ def proposed(drafter: Drafter, state: Any, *arguments: Any, vocab_size: int) -> 
         what = f"({', '.join(map(kind, found))})" if several else kind(found)
         raise ValueError(f"the drafter's propose must return a pair (Draft, state), not {what}")
     draft, after = found
-    check_state("propose", state, after)
+    check_state("the drafter's", "propose", state, after)
     return checked_draft(draft, len(tokens), drafter.max_draft_tokens, vocab_size), after
 
 
@@ -174,17 +174,17 @@ def state_after_commit(drafter: Drafter, state: Any, lengths: Int32[Array, "b"])
     if not hasattr(drafter, "commit"):
         return state
     after = drafter.commit(state, lengths)
-    check_state("commit", state, after)
+    check_state("the drafter's", "commit", state, after)
     return after
 
 
-def check_state(method: str, before: Any, after: Any) -> None:
-    """Whether the device loop can go on with the state that the drafter's `method` returned.
+def check_state(whose: str, method: str, before: Any, after: Any) -> None:
+    """Whether the device loop can go on with the state that `method` returned.
 
     Raises:
         ValueError: it has another structure, or other shapes or types.
     """
-    rule = "the drafter's state must keep its structure, shapes and types"
+    rule = f"{whose} state must keep its structure, shapes and types"
     old, new = jax.tree.structure(before), jax.tree.structure(after)
     if old != new:
         raise ValueError(f"{rule}: {method} returned {new} instead of {old}")
