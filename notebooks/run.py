@@ -1,6 +1,7 @@
 """Run the notebooks from top to bottom, each in a fresh kernel on the CPU.
 
-    python notebooks/run.py           # fails on an error, or where one takes too long
+    python notebooks/run.py           # fails on an error, where one takes too long, or where what
+                                      # it prints is not what is stored: times are not compared
     python notebooks/run.py --write   # also stores outputs, badges and install cells
     python notebooks/run.py 02 05     # those whose names start so
 
@@ -12,6 +13,7 @@ import argparse
 import copy
 import json
 import os
+import re
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -41,6 +43,9 @@ if importlib.util.find_spec("emsjax") is None:
     else:
         %pip install --quiet "emsjax[plots,{{extra}}] @ git+https://github.com/{REPOSITORY}@{BRANCH}"
 """
+TIMED = ("seconds", "measure.")  # in the source of cells that print times
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+)?")
+TOLERANCE = 0.02  # of a number, and beside that: sums are rounded otherwise on other processors
 # Nothing of the machine is to show in outputs; what a library advises is not about the notebook.
 SURROUNDINGS = {
     "JAX_PLATFORMS": "cpu",
@@ -95,6 +100,34 @@ def merge(outputs: list[dict]) -> list[dict]:
     return merged
 
 
+def stale(stored: dict, executed: dict) -> list[str]:
+    """Where what a notebook printed is not what is stored."""
+    found = []
+    for number, (old, new) in enumerate(zip(stored["cells"], executed["cells"], strict=True)):
+        texts = [printed(cell) for cell in (old, new)]
+        if not any(word in "".join(new["source"]) for word in TIMED) and not alike(*texts):
+            found.append(f"cell {number}: stored is {texts[0]!r}, and now it is {texts[1]!r}")
+    return found
+
+
+def printed(cell: dict) -> str:
+    """Of a cell, without pictures."""
+    texts = []
+    for output in cell.get("outputs", ()):
+        data = output.get("data", {})
+        of_text = () if "image/png" in data else data.get("text/plain", ())
+        texts += [*output.get("text", ()), *of_text]
+    return "".join(texts)
+
+
+def alike(one: str, other: str) -> bool:
+    """The same but for the last digits of numbers."""
+    if NUMBER.split(one) != NUMBER.split(other):
+        return False
+    pairs = zip(*(map(float, NUMBER.findall(text)) for text in (one, other)), strict=True)
+    return all(abs(a - b) <= TOLERANCE * (1 + abs(a)) for a, b in pairs)
+
+
 def load(path: Path) -> dict:
     return json.loads(path.read_text(encoding="utf-8"))
 
@@ -110,12 +143,14 @@ def run(path: Path, write: bool, limit: int = LIMIT_S) -> float:
     Raises:
         nbclient.exceptions.CellExecutionError: a cell failed.
         TimeoutError: it takes longer than the limit.
+        ValueError: it prints other things than are stored.
     """
     import nbclient
     import nbformat
 
     os.environ |= SURROUNDINGS
-    notebook = nbformat.reads(json.dumps(normalise(stamp(load(path), path))), as_version=4)
+    stored = normalise(stamp(load(path), path))
+    notebook = nbformat.reads(json.dumps(stored), as_version=4)
     begin = time.monotonic()
     client = nbclient.NotebookClient(
         notebook,
@@ -125,8 +160,11 @@ def run(path: Path, write: bool, limit: int = LIMIT_S) -> float:
     )
     client.execute()
     seconds = time.monotonic() - begin
+    executed = normalise(json.loads(nbformat.writes(notebook)))
     if write:
-        save(normalise(json.loads(nbformat.writes(notebook))), path)
+        save(executed, path)
+    elif differences := stale(stored, executed):
+        raise ValueError("\n".join([*differences, "To store this: --write"]))
     if seconds > limit:
         raise TimeoutError(f"{path.name} takes {seconds:.0f} s, more than {limit}")
     return seconds

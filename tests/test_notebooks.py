@@ -181,6 +181,31 @@ def test_what_the_paper_is_compared_with_is_what_was_measured():
     assert f"{times(64, 'ems')} times without" in text
 
 
+def changed(one, other, source="print(x)"):
+    cells = [
+        {"source": [source], "outputs": [{"output_type": "stream", "name": "stdout", "text": [t]}]}
+        for t in (one, other)
+    ]
+    return run.stale(*({"cells": [cell]} for cell in cells))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("1.0 in it", "1.2 in it"), ("3 of 4", "4 of 4"), ("[1 2]", "[1 2 3]"), ("x", "y"), ("", "x")],
+)
+def test_outputs_that_are_no_longer_so_are_found(one, other):
+    (found,) = changed(one, other)
+    assert repr(one) in found
+    assert repr(other) in found
+
+
+def test_last_digits_and_times_are_not_compared():
+    assert not changed("error 2.4e-07, 0.1543", "error 3.6e-07, 0.1544")
+    assert not changed("took 9 ms", "took 12 ms", source="print(1e3 * seconds)")
+    picture = {"data": {"image/png": "", "text/plain": ["<Figure>"]}}
+    assert run.printed({"outputs": [picture]}) == ""
+
+
 def no_badge(notebook, cells):
     notebook["cells"][0]["source"] = ["# A title\n"]
 
