@@ -31,7 +31,7 @@ def generate(
     """Complete prompts greedily by the vanilla method, or one of its two ablations.
 
     A step feeds every sample, those that have finished too, as many rows as the sample with
-    the longest draft has (of drafts above 10 tokens: the next of about eleven row counts). All
+    the longest draft has (of drafts above 10 tokens: the next of at most twelve row counts). All
     write at one position of the cache, which moves on by the most that any of them emits; the
     others' gaps are masked for good, and take room: up to min(batch, draft + 1) places for
     each new token.
