@@ -52,6 +52,12 @@ def test_the_step_in_the_figure_is_packed_as_drawn():
         assert [int(number) for number in line.split()] == drawn[:7].tolist()
 
 
+def test_the_row_counts_are_those_of_the_library():
+    *fewer, most = row_buckets(24, max_rows_per_sample=8)
+    told = f"compiled sizes: {', '.join(map(str, fewer))} or {most} for 24 samples and drafts of 7"
+    assert told in " ".join(README.read_text().split())
+
+
 def test_the_demo_says_identical_and_saves_model_calls(tmp_path, capsys, monkeypatch):
     outputs = []
 
