@@ -21,7 +21,7 @@ from emsjax.packing import PackedRows
 class KeysValues:
     """Keys and values of every layer, as separate arrays: slicing a stack would copy it.
 
-    [r, h, d] each for the fresh rows of a forward, [b, l, h, d] in a cache.
+    [b, l, h, d] each in a cache, [r, h, d] for the rows of a step.
     """
 
     keys: tuple[Float[Array, "..."], ...]

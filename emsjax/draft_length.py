@@ -82,11 +82,9 @@ def check_is_policy(draft_length: Any) -> None:
     missing = [name for name in METHODS if not callable(getattr(draft_length, name, None))]
     if is_class or missing:
         what = f"the class {draft_length.__name__}" if is_class else kind.__name__
-        lacks = f", which has no {' and no '.join(missing)}" if len(missing) < len(METHODS) else ""
-        lacks = "" if is_class else lacks
-        raise ValueError(
-            f"draft_length must be a policy such as emsjax.FixedLength(3), not {what}{lacks}"
-        )
+        if not is_class and len(missing) < len(METHODS):
+            what += f", which has no {' and no '.join(missing)}"
+        raise ValueError(f"draft_length must be a policy such as emsjax.FixedLength(3), not {what}")
     if jax.tree_util.all_leaves([draft_length]):
         raise ValueError(
             f"draft_length must be a pytree, and {kind.__name__} is none: register the class with "

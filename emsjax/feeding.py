@@ -84,7 +84,7 @@ def feed(
         rows = layout.pack(state.cache.lengths, counts, num_rows, num_rows)
         hidden, fresh = run(rows.gather(block), rows, max_rows_per_sample=k + 1)
         verdict = judge(model.logits(hidden), rows, draft, state.keys, state.sampling)
-        return jax.tree.map(lambda x: rows.scatter(x, k + 1), verdict), extended(fresh)
+        return jax.tree.map(lambda x: rows.scatter(x, k + 1), verdict), of_one_shape(fresh)
 
     def verify_and_fill(num_rows: int):
         rows = pack(state.cache.lengths, counts + shares, num_rows)
@@ -98,7 +98,7 @@ def feed(
         within = jnp.arange(buckets[-1]) - verified.offsets[owner]
         hidden = hidden[jnp.clip(rows.offsets[owner] + within, 0, num_rows - 1)]
         verdict = judge(model.logits(hidden), verified, draft, state.keys, state.sampling)
-        return jax.tree.map(lambda x: verified.scatter(x, k + 1), verdict), extended(fresh)
+        return jax.tree.map(lambda x: verified.scatter(x, k + 1), verdict), of_one_shape(fresh)
 
     def run(token_ids, rows: PackedRows, max_rows_per_sample: int | None):
         return model(
@@ -109,8 +109,8 @@ def feed(
             max_rows_per_sample=max_rows_per_sample,
         )
 
-    def extended(fresh: FreshRows) -> FreshRows | KeysValues:
-        # Of one shape whatever the bucket is; a copy, which a single one can do without. Branches
+    def of_one_shape(fresh: FreshRows) -> FreshRows | KeysValues:
+        # Whatever the bucket is; a copy, which a single one can do without. Branches
         # that commit would need none, but jax 0.10.2 copies all of a cache that they write (seen in
         # what it compiles for a CPU; 0.11.2 does not, there and on a GPU).
         return fresh if len(sizes) == 1 else fresh.keys_values(most)
