@@ -1,9 +1,10 @@
-"""Run the notebooks from top to bottom, each in a fresh kernel on the CPU.
+"""Run the notebooks from top to bottom, each in a fresh kernel, by default on the CPU.
 
     python notebooks/run.py           # fails on an error, where one takes too long, or where what
                                       # it prints is not what is stored: times are not compared
     python notebooks/run.py --write   # also stores outputs, badges and install cells
     python notebooks/run.py 02 05     # those whose names start so
+    python notebooks/run.py --platform cuda --output FOLDER  # on a GPU: see what comes out there
 
 The address of the repository is in this file alone: `--stamp` writes badges and install cells
 anew without running anything.
@@ -48,7 +49,6 @@ NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+)?")
 TOLERANCE = 0.02  # of a number, and beside that: sums are rounded otherwise on other processors
 # Nothing of the machine is to show in outputs; what a library advises is not about the notebook.
 SURROUNDINGS = {
-    "JAX_PLATFORMS": "cpu",
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
 }
@@ -137,8 +137,14 @@ def save(notebook: dict, path: Path) -> None:
     path.write_text(text + "\n", encoding="utf-8")
 
 
-def run(path: Path, write: bool, limit: int = LIMIT_S) -> float:
+def run(path: Path, write: bool, limit: int, platform: str, output: Path | None) -> float:
     """Seconds that the notebook takes.
+
+    Args:
+        write: store what it prints; otherwise it is compared with what is stored, on a CPU.
+        limit: in seconds.
+        platform: what JAX is to run on.
+        output: a folder for the executed notebook, beside that; None: it is dropped.
 
     Raises:
         nbclient.exceptions.CellExecutionError: a cell failed.
@@ -148,7 +154,7 @@ def run(path: Path, write: bool, limit: int = LIMIT_S) -> float:
     import nbclient
     import nbformat
 
-    os.environ |= SURROUNDINGS
+    os.environ |= {**SURROUNDINGS, "JAX_PLATFORMS": platform}
     stored = normalise(stamp(load(path), path))
     notebook = nbformat.reads(json.dumps(stored), as_version=4)
     begin = time.monotonic()
@@ -161,9 +167,11 @@ def run(path: Path, write: bool, limit: int = LIMIT_S) -> float:
     client.execute()
     seconds = time.monotonic() - begin
     executed = normalise(json.loads(nbformat.writes(notebook)))
+    if output is not None:
+        save(executed, output / path.name)
     if write:
         save(executed, path)
-    elif differences := stale(stored, executed):
+    elif platform == "cpu" and (differences := stale(stored, executed)):
         raise ValueError("\n".join([*differences, "To store this: --write"]))
     if seconds > limit:
         raise TimeoutError(f"{path.name} takes {seconds:.0f} s, more than {limit}")
@@ -174,6 +182,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="beginnings of names; default: all")
     parser.add_argument("--write", action="store_true", help="store what comes out")
+    parser.add_argument("--platform", default="cpu", help="of JAX (default: %(default)s)")
+    parser.add_argument("--output", type=Path, help="a folder for the executed notebooks")
     parser.add_argument("--stamp", action="store_true", help="only badges and install cells")
     parser.add_argument("--jobs", type=int, default=1, help="at a time (default: %(default)s)")
     parser.add_argument("--limit", type=int, default=LIMIT_S, help="seconds (default: %(default)s)")
@@ -183,9 +193,11 @@ def main() -> int:
         for path in chosen:
             save(normalise(stamp(load(path), path)), path)
         return 0
-    failures = 0
+    if options.output is not None:
+        options.output.mkdir(parents=True, exist_ok=True)
+    failures, how = 0, (options.write, options.limit, options.platform, options.output)
     with ProcessPoolExecutor(options.jobs) as pool:
-        jobs = {path: pool.submit(run, path, options.write, options.limit) for path in chosen}
+        jobs = {path: pool.submit(run, path, *how) for path in chosen}
         for path, job in jobs.items():
             try:
                 print(f"{path.name}: {job.result():.0f} s", flush=True)
