@@ -110,9 +110,9 @@ def feed(
         )
 
     def of_one_shape(fresh: FreshRows) -> FreshRows | KeysValues:
-        # Whatever the bucket is; a copy, which a single one can do without. Branches
-        # that commit would need none, but jax 0.10.2 copies all of a cache that they write (seen in
-        # what it compiles for a CPU; 0.11.2 does not, there and on a GPU).
+        # Whatever the bucket is; a copy, which a single one can do without. Branches that commit
+        # would need none, but jax 0.10.2 copies all of a cache that they write (seen in what it
+        # compiles for a CPU; 0.11.2 does not, there and on a GPU).
         return fresh if len(sizes) == 1 else fresh.keys_values(most)
 
     branches: list[Callable] = [functools.partial(verify, size) for size in buckets]

@@ -14,11 +14,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 MIN_BUCKET_ROWS = 16  # the rows of a matrix unit's tile: fewer cost the same
+MAX_BUCKETS = 17  # from one row per sample on: each takes seconds to compile
 # Where all samples are live and most of them draft, a step has this part of the most rows. There
-# row counts are close, and at most so many.
-FINE_FROM, FINE_TO, MAX_FINE = 5 / 8, 7 / 8, 9
-# From here on rows cost something: a step of OPT-6.7B took 4.0 ms with 16 rows, 4.3 with 64, 4.6
-# with 96 and 4.9 with 136 (bfloat16, an H200, `emsjax profile`).
+# row counts are as close as so many allow.
+FINE_FROM, FINE_TO = 5 / 8, 7 / 8
+# From here on rows cost something: without what is cached a step of OPT-6.7B took 4.0 ms with 16
+# rows, 4.3 with 64, 4.6 with 96 and 4.9 with 136 (benchmarks/h200-profile.json).
 HALVED_FROM = 64
 # From the first of these to below the last, row counts are so many more than a multiple of 16:
 # cuBLAS offers tiles of half the rows for 344, and not for 352. Without attention, steps of four
@@ -97,23 +98,24 @@ def row_buckets(batch: int, max_rows_per_sample: int) -> tuple[int, ...]:
     """
     most = batch * max_rows_per_sample
     least = min(most, max(batch, MIN_BUCKET_ROWS))
-    step = MIN_BUCKET_ROWS
-    while len(fine := _multiples(step, most * FINE_FROM, most * FINE_TO)) > MAX_FINE:
-        step *= 2
     powers = [2**i for i in range(4, most.bit_length())]
     halfway = [n + n // 2 for n in powers if n >= HALVED_FROM]
-    sizes = {*fine, *(n for n in (*powers, *halfway) if n < most * FINE_FROM)}
+    coarse = [n for n in (*powers, *halfway) if n < most * FINE_FROM]
+    step = MIN_BUCKET_ROWS
+    while len(buckets := _buckets(least, most, coarse, step)) > MAX_BUCKETS and step < most:
+        step *= 2
+    fewer = (n for n in powers[::2] if 3 * n <= 2 * least and max_rows_per_sample > 1)
+    return tuple(sorted({*fewer, *buckets}))
+
+
+def _buckets(least: int, most: int, coarse: list[int], step: int) -> set[int]:
+    """From `least` to `most`: the coarse ones, and fine ones in steps of so many rows."""
+    fine = (n for n in range(0, most, step) if most * FINE_FROM <= n <= most * FINE_TO)
     buckets = [least]
-    for size in sorted(n + MORE if MORE_FROM <= n < MORE_TO else n for n in sizes):
+    for size in sorted(n + MORE if MORE_FROM <= n < MORE_TO else n for n in {*coarse, *fine}):
         if buckets[-1] + MIN_BUCKET_ROWS <= size < most:
             buckets.append(size)
-    fewer = (n for n in powers[::2] if 3 * n <= 2 * least and max_rows_per_sample > 1)
-    return tuple(sorted({*fewer, *buckets, most}))
-
-
-def _multiples(step: int, first: float, last: float) -> list[int]:
-    """All from the first number to the last."""
-    return [n for n in range(0, int(last) + 1, step) if n >= first]
+    return {*buckets, most}
 
 
 def smallest_bucket(buckets: tuple[int, ...], rows: Array) -> Array:

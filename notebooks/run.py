@@ -46,7 +46,7 @@ if importlib.util.find_spec("emsjax") is None:
 """
 TIMED = ("seconds", "measure.")  # in the source of cells that print times
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+)?")
-TOLERANCE = 0.02  # of a number, and beside that: sums are rounded otherwise on other processors
+TOLERANCE = 0.02  # of a fraction, and beside that: other processors round sums otherwise
 # Nothing of the machine is to show in outputs; what a library advises is not about the notebook.
 SURROUNDINGS = {
     "TF_CPP_MIN_LOG_LEVEL": "3",
@@ -121,11 +121,12 @@ def printed(cell: dict) -> str:
 
 
 def alike(one: str, other: str) -> bool:
-    """The same but for the last digits of numbers."""
+    """The same but for the last digits of fractions."""
     if NUMBER.split(one) != NUMBER.split(other):
         return False
-    pairs = zip(*(map(float, NUMBER.findall(text)) for text in (one, other)), strict=True)
-    return all(abs(a - b) <= TOLERANCE * (1 + abs(a)) for a, b in pairs)
+    pairs = zip(NUMBER.findall(one), NUMBER.findall(other), strict=True)
+    near = lambda a, b: abs(float(a) - float(b)) <= TOLERANCE * (1 + abs(float(a)))
+    return all(a == b or ("." in a and "." in b and near(a, b)) for a, b in pairs)
 
 
 def load(path: Path) -> dict:

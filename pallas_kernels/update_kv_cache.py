@@ -94,14 +94,13 @@ def update_kv_caches(
         update = functools.partial(update, interpret=interpret)
     check_integers(segment_ids=segment_ids, positions=positions)
     of_row = "rows 3 heads head_dim" if values is None else "rows heads head_dim"
-    for layer in zip(
-        key_caches, value_caches, keys, keys if values is None else values, strict=True
-    ):
+    layers = zip(key_caches, value_caches, keys, keys if values is None else values, strict=True)
+    for key_cache, value_cache, key, value in layers:
         check_shapes(
-            ("key_cache", layer[0], "batch max_len heads head_dim"),
-            ("value_cache", layer[1], "batch max_len heads head_dim"),
-            ("key", layer[2], of_row),
-            ("value", layer[3], of_row),
+            ("key_cache", key_cache, "batch max_len heads head_dim"),
+            ("value_cache", value_cache, "batch max_len heads head_dim"),
+            ("key", key, of_row),
+            ("value", value, of_row),
             ("segment_ids", segment_ids, "rows"),
             ("positions", positions, "rows"),
         )

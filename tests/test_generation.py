@@ -306,6 +306,14 @@ def test_greedy_decoding_needs_no_kind_of_keys():
     assert {c.prompt: c.tokens.tolist() for c in lazy} == dict(enumerate(plain.tokens.tolist()))
 
 
+@pytest.mark.usefixtures("unchecked_annotations")
+def test_a_step_without_a_model_is_refused():
+    model, drafter, prompts = tiny_model(), emsjax.PromptLookup(), ragged_prompts([9, 2])
+    state = emsjax.init_state(model, drafter, prompts, max_new_tokens=2)
+    with pytest.raises(ValueError, match=r"model must be an emsjax\.OPT .* not PromptLookup"):
+        emsjax.step(drafter, model, state)
+
+
 @pytest.mark.parametrize(
     ("spoil", "got"),
     [
@@ -346,7 +354,7 @@ legacy = np.array([0, 1], np.uint32)
 too_many_keys = lambda: jax.random.split(jax.random.key(0), 3)
 BAD = {
     "no prompts": ({"prompts": []}, "prompts is empty"),
-    "prompts is text": ({"prompts": "abc"}, "prompts must be a sequence"),
+    "prompts is text": ({"prompts": "abc"}, "prompts must be a sequence of .* not str"),
     "texts": ({"prompts": ["a", "b"]}, r"prompts\[0\] is a str: .*tokenizer\(texts\)\.input_ids"),
     "a text among ids": ({"prompts": [[5], "b"]}, r"prompts\[1\] is a str: pass token ids"),
     "a tokenizer's output": (
