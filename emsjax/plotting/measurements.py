@@ -22,6 +22,7 @@ POLICIES = {
     "goodput": "Goodput (goodput)",
     "bass, cost-capped": "BassHeuristic, CostCapped",
 }
+ROOM = 1.3  # times the batch size that is named before: nearer names would overlap
 
 
 def draft_length_figure(results: Mapping[str, Any]):
@@ -169,10 +170,14 @@ def synergy_figure(curves: Mapping[int, Float[np.ndarray, "k1"]]):
 
 
 def _batch_axis(axes, sizes) -> None:
-    """Batch sizes across, by powers of two."""
+    """Batch sizes across, by powers of two; named where there is room."""
     axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, labels=None, minor=False)
-    axes.xaxis.set_major_formatter("{x:.0f}")
+    names, last = [], 0
+    for size in sorted(sizes):
+        has_room = size >= ROOM * last
+        names.append(f"{size}" if has_room else "")
+        last = size if has_room else last
+    axes.set_xticks(sorted(sizes), names)
     axes.minorticks_off()
     axes.set_xlabel("batch size")
 
