@@ -31,7 +31,7 @@ def keys_and_values(
     Args:
         qkv: of each layer, [rows, 3, heads, head_dim], all of one shape.
         num_rows: of what is returned, at least `rows`; rows beyond these are arbitrary.
-        implementation: "triton" (one launch for all layers), "xla", or None: Triton where the
+        implementation: "triton" (one launch for up to 128 layers), "xla", or None: Triton where the
             device runs it.
         interpret: run the Triton kernel in interpret mode, on any device.
 
