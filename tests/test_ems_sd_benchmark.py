@@ -355,7 +355,9 @@ def test_names_of_batch_sizes_do_not_overlap():
     figure.draw_without_rendering()
     for axes in figure.axes:
         labels = [label for label in axes.get_xticklabels() if label.get_text()]
-        assert {1, 8, 24, 64} <= {int(label.get_text()) for label in labels}
+        named = [int(label.get_text()) for label in labels]
+        assert {1, 8, 24, 64} <= set(named)
+        assert named == [label.get_position()[0] for label in labels]
         boxes = [label.get_window_extent() for label in labels]
         assert all(a.x1 < b.x0 for a, b in itertools.pairwise(boxes))
         assert axes.get_xticks().tolist() == list(ems_sd.BATCH_SIZES)

@@ -11,19 +11,18 @@ import pallas_kernels
 pytestmark = pytest.mark.gpu
 
 
-SHAPES = [  # rows, heads, head_dim, num_rows, dtype
-    (5, 2, 8, 9, "float32"),
-    (3, 3, 80, 64, "bfloat16"),
-    (1, 5, 1024, 2, "float16"),
-    (7, 2, 4, 7, "float32"),
-    (4, 1, 12, 4, "bfloat16"),
-]
-# More layers than one launch takes, which is slow to interpret.
-CASES = [(count, *of) for of in SHAPES for count in (1, 3, 9)] + [(130, *of) for of in SHAPES[:2]]
-
-
 @pytest.mark.parametrize("implementation", ["triton", "xla"])
-@pytest.mark.parametrize(("count", "rows", "heads", "head_dim", "num_rows", "dtype"), CASES)
+@pytest.mark.parametrize("count", [1, 3, 9, 130], ids="{} layers".format)
+@pytest.mark.parametrize(
+    ("rows", "heads", "head_dim", "num_rows", "dtype"),
+    [
+        (5, 2, 8, 9, "float32"),
+        (3, 3, 80, 64, "bfloat16"),
+        (1, 5, 1024, 2, "float16"),
+        (7, 2, 4, 7, "float32"),
+        (4, 1, 12, 4, "bfloat16"),
+    ],
+)
 def test_they_come_first(implementation, count, rows, heads, head_dim, num_rows, dtype):
     rng = np.random.default_rng(count)
     shape = (rows, 3, heads, head_dim)

@@ -171,13 +171,12 @@ def synergy_figure(curves: Mapping[int, Float[np.ndarray, "k1"]]):
 
 def _batch_axis(axes, sizes) -> None:
     """Batch sizes across, by powers of two; named where there is room."""
+    sizes, named = sorted(sizes), []
+    for size in sizes:
+        if not named or size >= ROOM * named[-1]:
+            named.append(size)
     axes.set_xscale("log", base=2)
-    names, last = [], 0
-    for size in sorted(sizes):
-        has_room = size >= ROOM * last
-        names.append(f"{size}" if has_room else "")
-        last = size if has_room else last
-    axes.set_xticks(sorted(sizes), names)
+    axes.set_xticks(sizes, [f"{size}" if size in named else "" for size in sizes])
     axes.minorticks_off()
     axes.set_xlabel("batch size")
 
