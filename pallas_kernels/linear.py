@@ -9,7 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.implementations import choose, matmul_precision, runs_triton, with_gradient_of
+from pallas_kernels.implementations import (
+    choose,
+    matmul_precision,
+    runs_triton,
+    share_dtype,
+    with_gradient_of,
+)
 
 KERNELS = ("triton", "mosaic")  # each in a module of its own
 XLA_SHARES = 2
@@ -80,30 +86,27 @@ def linear_sums(
 
     Returns:
         Shares [shares, rows, outputs], or the product [rows, outputs] in x's dtype. Shares are
-        float32, but XLA's, two, are bfloat16 where x is: the errors of rounding each add up to
-        one of the size that rounding the product makes, unless shares cancel each other.
+        bfloat16 where x is, and float32 elsewhere: the errors of rounding each add up to one of
+        the size that rounding the product makes, unless shares cancel each other.
     """
     kernel = _kernel_for(x, weight, implementation, interpret, split=True)
     if kernel is not None:
         module, tiling = kernel
         options = {"tiling": tiling, "relu": False, "interpret": interpret}
         launch = lambda x, weight: module.launch(x, weight, None, **options)
-        splits = tiling.splits
-        in_shares = functools.partial(_dot_in_shares, shares=splits, dtype=jnp.float32)
-        reference = in_shares if splits > 1 else _dot
+        in_shares = functools.partial(_dot_in_shares, shares=tiling.splits)
+        reference = in_shares if tiling.splits > 1 else _dot
         return with_gradient_of(reference, launch)(x, weight)
     if implementation is None and _shares_pay(x, weight):
-        # One of float16 might be infinite where the product is not.
-        dtype = x.dtype if x.dtype == jnp.bfloat16 else jnp.float32
-        return _dot_in_shares(x, weight, XLA_SHARES, dtype)
+        return _dot_in_shares(x, weight, XLA_SHARES)
     return _dot(x, weight)
 
 
-def _dot_in_shares(x, weight, shares: int, dtype):
+def _dot_in_shares(x, weight, shares: int):
     x = x.reshape(x.shape[0], shares, -1)
     weight = weight.reshape(shares, -1, weight.shape[1])
     precision = matmul_precision(x.dtype)
-    kinds = {"precision": precision, "preferred_element_type": dtype}
+    kinds = {"precision": precision, "preferred_element_type": share_dtype(x.dtype)}
     return jnp.einsum("rsi,sio->sro", x, weight, **kinds)
 
 

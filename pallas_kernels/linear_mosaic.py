@@ -15,6 +15,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.implementations import share_dtype
+
 WARPGROUP_THREADS, REGISTERS = 128, 512  # registers: of a thread, if there were one warpgroup
 FETCHING_REGISTERS = 40  # of a thread that fetches; the others get what it leaves
 OTHER_REGISTERS = 32  # of a thread that multiplies, beside its sums
@@ -112,11 +114,11 @@ def launch(
     relu: bool,
     interpret: bool,
 ) -> Array:
-    """[rows, outputs], or float32 [splits, rows, outputs]; see `pallas_kernels.linear`."""
+    """[rows, outputs], or shares [splits, rows, outputs]; see `pallas_kernels.linear`."""
     rows, (inputs, outputs) = x.shape[0], weight.shape
     out_type = jax.ShapeDtypeStruct((rows, outputs), x.dtype)
     if tiling.splits > 1:
-        out_type = jax.ShapeDtypeStruct((tiling.splits, rows, outputs), jnp.float32)
+        out_type = jax.ShapeDtypeStruct((tiling.splits, rows, outputs), share_dtype(x.dtype))
     clusters = outputs // tiling.columns // tiling.cluster
     return plgpu.kernel(
         functools.partial(_kernel, tiling=tiling, relu=relu, biased=bias is not None),

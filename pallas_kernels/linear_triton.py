@@ -9,7 +9,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.implementations import matmul_precision, stages_that_fit
+from pallas_kernels.implementations import matmul_precision, share_dtype, stages_that_fit
 
 
 class Tiling(NamedTuple):
@@ -31,12 +31,17 @@ class Tiling(NamedTuple):
 # Found by measurement on an H200, at the sizes of OPT-6.7B.
 _WIDE = Tiling(columns=128, depth=64, splits=1, num_warps=4, num_stages=5)
 TILINGS = {
-    16: (_WIDE._replace(num_warps=8), _WIDE._replace(splits=4)),
+    16: (
+        _WIDE._replace(num_warps=8),
+        Tiling(columns=64, depth=128, splits=2, num_warps=4, num_stages=5),
+    ),
     32: (_WIDE, _WIDE._replace(splits=4)),
-    64: (_WIDE, Tiling(columns=64, depth=128, splits=2, num_warps=4, num_stages=5)),
+    64: (_WIDE, Tiling(columns=64, depth=64, splits=2, num_warps=4, num_stages=8)),
     128: (_WIDE, Tiling(columns=64, depth=64, splits=2, num_warps=4, num_stages=6)),
 }
-# Where these would be too few programs, narrower ones: their columns, and warps.
+# Where these would be too few programs, those of so many rows, in more shares, and then narrower
+# ones: their columns, and warps.
+IN_MORE_SHARES = 32
 NARROWER = ((64, 4), (32, 2))
 PROGRAMS_WANTED = 90  # of 132 multiprocessors
 MAX_ROWS = max(TILINGS)  # more, and arithmetic counts: other products are faster
@@ -46,9 +51,13 @@ TAKES = f"at most {MAX_ROWS} rows"
 
 def tiling_for(rows: int, inputs: int, outputs: int, *, split: bool = False) -> Tiling:
     """Of a product; `split`: of one whose sums may be left in shares."""
-    tiling = TILINGS[min(_tile_rows(rows), MAX_ROWS)][split]
+    too_few = lambda tiling: outputs // tiling.columns * tiling.splits < PROGRAMS_WANTED
+    tile_rows = min(_tile_rows(rows), MAX_ROWS)
+    tiling = TILINGS[tile_rows][split]
+    if too_few(tiling):
+        tiling = TILINGS[max(tile_rows, IN_MORE_SHARES)][split]
     for columns, num_warps in NARROWER:
-        if outputs // tiling.columns * tiling.splits < PROGRAMS_WANTED:
+        if too_few(tiling):
             tiling = tiling._replace(columns=columns, depth=128, num_warps=num_warps)
     return tiling if inputs % (tiling.depth * tiling.splits) == 0 else tiling._replace(depth=64)
 
@@ -67,11 +76,12 @@ def launch(
     relu: bool,
     interpret: bool,
 ) -> Array:
-    """[rows, outputs], or float32 [splits, rows, outputs]; see `pallas_kernels.linear`."""
+    """[rows, outputs], or shares [splits, rows, outputs]; see `pallas_kernels.linear`."""
     (rows, inputs), outputs = x.shape, weight.shape[1]
     out_shape = jax.ShapeDtypeStruct((rows, outputs), x.dtype)
     if tiling.splits > 1:
-        out_shape = jax.ShapeDtypeStruct((tiling.splits, rows, outputs), jnp.float32)
+        shape = (tiling.splits, rows, outputs)
+        out_shape = jax.ShapeDtypeStruct(shape, share_dtype(x.dtype))
     kernel = functools.partial(
         _kernel,
         tiling=tiling,

@@ -59,11 +59,26 @@ def check_product(rows, outputs, dtype, *, relu, biased, options):
 
 @every_implementation
 @every_dtype
-def test_sums_add_up_to_the_product(options, dtype):
-    x, weight = random(5, 512, dtype=dtype), random(512, 256, dtype=dtype, seed=1)
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs"), [(5, 512, 256), (5, 256, 2944), (24, 512, 256), (40, 256, 256)]
+)
+def test_sums_add_up_to_the_product(options, dtype, rows, inputs, outputs):
+    check_sums(rows, inputs, outputs, dtype, options)
+
+
+def check_sums(rows, inputs, outputs, dtype, options):
+    """Sums; to leave them in shares costs no accuracy."""
+    x = random(rows, inputs, dtype=dtype)
+    weight = random(inputs, outputs, dtype=dtype, seed=1)
     sums = pallas_kernels.linear_sums(x, weight, **options)
-    product = np.float64(sums).sum(axis=0) if sums.ndim == 3 else sums
-    close(product, np.float64(x) @ np.float64(weight), dtype, scale=40)
+    shares, product = sums.ndim == 3, np.float64(sums)
+    assert sums.dtype == ("float32" if shares and dtype == "float16" else dtype)
+    product = product.sum(axis=0) if shares else product
+    expected = np.float64(x) @ np.float64(weight)
+    close(product, expected, dtype, scale=40)
+    error = lambda values: np.sqrt(np.mean((np.float64(values) - expected) ** 2))
+    assert error(product) <= 1.1 * error(jnp.asarray(expected, dtype)) + 1e-5
+    return sums
 
 
 @every_implementation
@@ -134,16 +149,8 @@ def test_up_to_a_number_of_rows_sums_stay_in_shares(
 ):
     device_runs_triton(monkeypatch, triton)
     rows = linear_module.MAX_ROWS_IN_SHARES + beyond
-    x, weight = random(rows, inputs, dtype=dtype), random(inputs, 64, dtype=dtype, seed=1)
-    sums = pallas_kernels.linear_sums(x, weight)
+    sums = check_sums(rows, inputs, 64, dtype, {})
     assert sums.shape == (*shares, rows, 64)
-    assert sums.dtype == ("float32" if shares and dtype == "float16" else dtype)
-    product = np.float64(sums).sum(axis=0) if shares else np.float64(sums)
-    expected = np.float64(x) @ np.float64(weight)
-    close(product, expected, dtype, scale=20)
-    # To leave sums in shares costs no accuracy.
-    error = lambda values: np.sqrt(np.mean((np.float64(values) - expected) ** 2))
-    assert error(product) <= 1.1 * error(jnp.asarray(expected, dtype)) + 1e-5
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -197,8 +204,9 @@ def test_the_triton_kernels_lower_for_cuda(rows, monkeypatch):
     lower_for_cuda(products, x, (2560, 7680, "bfloat16"), (7680, "bfloat16"))
     sums = functools.partial(pallas_kernels.linear_sums, implementation="triton")
     lower_for_cuda(sums, (rows, 10240, "bfloat16"), (10240, 2560, "bfloat16"))
+    lower_for_cuda(sums, (rows, 16384, "bfloat16"), (16384, 4096, "bfloat16"))
     norm = functools.partial(pallas_kernels.add_layer_norm, epsilon=1e-5, implementation="triton")
-    lower_for_cuda(norm, x, (4, rows, 2560, "float32"), *[vector] * 3)
+    lower_for_cuda(norm, x, (4, rows, 2560, "bfloat16"), *[vector] * 3)
     narrow = functools.partial(norm, dtype=jnp.bfloat16)
     lower_for_cuda(narrow, (rows, 2560, "float32"), x, *[vector] * 3)
 
