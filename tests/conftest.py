@@ -103,6 +103,13 @@ def few_row_counts(monkeypatch):
     monkeypatch.setattr(packing, "PROMPT_SIXTEENTHS", (6, 16))
 
 
+@pytest.fixture
+def two_row_counts(monkeypatch):
+    """Steps have one row of each sample, or all: less to compile where a batch is large."""
+    two = lambda batch, k1: tuple(sorted({batch, batch * k1}))
+    monkeypatch.setattr("emsjax.layout.row_buckets", two)
+
+
 @pytest.fixture(autouse=True)
 def profiles(tmp_path, monkeypatch):
     """The store of profiles: empty, and not the user's."""

@@ -198,6 +198,7 @@ def few_tokens():
     return tiny_model(vocab_size=8, init_std=0.1)
 
 
+@pytest.mark.usefixtures("two_row_counts")
 @pytest.mark.parametrize(
     "drafter", [Draws(jnp.stack([RIGHT, RIGHT])), LOOKUP, None], ids=["draws", "lookup", "none"]
 )
@@ -207,6 +208,7 @@ def test_drafters_that_are_right_keep_the_distribution(few_tokens, drafter):
     assert len(np.unique(out.tokens, axis=0)) > 100
 
 
+@pytest.mark.usefixtures("two_row_counts")
 @pytest.mark.parametrize(
     ("claimed", "position"),
     [((UNIFORM, RIGHT), 0), ((REVERSED, RIGHT), 0), ((RIGHT, UNIFORM), 1)],
