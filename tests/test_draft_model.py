@@ -209,7 +209,7 @@ def test_a_draft_model_that_does_not_suit_is_refused(make, message):
 
 
 SEQUENCES, TOKENS, CELLS = 50_000, 3, 4  # a vocabulary of four: 64 joint outcomes
-AT_ONCE = 100  # more together have more row counts, and compile for longer
+AT_ONCE = 500
 SAMPLING = emsjax.Sampling(0.9, top_p=0.95)
 
 
@@ -275,6 +275,7 @@ def chi_square(model, drafter, sequences=SEQUENCES):
     return statistic, possible.sum() - 1
 
 
+@pytest.mark.usefixtures("two_row_counts")
 @pytest.mark.parametrize("drafter", ["model", "prompt lookup", None])
 def test_the_first_tokens_have_exactly_the_targets_distribution(drafter):
     model = four_tokens(0)
@@ -321,6 +322,7 @@ class AfterWholeDrafts:
         return num_drafted
 
 
+@pytest.mark.usefixtures("two_row_counts")
 def test_what_a_policy_sees_of_a_rejected_draft_tells_nothing_of_the_next_one():
     model, prompt, sequences = four_tokens(0), [1, 3, 0, 2, 1, 3], SEQUENCES // 10
     drafter, policy = HalfEnds(), AfterWholeDrafts()  # others would be traced again
@@ -347,6 +349,7 @@ def test_what_a_policy_sees_of_a_rejected_draft_tells_nothing_of_the_next_one():
     assert statistic < freedom + 3.5 * np.sqrt(2 * freedom)
 
 
+@pytest.mark.usefixtures("two_row_counts")
 def test_the_same_test_rejects_a_verifier_that_forgets_the_residual(monkeypatch):
     monkeypatch.setattr("emsjax.verdict.residual_distribution", lambda p, q: p)
     drafter = emsjax.DraftModel(four_tokens(1), 1)  # compiled nowhere else
