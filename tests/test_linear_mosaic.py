@@ -32,9 +32,11 @@ def test_products_equal_numpy(rows, outputs, relu, biased, dtype):
 
 
 @needs_new_jax
-@pytest.mark.parametrize("rows", [104, 264])
-def test_sums_add_up_to_the_product(rows):
-    sums = check_sums(rows, 512, 256, "bfloat16", MOSAIC)
+@pytest.mark.parametrize(
+    ("rows", "dtype"), [(104, "bfloat16"), (264, "bfloat16"), (264, "float16")]
+)
+def test_sums_add_up_to_the_product(rows, dtype):
+    sums = check_sums(rows, 512, 256, dtype, MOSAIC)
     assert sums.shape == (8, rows, 256)
 
 
