@@ -84,5 +84,6 @@ def matmul_precision(dtype) -> lax.Precision | None:
 
 
 def share_dtype(dtype) -> jnp.dtype:
-    """Of a product's partial sums: a share of float16 might be infinite where the sum is not."""
+    """Of a product's partial sums: bfloat16 where its factors are. One of float16 might be infinite
+    where the product is not."""
     return jnp.dtype(dtype if dtype == jnp.bfloat16 else jnp.float32)

@@ -60,10 +60,15 @@ def check_product(rows, outputs, dtype, *, relu, biased, options):
 @every_implementation
 @every_dtype
 @pytest.mark.parametrize(
-    ("rows", "inputs", "outputs"), [(5, 512, 256), (5, 256, 2944), (24, 512, 256), (40, 256, 256)]
+    ("rows", "inputs", "outputs"),
+    # Narrow tiles, and as many columns as those of each number of rows are for.
+    [(5, 512, 256), (5, 256, 2944), (24, 256, 2944), (40, 256, 2944), (100, 256, 2944)],
 )
 def test_sums_add_up_to_the_product(options, dtype, rows, inputs, outputs):
-    check_sums(rows, inputs, outputs, dtype, options)
+    sums = check_sums(rows, inputs, outputs, dtype, options)
+    if options["implementation"] == "triton" and outputs > 256:
+        shares = linear_triton.TILINGS[linear_triton._tile_rows(rows)][True].splits
+        assert sums.shape == (shares, rows, outputs)
 
 
 def check_sums(rows, inputs, outputs, dtype, options, scale=40):
