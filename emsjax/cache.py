@@ -15,6 +15,10 @@ import pallas_kernels
 from emsjax.kernels import AttentionOfThree
 from emsjax.packing import PackedRows
 
+# Whether branches of `lax.switch` may write a cache. What jax 0.10.2 compiles for a CPU copies all
+# of it then; what 0.11.2 compiles does not, for a CPU and for a GPU.
+BRANCHES_COMMIT = jax.__version_info__ >= (0, 11)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

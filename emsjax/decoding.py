@@ -28,6 +28,7 @@ from emsjax.kernels import resolve_kernels
 from emsjax.layout import UNPADDED, Layout
 from emsjax.opt import OPT, check_is_model
 from emsjax.sampling import Purpose, Sampling, position_keys
+from emsjax.verdict import Verdict
 from emsjax.verification import accepted_counts, first_end, usable_counts
 
 
@@ -149,20 +150,22 @@ def step(
     draft, drafter_state, view = _propose(model, drafter, state, draft_length, ready)
     draft_rows = jnp.where(ready, draft.counts, 0)
     counts = jnp.where(ready, draft_rows + 1, 0)
-    fed = feed(model, state, draft, counts, kernels, layout, num_sequences=num_sequences)
-    verdict = fed.verdict
-
     k = draft.tokens.shape[1]
-    num_accepted = accepted_counts(verdict.accepted[:, :k], draft_rows)
-    stands = jnp.arange(k + 1) < num_accepted[:, None]
-    tokens = jnp.where(stands, verdict.drafted, verdict.tokens)
-    logprobs = jnp.where(stands, verdict.drafted_logprobs, verdict.logprobs)
-    num_emitted = jnp.where(ready, num_accepted + 1, 0)
-    num_emitted, ended = first_end(tokens, num_emitted, state.end_token_ids)
 
-    # A step commits as many rows as it emits, and prompts' own; rejected rows leave no trace.
-    committed = num_emitted + fed.prompt_counts
-    cache = state.cache.commit(fed.fresh, fed.rows, committed, kernels.update)
+    def settle(verdict: Verdict, fresh, rows, prompt_counts) -> tuple[Emitted, Cache]:
+        num_accepted = accepted_counts(verdict.accepted[:, :k], draft_rows)
+        stands = jnp.arange(k + 1) < num_accepted[:, None]
+        tokens = jnp.where(stands, verdict.drafted, verdict.tokens)
+        logprobs = jnp.where(stands, verdict.drafted_logprobs, verdict.logprobs)
+        num_emitted = jnp.where(ready, num_accepted + 1, 0)
+        num_emitted, ended = first_end(tokens, num_emitted, state.end_token_ids)
+        # As many rows as are emitted, and prompts' own; rejected rows leave no trace.
+        committed = num_emitted + prompt_counts
+        cache = state.cache.commit(fresh, rows, committed, kernels.update)
+        return Emitted(tokens, logprobs, num_accepted, num_emitted, ended), cache
+
+    fed = feed(model, state, draft, counts, kernels, layout, settle, num_sequences=num_sequences)
+    (tokens, logprobs, num_accepted, num_emitted, ended), cache = fed.settled
     lengths = state.lengths + num_emitted
     if drafter is not None:
         drafter_state = state_after_commit(drafter, drafter_state, lengths)
@@ -241,6 +244,16 @@ class Flat:
 
     def whole(self) -> Any:
         return jax.tree.unflatten(self.structure, self.leaves)
+
+
+class Emitted(NamedTuple):
+    """What a step adds to each sample."""
+
+    tokens: Int32[Array, "b k1"]  # arbitrary from `num_emitted` on
+    logprobs: Float[Array, "b k1"]
+    num_accepted: Int32[Array, "b"]
+    num_emitted: Int32[Array, "b"]
+    ended: Bool[Array, "b"]  # by a token that does
 
 
 class _Proposal(NamedTuple):

@@ -10,14 +10,14 @@ Axis legend: see `emsjax.packing`.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
-from emsjax.cache import FreshRows, KeysValues
+from emsjax.cache import BRANCHES_COMMIT, FreshRows, KeysValues
 from emsjax.drafting import Draft
 from emsjax.kernels import Kernels
 from emsjax.layout import Layout
@@ -29,18 +29,26 @@ class Fed(NamedTuple):
     """What came of a step's rows.
 
     Attributes:
-        verdict: the target's, on every drafted token, [b, k1].
-        fresh: keys and values of the rows.
-        rows: where these belong.
+        settled: what `settle` returned.
         prompt_counts: rows of each sample that hold its prompt.
         num_rows: of the bucket, padding included.
     """
 
-    verdict: Verdict
-    fresh: KeysValues | FreshRows
-    rows: PackedRows
+    settled: Any
     prompt_counts: Int32[Array, "b"]
     num_rows: Int32[Array, ""]
+
+
+class Settle(Protocol):
+    """What becomes of the verdict and of the rows' keys and values; to be traced."""
+
+    def __call__(
+        self,
+        verdict: Verdict,  # the target's, on every drafted token, [b, k1]
+        fresh: KeysValues | FreshRows,
+        rows: PackedRows,  # where these belong
+        prompt_counts: Int32[Array, "b"],  # rows of each sample that hold its prompt
+    ) -> Any: ...
 
 
 def is_ready(state) -> Bool[Array, "b"]:
@@ -55,15 +63,17 @@ def feed(
     counts: Int32[Array, "b"],
     kernels: Kernels,
     layout: Layout,
+    settle: Settle,
     *,
     num_sequences: Int32[Array, ""] | None,
 ) -> Fed:
-    """One forward of the target.
+    """One forward of the target, and what `settle` makes of it.
 
     Args:
         state: a `DecodeState`.
         draft: of the ready samples.
         counts: rows of each that verify its draft: one more than it has tokens; 0: not ready.
+        settle: commits, so that nothing else writes the cache.
         num_sequences: of each prompt, where prompts may be left to feed; None: they are cached.
     """
     batch, k = draft.tokens.shape
@@ -84,7 +94,7 @@ def feed(
         rows = layout.pack(state.cache.lengths, counts, num_rows, num_rows)
         hidden, fresh = run(rows.gather(block), rows, max_rows_per_sample=k + 1)
         verdict = judge(model.logits(hidden), rows, draft, state.keys, state.sampling)
-        return jax.tree.map(lambda x: rows.scatter(x, k + 1), verdict), of_one_shape(fresh)
+        return jax.tree.map(lambda x: rows.scatter(x, k + 1), verdict), fresh, rows
 
     def verify_and_fill(num_rows: int):
         rows = pack(state.cache.lengths, counts + shares, num_rows)
@@ -98,7 +108,7 @@ def feed(
         within = jnp.arange(buckets[-1]) - verified.offsets[owner]
         hidden = hidden[jnp.clip(rows.offsets[owner] + within, 0, num_rows - 1)]
         verdict = judge(model.logits(hidden), verified, draft, state.keys, state.sampling)
-        return jax.tree.map(lambda x: verified.scatter(x, k + 1), verdict), of_one_shape(fresh)
+        return jax.tree.map(lambda x: verified.scatter(x, k + 1), verdict), fresh, rows
 
     def run(token_ids, rows: PackedRows, max_rows_per_sample: int | None):
         return model(
@@ -109,19 +119,25 @@ def feed(
             max_rows_per_sample=max_rows_per_sample,
         )
 
-    def of_one_shape(fresh: FreshRows) -> FreshRows | KeysValues:
-        # Whatever the bucket is; a copy, which a single one can do without. Branches that commit
-        # would need none, but jax 0.10.2 copies all of a cache that they write (seen in what it
-        # compiles for a CPU; 0.11.2 does not, there and on a GPU).
-        return fresh if len(sizes) == 1 else fresh.keys_values(most)
-
-    branches: list[Callable] = [functools.partial(verify, size) for size in buckets]
+    forwards: list[Callable] = [functools.partial(verify, size) for size in buckets]
     if num_sequences is not None:
-        branches += [functools.partial(verify_and_fill, size) for size in more]
-    verdict, fresh = lax.switch(bucket, branches)
+        forwards += [functools.partial(verify_and_fill, size) for size in more]
     num_rows = jnp.asarray(sizes, jnp.int32)[bucket]
+
+    def settled(forward: Callable):
+        return settle(*forward(), shares)
+
+    def of_one_shape(forward: Callable) -> tuple[Verdict, KeysValues]:
+        verdict, fresh, _ = forward()
+        return verdict, fresh.keys_values(most)  # a copy
+
+    if BRANCHES_COMMIT or len(sizes) == 1:
+        branches = [functools.partial(settled, forward) for forward in forwards]
+        return Fed(lax.switch(bucket, branches), shares, num_rows)
+    branches = [functools.partial(of_one_shape, forward) for forward in forwards]
+    verdict, fresh = lax.switch(bucket, branches)
     rows = layout.pack(state.cache.lengths, counts + shares, most, num_rows)
-    return Fed(verdict, fresh, rows, shares, num_rows)
+    return Fed(settle(verdict, fresh, rows, shares), shares, num_rows)
 
 
 def unread_prompts(state, num_sequences: Int32[Array, ""]) -> Int32[Array, "b"]:

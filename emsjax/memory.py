@@ -7,6 +7,7 @@ import os
 import jax
 import jax.numpy as jnp
 
+from emsjax.cache import BRANCHES_COMMIT
 from emsjax.config import POSITION_OFFSET, OPTConfig
 from emsjax.packing import chunk_rows, prompt_row_counts, row_buckets
 
@@ -59,6 +60,7 @@ class MemoryPlan:
         item, size = jnp.dtype(dtype).itemsize, config.hidden_size
         per_token = 2 * config.num_hidden_layers * size * item
         fresh = 3 * per_token // 2  # queries as well
+        copied = 0 if BRANCHES_COMMIT else per_token
         # The prompts' caches and their fork to more sequences exist side by side.
         cached = slots if prompt_slots == slots else slots + prompt_slots
         chunk = chunk_rows(prompt_slots, max_len)
@@ -74,7 +76,7 @@ class MemoryPlan:
             caches=cached * max_len * per_token,
             prefill_chunk=chunk * (fresh + activations),
             # Logits, their log-softmax, the step's fresh rows, a copy of their K/V, activations.
-            logits=rows * 2 * config.vocab_size * 4 + fed * (fresh + per_token + activations),
+            logits=rows * 2 * config.vocab_size * 4 + fed * (fresh + copied + activations),
             # One layer's keys and values, masked and transposed, and its scores, three
             # times over: what the XLA implementation was seen to hold.
             attention=2 * layer + 3 * scores,

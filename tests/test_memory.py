@@ -11,6 +11,7 @@ from toy import ragged_prompts, tiny_model
 
 import emsjax
 from emsjax import generation, memory
+from emsjax.cache import BRANCHES_COMMIT
 from emsjax.memory import MemoryPlan, weight_bytes
 from emsjax.packing import chunk_rows, pack, row_buckets
 
@@ -42,7 +43,7 @@ def test_cache_bytes_are_those_of_the_cache():
 
 
 def test_a_layers_rows_are_counted_until_they_are_committed():
-    """And a copy of their keys and values beside them, in steps of several row counts."""
+    """And, where branches cannot commit, a copy of their keys and values beside them."""
     model, slots, max_len, k = tiny_model(), 3, 64, 7
     sizes = {"slots": slots, "prompt_slots": slots, "max_len": max_len, "max_draft_tokens": k}
     deeper = dataclasses.replace(model.config, num_hidden_layers=3)
@@ -63,8 +64,9 @@ def test_a_layers_rows_are_counted_until_they_are_committed():
 
     assert deeper.num_hidden_layers == model.config.num_hidden_layers + 1
     chunk = chunk_rows(slots, max_len)
-    assert more.prefill_chunk - plan.prefill_chunk == bytes_of_layer(chunk, False)
-    assert more.logits - plan.logits == bytes_of_layer(row_buckets(slots, k + 1)[-1], True)
+    assert more.prefill_chunk - plan.prefill_chunk == bytes_of_layer(chunk, copied=False)
+    most = row_buckets(slots, k + 1)[-1]
+    assert more.logits - plan.logits == bytes_of_layer(most, copied=not BRANCHES_COMMIT)
 
 
 def test_what_does_not_fit_names_the_sum_and_the_largest_batch(monkeypatch):

@@ -1,0 +1,82 @@
+"""Where a step commits: what a cache holds is the same, and none is copied."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from toy import ragged_prompts, tiny_model
+
+import emsjax
+from emsjax import feeding, generation, slots, vanilla
+from emsjax.decoding import decode_loop
+from emsjax.refill import refill_loop
+
+LENGTHS = [5, 9, 20, 3, 14, 1]
+RUNS = {
+    "ems": emsjax.generate,
+    "vanilla": vanilla.generate,
+    "refilled": lambda *args, **options: emsjax.generate(*args, batch_size=4, **options),
+}
+every_run = pytest.mark.parametrize("name", RUNS)
+pytestmark = pytest.mark.usefixtures("few_row_counts", "two_row_counts", "unchecked_annotations")
+
+
+def drafter() -> emsjax.DraftModel:
+    """Right at times."""
+    return emsjax.DraftModel(tiny_model(num_hidden_layers=1), 3)
+
+
+@pytest.fixture
+def commit_in_branches(monkeypatch):
+    """Loops traced anew, whose branches commit or do not."""
+
+    def choose(inside: bool) -> None:
+        forget()
+        monkeypatch.setattr(feeding, "BRANCHES_COMMIT", inside)
+
+    def forget() -> None:
+        for loop in (decode_loop, refill_loop):
+            loop.clear_cache()
+
+    yield choose
+    forget()
+
+
+@every_run
+def test_a_step_says_the_same_wherever_it_commits(commit_in_branches, name):
+    sampled = {"sampling": emsjax.Sampling(0.9), "key": jax.random.key(3)}
+    options = {"max_new_tokens": 12, **({} if name == "vanilla" else sampled)}
+
+    def decode(inside: bool):
+        commit_in_branches(inside)
+        return RUNS[name](tiny_model(), ragged_prompts(LENGTHS), drafter(), **options)
+
+    after, inside = decode(False), decode(True)
+    np.testing.assert_array_equal(inside.tokens, after.tokens)
+    np.testing.assert_allclose(inside.logprobs, after.logprobs, atol=1e-5)
+    np.testing.assert_array_equal(inside.stats.num_accepted, after.stats.num_accepted)
+    assert 0 < inside.stats.num_accepted.sum() < inside.stats.num_drafted.sum()
+
+
+@every_run
+def test_no_loop_copies_a_cache(monkeypatch, name):
+    compiled = []
+
+    def watched(loop):
+        def call(model, drafter, state, *rest, **options):
+            arguments = (model, drafter, state, *rest)
+            if not compiled:  # of a refilled run there are several
+                text = loop.lower(*arguments, **options).compile().as_text()
+                compiled.append((text, state.cache.layers.keys[0].shape))
+            return loop(*arguments, **options)
+
+        return call
+
+    monkeypatch.setattr(generation, "decode_loop", watched(decode_loop))
+    monkeypatch.setattr(slots, "refill_loop", watched(refill_loop))
+    RUNS[name](tiny_model(), ragged_prompts(LENGTHS), emsjax.PromptLookup(), max_new_tokens=12)
+    ((text, shape),) = compiled
+    cache = re.escape(f"f32[{','.join(map(str, shape))}]")
+    assert re.search(rf"{cache}\S* parameter\(", text)
+    assert re.findall(rf"= {cache}\S* copy\(.*", text) == []
