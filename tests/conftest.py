@@ -104,10 +104,26 @@ def few_row_counts(monkeypatch):
 
 
 @pytest.fixture
-def two_row_counts(monkeypatch):
+def fresh_loops():
+    """Loops are traced anew in a test, and after it."""
+    from emsjax.decoding import decode_loop
+    from emsjax.refill import refill_loop
+
+    def forget() -> None:
+        for loop in (decode_loop, refill_loop):
+            loop.clear_cache()
+
+    forget()
+    yield forget
+    forget()
+
+
+@pytest.fixture
+def two_row_counts(monkeypatch, fresh_loops):
     """Steps have one row of each sample, or all: less to compile where a batch is large."""
     two = lambda batch, k1: tuple(sorted({batch, batch * k1}))
     monkeypatch.setattr("emsjax.layout.row_buckets", two)
+    monkeypatch.setattr("emsjax.layout.MAX_WIDTHS", 1)  # of padded steps, beside that of one row
 
 
 @pytest.fixture(autouse=True)

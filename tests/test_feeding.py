@@ -9,6 +9,7 @@ from toy import ragged_prompts, tiny_model
 
 import emsjax
 from emsjax import feeding, generation, slots, vanilla
+from emsjax.cache import FreshRows
 from emsjax.decoding import decode_loop
 from emsjax.refill import refill_loop
 
@@ -27,32 +28,28 @@ def drafter() -> emsjax.DraftModel:
     return emsjax.DraftModel(tiny_model(num_hidden_layers=1), 3)
 
 
-@pytest.fixture
-def commit_in_branches(monkeypatch):
-    """Loops traced anew, whose branches commit or do not."""
-
-    def choose(inside: bool) -> None:
-        forget()
-        monkeypatch.setattr(feeding, "BRANCHES_COMMIT", inside)
-
-    def forget() -> None:
-        for loop in (decode_loop, refill_loop):
-            loop.clear_cache()
-
-    yield choose
-    forget()
-
-
 @every_run
-def test_a_step_says_the_same_wherever_it_commits(commit_in_branches, name):
+def test_a_step_says_the_same_wherever_it_commits(fresh_loops, monkeypatch, name):
     sampled = {"sampling": emsjax.Sampling(0.9), "key": jax.random.key(3)}
     options = {"max_new_tokens": 12, **({} if name == "vanilla" else sampled)}
 
+    copies, keys_values = [], FreshRows.keys_values
+
+    def watched(fresh, num_rows):
+        copies.append(num_rows)
+        return keys_values(fresh, num_rows)
+
     def decode(inside: bool):
-        commit_in_branches(inside)
+        fresh_loops()
+        monkeypatch.setattr(feeding, "BRANCHES_COMMIT", inside)
         return RUNS[name](tiny_model(), ragged_prompts(LENGTHS), drafter(), **options)
 
-    after, inside = decode(False), decode(True)
+    monkeypatch.setattr(FreshRows, "keys_values", watched)
+    after = decode(False)
+    assert copies
+    copies.clear()
+    inside = decode(True)
+    assert not copies
     np.testing.assert_array_equal(inside.tokens, after.tokens)
     np.testing.assert_allclose(inside.logprobs, after.logprobs, atol=1e-5)
     np.testing.assert_array_equal(inside.stats.num_accepted, after.stats.num_accepted)

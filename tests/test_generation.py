@@ -186,7 +186,7 @@ def test_the_configs_end_token_is_the_default():
         assert out.lengths[i] == (ends[0] + 1 if ends.size else 40)
 
 
-@pytest.mark.usefixtures("few_row_counts")
+@pytest.mark.usefixtures("few_row_counts", "two_row_counts")
 def test_groups_and_copies_give_the_same_tokens():
     model, prompts = tiny_model(), ragged_prompts([5, 9, 20, 3, 14])
     references = [prompt[::-1] for prompt in prompts]

@@ -1,5 +1,7 @@
 """Keys and values from where queries lie beside them: they keep their bits."""
 
+import importlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,19 +13,38 @@ import pallas_kernels
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("implementation", ["triton", "xla"])
-@pytest.mark.parametrize("count", [1, 3, 9, 130], ids="{} layers".format)
-@pytest.mark.parametrize(
-    ("rows", "heads", "head_dim", "num_rows", "dtype"),
-    [
-        (5, 2, 8, 9, "float32"),
-        (3, 3, 80, 64, "bfloat16"),
-        (1, 5, 1024, 2, "float16"),
-        (7, 2, 4, 7, "float32"),
-        (4, 1, 12, 4, "bfloat16"),
-    ],
-)
+SHAPES = [  # rows, heads, head_dim, num_rows
+    (5, 2, 8, 9, "float32"),
+    (3, 3, 80, 64, "bfloat16"),
+    (1, 5, 1024, 2, "float16"),
+    (7, 2, 4, 7, "float32"),
+    (4, 1, 12, 4, "bfloat16"),
+]
+module = importlib.import_module("pallas_kernels.keys_and_values")
+every_shape = pytest.mark.parametrize(("rows", "heads", "head_dim", "num_rows", "dtype"), SHAPES)
+either_implementation = pytest.mark.parametrize("implementation", ["triton", "xla"])
+
+
+@either_implementation
+@pytest.mark.parametrize("count", [1, 3, 9], ids="{} layers".format)
+@every_shape
 def test_they_come_first(implementation, count, rows, heads, head_dim, num_rows, dtype):
+    check(implementation, count, rows, heads, head_dim, num_rows, dtype)
+
+
+@every_shape
+def test_more_layers_than_a_launch_takes(monkeypatch, rows, heads, head_dim, num_rows, dtype):
+    monkeypatch.setattr(module, "ARRAYS_PER_LAUNCH", 11)
+    check("triton", 25, rows, heads, head_dim, num_rows, dtype)
+
+
+@either_implementation
+def test_more_layers_than_any_model_has(implementation):
+    assert module.ARRAYS_PER_LAUNCH < 130
+    check(implementation, 130, *SHAPES[0])
+
+
+def check(implementation, count, rows, heads, head_dim, num_rows, dtype):
     rng = np.random.default_rng(count)
     shape = (rows, 3, heads, head_dim)
     qkv = [jnp.asarray(rng.normal(size=shape), dtype) for _ in range(count)]

@@ -19,6 +19,7 @@ from emsjax.step_costs import FORMAT
 COMPARED = ["prompt lookup", "draft model", "lookup, 4 samples"]  # in the demo
 
 
+@pytest.mark.usefixtures("few_row_counts", "two_row_counts")
 def test_the_examples_give_the_tokens_of_plain_decoding(capsys, tmp_path, monkeypatch):
     costs = {"row_ms": {16: 1.0, 64: 1.5}, "token_ms": 0.0, "reread": 0.0, "draft_ms": {1: 0.1}}
     (tmp_path / "profile.json").write_text(json.dumps({"format": FORMAT, "costs": costs}))

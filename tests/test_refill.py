@@ -45,7 +45,7 @@ def drafters():
     }
 
 
-@pytest.mark.usefixtures("few_row_counts")
+@pytest.mark.usefixtures("few_row_counts", "two_row_counts")
 @pytest.mark.parametrize(
     ("name", "sampling"),
     [("prompt lookup", None), ("draft model", None), *((name, SAMPLED) for name in drafters())],
@@ -60,7 +60,7 @@ def test_every_sequence_is_what_it_is_in_one_batch(name, sampling):
     same(out, whole, steps=drafter is not CARELESS)  # what it drafts depends on the step
 
 
-@pytest.mark.usefixtures("few_row_counts")
+@pytest.mark.usefixtures("few_row_counts", "two_row_counts")
 @pytest.mark.parametrize("name", ["plain", "references", "draft model"])
 def test_sequences_of_a_prompt_copy_what_is_cached_for_its_first(name):
     model, prompts, drafter = tiny_model(), ragged_prompts(LENGTHS), drafters()[name]
@@ -71,7 +71,7 @@ def test_sequences_of_a_prompt_copy_what_is_cached_for_its_first(name):
     same(emsjax.generate(model, prompts, drafter, batch_size=batch_size, **options), whole)
 
 
-@pytest.mark.usefixtures("few_row_counts")
+@pytest.mark.usefixtures("few_row_counts", "two_row_counts")
 def test_long_prompts_of_several_sequences_are_fed_in_parts(monkeypatch):
     model, prompts = tiny_model(), ragged_prompts(LENGTHS)
     options = {"max_new_tokens": 6, "num_sequences": 2, "key": jax.random.key(5)}
@@ -97,7 +97,7 @@ class FirstSteps:
         return state + view.active.astype(jnp.int32)
 
 
-@pytest.mark.usefixtures("few_row_counts")
+@pytest.mark.usefixtures("few_row_counts", "two_row_counts")
 def test_a_policys_state_of_a_slot_begins_anew():
     model, prompts = tiny_model(), ragged_prompts(LENGTHS)
     drafter = emsjax.DraftModel(tiny_model(num_hidden_layers=1), 3)
@@ -118,6 +118,7 @@ def test_a_capped_policys_state_of_a_slot_begins_anew():
     assert (out.stats.num_drafted[out.stats.num_steps > 1] > 0).all()
 
 
+@pytest.mark.usefixtures("few_row_counts")
 @pytest.mark.parametrize("policy", [emsjax.BassHeuristic(3, limit=4), "goodput", "capped"])
 def test_policies_that_look_at_the_batch_leave_greedy_tokens_alone(policy):
     costs = emsjax.StepCosts.of({16: 1.0, 64: 1.5}, draft_ms=0.1)
@@ -150,7 +151,7 @@ def test_a_prompt_is_fed_once_whatever_the_number_of_its_sequences():
     assert served.counts()["real_rows"] == emitted + sum(len(p) - 1 for p in prompts)
 
 
-@pytest.mark.usefixtures("few_row_counts")
+@pytest.mark.usefixtures("few_row_counts", "two_row_counts")
 def test_what_a_slot_held_before_has_no_influence(monkeypatch):
     """Undefined places are NaN from the start, and whatever later sequences leave behind."""
     model, prompts = tiny_model(), ragged_prompts(LENGTHS)

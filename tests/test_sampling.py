@@ -81,6 +81,7 @@ def test_bits_depend_on_key_position_and_purpose():
     assert len({int(b) for b in (*bits, *draft_bits)}) == 6
 
 
+@pytest.mark.usefixtures("few_row_counts", "two_row_counts")
 def test_sampled_tokens_do_not_depend_on_drafts_or_batches():
     model, prompts = tiny_model(), ragged_prompts([5, 9, 20, 3])
     sampling = Sampling([0.0, 1.0, 0.5, 1.5], [0, 0, 5, 0], [1.0, 1.0, 0.9, 0.7])

@@ -221,7 +221,7 @@ FOUR_DEVICES = """
     import emsjax
     from toy import ragged_prompts, tiny_model
 
-    emsjax.packing.PROMPT_SIXTEENTHS = (6, 16)  # each device compiles
+    emsjax.packing.PROMPT_SIXTEENTHS = (16,)  # each device compiles
     model, prompts = tiny_model(), ragged_prompts({lengths})
     draft_model = tiny_model(num_hidden_layers=1)
     used = []

@@ -43,6 +43,7 @@ def replay(script, counts, right) -> Replay:
     return Replay(script, table(counts), table(right), VOCAB, k)
 
 
+@pytest.mark.usefixtures("two_row_counts")
 @every_method
 def test_every_method_gives_the_plain_tokens(method):
     model, prompts = tiny_model(), ragged_prompts([17, 1, 40, 6])
