@@ -73,7 +73,7 @@ def feed(
         state: a `DecodeState`.
         draft: of the ready samples.
         counts: rows of each that verify its draft: one more than it has tokens; 0: not ready.
-        settle: commits, so that nothing else writes the cache.
+        settle: called in every branch where branches may write a cache; it commits.
         num_sequences: of each prompt, where prompts may be left to feed; None: they are cached.
     """
     batch, k = draft.tokens.shape

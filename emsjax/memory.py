@@ -75,7 +75,7 @@ class MemoryPlan:
             weights=weight_bytes(config, dtype),
             caches=cached * max_len * per_token,
             prefill_chunk=chunk * (fresh + activations),
-            # Logits, their log-softmax, the step's fresh rows, a copy of their K/V, activations.
+            # Logits, their log-softmax, the step's fresh rows, any copy of their K/V, activations.
             logits=rows * 2 * config.vocab_size * 4 + fed * (fresh + copied + activations),
             # One layer's keys and values, masked and transposed, and its scores, three
             # times over: what the XLA implementation was seen to hold.

@@ -1,4 +1,4 @@
-"""Where a step commits: what a cache holds is the same, and none is copied."""
+"""Wherever a step commits it says the same, and no cache is copied."""
 
 import re
 
