@@ -64,8 +64,8 @@ class MemoryPlan:
         # The prompts' caches and their fork to more sequences exist side by side.
         cached = slots if prompt_slots == slots else slots + prompt_slots
         chunk = chunk_rows(prompt_slots, max_len)
-        residual_stream = 2 * size * 4  # float32, before and after an addition
-        activations = residual_stream + (4 * size + config.ffn_dim) * item
+        residual_stream = 3 * size * 4  # float32: before and after an addition, what is added
+        activations = residual_stream + (3 * size + config.ffn_dim) * item
         k1 = max_draft_tokens + 1
         rows = row_buckets(slots, k1)[-1]
         fed = prompt_row_counts(slots, k1, max_len)[-1] if refilled else rows

@@ -85,7 +85,7 @@ def run_layer(layer: OPTLayer, x, y, *cached, attention: Callable, max_rows_per_
 class Addend(NamedTuple):
     """What a layer adds to the residual stream, left to the normalisation that follows."""
 
-    sums: Float[Array, "... r e"]  # maybe in shares: see `pallas_kernels.linear_sums`
+    sums: Float[Array, "... r e"]  # as `pallas_kernels.linear_sums` leaves them
     bias: Float[Array, "e"] | None
 
 

@@ -81,9 +81,3 @@ def with_gradient_of(reference: Callable, kernel: Callable) -> Callable:
 def matmul_precision(dtype) -> lax.Precision | None:
     """float32 means float32: not TF32, which a GPU would choose by default."""
     return lax.Precision.HIGHEST if dtype == jnp.float32 else None
-
-
-def share_dtype(dtype) -> jnp.dtype:
-    """Of a product's partial sums: bfloat16 where its factors are. One of float16 might be infinite
-    where the product is not."""
-    return jnp.dtype(dtype if dtype == jnp.bfloat16 else jnp.float32)

@@ -13,7 +13,6 @@ from pallas_kernels.implementations import (
     choose,
     matmul_precision,
     runs_triton,
-    share_dtype,
     with_gradient_of,
 )
 
@@ -62,7 +61,8 @@ def linear(
     if kernel is None:
         return reference(x, weight, bias)
     module, tiling = kernel
-    launch = functools.partial(module.launch, tiling=tiling, relu=relu, interpret=interpret)
+    options = {"tiling": tiling, "relu": relu, "dtype": x.dtype, "interpret": interpret}
+    launch = functools.partial(module.launch, **options)
     return with_gradient_of(reference, launch)(x, weight, bias)
 
 
@@ -79,13 +79,13 @@ def linear_sums(
     implementation: str | None = None,
     interpret: bool = False,
 ) -> Array:
-    """x @ weight as partial sums, for a consumer that adds them up anyway.
+    """x @ weight as partial sums, for a consumer that adds them up in float32 anyway.
 
     Where there are fewer columns than keep a device busy the contracted axis is cut
     into shares. Arguments and errors are those of `linear`.
 
     Returns:
-        Shares [shares, rows, outputs], or the product [rows, outputs] in x's dtype. Shares are
+        The product [rows, outputs] in float32, or shares [shares, rows, outputs]. Shares are
         bfloat16 where x is, and float32 elsewhere: the errors of rounding each add up to one of
         the size that rounding the product makes, unless shares cancel each other.
     """
@@ -93,20 +93,35 @@ def linear_sums(
     if kernel is not None:
         module, tiling = kernel
         options = {"tiling": tiling, "relu": False, "interpret": interpret}
+        options["dtype"] = sums_dtype(x.dtype, tiling.splits)
         launch = lambda x, weight: module.launch(x, weight, None, **options)
         in_shares = functools.partial(_dot_in_shares, shares=tiling.splits)
-        reference = in_shares if tiling.splits > 1 else _dot
+        reference = in_shares if tiling.splits > 1 else _widened_dot
         return with_gradient_of(reference, launch)(x, weight)
     if implementation is None and _shares_pay(x, weight):
         return _dot_in_shares(x, weight, XLA_SHARES)
-    return _dot(x, weight)
+    wide = functools.partial(_dot, preferred_element_type=jnp.float32)
+    return with_gradient_of(_widened_dot, wide)(x, weight)
+
+
+def sums_dtype(dtype, shares: int) -> jnp.dtype:
+    """Of a product of such factors as `linear_sums` leaves it.
+
+    Shares in float16 might be infinite where the product is not.
+    """
+    return jnp.dtype(jnp.bfloat16 if dtype == jnp.bfloat16 and shares > 1 else jnp.float32)
+
+
+def _widened_dot(x, weight):
+    """A float32 product whose gradient is made of factors in x's type."""
+    return _dot(x, weight).astype(jnp.float32)
 
 
 def _dot_in_shares(x, weight, shares: int):
     x = x.reshape(x.shape[0], shares, -1)
     weight = weight.reshape(shares, -1, weight.shape[1])
     precision = matmul_precision(x.dtype)
-    kinds = {"precision": precision, "preferred_element_type": share_dtype(x.dtype)}
+    kinds = {"precision": precision, "preferred_element_type": sums_dtype(x.dtype, shares)}
     return jnp.einsum("rsi,sio->sro", x, weight, **kinds)
 
 
@@ -147,5 +162,5 @@ def _shares_pay(x, weight) -> bool:
     return few and weight.shape[0] % XLA_SHARES == 0 and runs_triton()
 
 
-def _dot(x, weight):
-    return jnp.dot(x, weight, precision=matmul_precision(x.dtype))
+def _dot(x, weight, **options):
+    return jnp.dot(x, weight, precision=matmul_precision(x.dtype), **options)

@@ -15,8 +15,6 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.implementations import share_dtype
-
 WARPGROUP_THREADS, REGISTERS = 128, 512  # registers: of a thread, if there were one warpgroup
 FETCHING_REGISTERS = 40  # of a thread that fetches; the others get what it leaves
 OTHER_REGISTERS = 32  # of a thread that multiplies, beside its sums
@@ -104,7 +102,7 @@ def stages_that_fit(rows: int, columns: int, warpgroups: int) -> int:
     return min(MOST_STAGES, (SHARED_BYTES - staged) // (2 * DEPTH * (rows + columns)))
 
 
-@functools.partial(jax.jit, static_argnames=("tiling", "relu", "interpret"))
+@functools.partial(jax.jit, static_argnames=("tiling", "relu", "dtype", "interpret"))
 def launch(
     x: Array,  # [rows, inputs]
     weight: Array,  # [inputs, outputs]
@@ -112,17 +110,17 @@ def launch(
     *,
     tiling: Tiling,
     relu: bool,
+    dtype: jnp.dtype,
     interpret: bool,
 ) -> Array:
-    """[rows, outputs], or shares [splits, rows, outputs]; see `pallas_kernels.linear`."""
+    """[rows, outputs], or shares [splits, rows, outputs], of this type; see
+    `pallas_kernels.linear`."""
     rows, (inputs, outputs) = x.shape[0], weight.shape
-    out_type = jax.ShapeDtypeStruct((rows, outputs), x.dtype)
-    if tiling.splits > 1:
-        out_type = jax.ShapeDtypeStruct((tiling.splits, rows, outputs), share_dtype(x.dtype))
+    shares = (tiling.splits,) if tiling.splits > 1 else ()
     clusters = outputs // tiling.columns // tiling.cluster
     return plgpu.kernel(
         functools.partial(_kernel, tiling=tiling, relu=relu, biased=bias is not None),
-        out_type=out_type,
+        out_type=jax.ShapeDtypeStruct((*shares, rows, outputs), dtype),
         # Tiles of other rows and the same columns run at one time: weights are read once.
         grid=(tiling.splits, clusters * pl.cdiv(rows, tiling.rows)),
         grid_names=("split", "tile"),

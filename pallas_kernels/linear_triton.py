@@ -9,7 +9,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.implementations import matmul_precision, share_dtype, stages_that_fit
+from pallas_kernels.implementations import matmul_precision, stages_that_fit
 
 
 class Tiling(NamedTuple):
@@ -66,7 +66,7 @@ def _tile_rows(rows: int) -> int:
     return max(16, pl.next_power_of_2(rows))
 
 
-@functools.partial(jax.jit, static_argnames=("tiling", "relu", "interpret"))
+@functools.partial(jax.jit, static_argnames=("tiling", "relu", "dtype", "interpret"))
 def launch(
     x: Array,  # [rows, inputs]
     weight: Array,  # [inputs, outputs]
@@ -74,14 +74,13 @@ def launch(
     *,
     tiling: Tiling,
     relu: bool,
+    dtype: jnp.dtype,
     interpret: bool,
 ) -> Array:
-    """[rows, outputs], or shares [splits, rows, outputs]; see `pallas_kernels.linear`."""
+    """[rows, outputs], or shares [splits, rows, outputs], of this type; see
+    `pallas_kernels.linear`."""
     (rows, inputs), outputs = x.shape, weight.shape[1]
-    out_shape = jax.ShapeDtypeStruct((rows, outputs), x.dtype)
-    if tiling.splits > 1:
-        shape = (tiling.splits, rows, outputs)
-        out_shape = jax.ShapeDtypeStruct(shape, share_dtype(x.dtype))
+    shares = (tiling.splits,) if tiling.splits > 1 else ()
     kernel = functools.partial(
         _kernel,
         tiling=tiling,
@@ -92,7 +91,7 @@ def launch(
     return pl.pallas_call(
         kernel,
         grid=(outputs // tiling.columns, tiling.splits),
-        out_shape=out_shape,
+        out_shape=jax.ShapeDtypeStruct((*shares, rows, outputs), dtype),
         compiler_params=plgpu.CompilerParams(
             num_warps=tiling.num_warps,
             num_stages=stages_that_fit(

@@ -72,17 +72,18 @@ def test_sums_add_up_to_the_product(options, dtype, rows, inputs, outputs):
 
 
 def check_sums(rows, inputs, outputs, dtype, options, scale=40):
-    """Sums; to leave them in shares costs no accuracy."""
+    """Sums: a product that nothing rounded, or shares, no less accurate than it is rounded."""
     x = random(rows, inputs, dtype=dtype)
     weight = random(inputs, outputs, dtype=dtype, seed=1)
     sums = pallas_kernels.linear_sums(x, weight, **options)
     shares, product = sums.ndim == 3, np.float64(sums)
-    assert sums.dtype == ("float32" if shares and dtype == "float16" else dtype)
+    assert sums.dtype == ("bfloat16" if shares and dtype == "bfloat16" else "float32")
     product = product.sum(axis=0) if shares else product
     expected = np.float64(x) @ np.float64(weight)
     close(product, expected, sums.dtype.name, scale)
     error = lambda values: np.sqrt(np.mean((np.float64(values) - expected) ** 2))
-    assert error(product) <= 1.1 * error(jnp.asarray(expected, dtype)) + 1e-5
+    rounding = error(jnp.asarray(expected, dtype))
+    assert error(product) <= (1.1 if shares else 0.01) * rounding + 1e-5
     return sums
 
 

@@ -25,7 +25,7 @@ from pallas_kernels import linear_mosaic
 from pallas_kernels.benchmark.cases import FULL
 from pallas_kernels.benchmark.measure import best_and_median_us, time_runs
 from pallas_kernels.benchmark.report import describe_run
-from pallas_kernels.linear import linear, linear_sums
+from pallas_kernels.linear import linear, linear_sums, sums_dtype
 
 PRODUCTS = {  # of OPT-6.7B: inputs, outputs, whether sums may be left in shares
     "qkv_proj": (4096, 12288, False),
@@ -56,8 +56,8 @@ def tilings(rows: int, inputs: int, outputs: int, split: bool) -> dict[str, Prod
     """Every one of the Mosaic kernel's that fits, by its fields."""
 
     def product(tiling, x, weight, bias):
-        bias = None if split else bias
-        options = {"tiling": tiling, "relu": not split, "interpret": False}
+        bias, dtype = (None, sums_dtype(x.dtype, tiling.splits)) if split else (bias, x.dtype)
+        options = {"tiling": tiling, "relu": not split, "dtype": dtype, "interpret": False}
         return linear_mosaic.launch(x, weight, bias, **options)
 
     found = {}
