@@ -11,7 +11,7 @@ from emsjax.decoding import Counters, DecodeState
 from emsjax.drafting import Drafter
 from emsjax.kernels import resolve_kernels
 from emsjax.prefill import prefill
-from emsjax.requests import Requests
+from emsjax.requests import Requests, keys_at
 
 
 def max_draft_tokens_of(drafter: Drafter | None) -> int:
@@ -78,7 +78,7 @@ def init_group(
         requests.max_new_tokens[prompt_of_slot],
         np.where(np.arange(slots) < len(group), served, -1).astype(np.int32),
         requests.end_token_ids,
-        requests.keys[served],
+        keys_at(requests.keys, served),
         sampling,
         max_draft_tokens=max_draft_tokens_of(drafter),
         fork=fork,

@@ -83,12 +83,11 @@ class Finished:
     def places(cls, count: int, state: DecodeState) -> "Finished":
         """Room for `count` sequences of such a state."""
         empty = lambda x: jnp.zeros((count, *x.shape[1:]), x.dtype)
-        none = jnp.zeros((2,), jnp.int32)
         return cls(
             **jax.tree.map(empty, rows_of(state)),
-            count=none[0],
+            count=jnp.zeros((), jnp.int32),
             stored=jnp.ones_like(state.active),
-            busy=none[1],
+            busy=jnp.zeros((), jnp.int32),
         )
 
 

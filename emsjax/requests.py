@@ -150,9 +150,16 @@ def _sequence_keys(key: jax.Array | None, count: int, *, needed: bool) -> jax.Ar
             f"{jax.random.key_impl(key)}"
         )
     if key.ndim == 0:
-        return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, np.arange(count))
+        numbers = np.arange(count, dtype=np.uint32)
+        return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, numbers)
     if key.shape != (count,):
         raise ValueError(
             f"key must be one key or one per sequence: got shape {key.shape} for {count} sequences"
         )
     return key
+
+
+def keys_at(keys: jax.Array, rows: int | np.ndarray) -> jax.Array:
+    """Some of these typed keys. On a device each number of them would be compiled for itself."""
+    data = np.asarray(jax.random.key_data(keys))[rows]
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(keys))

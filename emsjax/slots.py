@@ -26,7 +26,7 @@ from emsjax.refill import (
     refill_loop,
     rows_of,
 )
-from emsjax.requests import Requests
+from emsjax.requests import Requests, keys_at
 from emsjax.sampling import Sampling
 
 STEPS = 64  # of a call: what has finished is not kept back for longer
@@ -96,7 +96,7 @@ class Slots:
             jax.random.key_impl(key),
             np.asarray(jax.random.key_data(key))[None],
         )
-        self.state = _idle_state(
+        self.state, self.finished = _idle(
             self.drafter,
             draft_length,
             model.init_cache(count, max_len),
@@ -106,7 +106,6 @@ class Slots:
             max_len=max_len,
             max_draft_tokens=max_draft_tokens,
         )
-        self.finished = Finished.places(2 * count, self.state)
         self.idle = list(range(count))  # as of the last call
 
     @classmethod
@@ -143,7 +142,7 @@ class Slots:
             max_draft_tokens=max_draft_tokens_of(drafter),
             num_sequences=requests.num_sequences,
             end_token_ids=requests.end_token_ids,
-            key=requests.keys[0],
+            key=keys_at(requests.keys, 0),
             sampling=jax.tree.map(lambda values: values[0], requests.sampling),
             attention_implementation=attention_implementation,
         )
@@ -320,13 +319,13 @@ def stacked(rows: Sequence[Row]) -> Row:
 @functools.partial(
     jax.jit, static_argnames=("max_len", "max_draft_tokens"), donate_argnames="cache"
 )
-def _idle_state(
+def _idle(
     drafter, draft_length, cache, end_token_ids, keys, sampling, *, max_len, max_draft_tokens
-) -> DecodeState:
-    """All slots idle."""
+) -> tuple[DecodeState, Finished]:
+    """A state whose slots are all idle, and places for what will finish."""
     count = cache.lengths.shape[0]
     tokens, lengths = jnp.zeros((count, max_len), jnp.int32), jnp.ones(count, jnp.int32)
-    return DecodeState(
+    state = DecodeState(
         tokens=tokens,
         logprobs=jnp.zeros(tokens.shape, jnp.float32),
         lengths=lengths,
@@ -343,3 +342,4 @@ def _idle_state(
         policy_state=() if draft_length is None else draft_length.init(count, max_draft_tokens),
         counters=Counters.init(count, max_draft_tokens),
     )
+    return state, Finished.places(2 * count, state)
