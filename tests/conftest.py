@@ -61,7 +61,7 @@ settings.load_profile("emsjax")
 def pytest_configure(config):
     if config.option.markexpr == "gpu" and not runs_triton():
         raise pytest.UsageError("-m gpu needs a GPU of compute capability 8.0 or newer")
-    gc.set_threshold(100_000, 20, 20)  # tracing makes many objects, few of them in cycles
+    gc.disable()  # tracing makes many objects, few of them in cycles
 
 
 def pytest_collection_modifyitems(items):

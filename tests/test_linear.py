@@ -1,6 +1,7 @@
 """Products and normalisation: every implementation against float64 numpy."""
 
 import functools
+import re
 import sys
 
 import jax
@@ -172,8 +173,10 @@ def test_errors_of_shares_that_cancel_are_those_of_rounding_each(monkeypatch, dt
     assert np.all(np.abs(actual - halves.sum(axis=0)) <= rounding * np.abs(halves).sum(axis=0))
 
 
-def test_shares_have_the_gradient_of_the_product(monkeypatch):
-    device_runs_triton(monkeypatch, True)
+@pytest.mark.parametrize("shares", [True, False])
+def test_sums_have_the_gradient_of_the_product(monkeypatch, shares):
+    """Made of factors of 16 bits, whatever the sums are kept in."""
+    device_runs_triton(monkeypatch, shares)
     rng, asked = np.random.default_rng(0), jnp.arange(64.0) % 2
     # Small numbers, which nothing rounds.
     x, weight = (
@@ -182,10 +185,14 @@ def test_shares_have_the_gradient_of_the_product(monkeypatch):
 
     def loss(x, weight):
         sums = pallas_kernels.linear_sums(x, weight)
-        assert sums.ndim == 3
-        return jnp.sum(jnp.sum(sums.astype("float32"), axis=0) * asked)
+        assert sums.ndim == (3 if shares else 2)
+        return jnp.sum((sums.astype("float32").sum(axis=0) if shares else sums) * asked)
 
-    by_x, by_weight = jax.grad(loss, argnums=(0, 1))(x, weight)
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 1)))
+    factors = re.findall(r"dot_general.* : \((.*)\) ->", gradient.lower(x, weight).as_text())
+    assert len(factors) >= 2
+    assert not any("f32" in kinds for kinds in factors)
+    by_x, by_weight = gradient(x, weight)
     np.testing.assert_array_equal(by_x, np.tile(np.float64(weight) @ asked, (200, 1)))
     np.testing.assert_array_equal(by_weight, np.outer(np.float64(x).sum(axis=0), asked))
 
