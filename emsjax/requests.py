@@ -160,6 +160,6 @@ def _sequence_keys(key: jax.Array | None, count: int, *, needed: bool) -> jax.Ar
 
 
 def keys_at(keys: jax.Array, rows: int | np.ndarray) -> jax.Array:
-    """Some of these typed keys. On a device each number of them would be compiled for itself."""
+    """Some of these typed keys, taken on the host: a device compiles each shape for itself."""
     data = np.asarray(jax.random.key_data(keys))[rows]
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(keys))
