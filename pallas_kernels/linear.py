@@ -92,8 +92,8 @@ def linear_sums(
     kernel = _kernel_for(x, weight, implementation, interpret, split=True)
     if kernel is not None:
         module, tiling = kernel
-        options = {"tiling": tiling, "relu": False, "interpret": interpret}
-        options["dtype"] = sums_dtype(x.dtype, tiling.splits)
+        dtype = sums_dtype(x.dtype, tiling.splits)
+        options = {"tiling": tiling, "relu": False, "dtype": dtype, "interpret": interpret}
         launch = lambda x, weight: module.launch(x, weight, None, **options)
         in_shares = functools.partial(_dot_in_shares, shares=tiling.splits)
         reference = in_shares if tiling.splits > 1 else _widened_dot

@@ -33,11 +33,17 @@ def test_products_equal_numpy(rows, outputs, relu, biased, dtype):
 
 @needs_new_jax
 @pytest.mark.parametrize(
-    ("rows", "dtype"), [(104, "bfloat16"), (264, "bfloat16"), (264, "float16")]
+    ("rows", "inputs", "shares", "dtype"),
+    [
+        (104, 512, (8,), "bfloat16"),
+        (264, 512, (8,), "bfloat16"),
+        (264, 512, (8,), "float16"),
+        (104, 64, (), "bfloat16"),  # too few to be cut
+    ],
 )
-def test_sums_add_up_to_the_product(rows, dtype):
-    sums = check_sums(rows, 512, 256, dtype, MOSAIC)
-    assert sums.shape == (8, rows, 256)
+def test_sums_add_up_to_the_product(rows, inputs, shares, dtype):
+    sums = check_sums(rows, inputs, 256, dtype, MOSAIC)
+    assert sums.shape == (*shares, rows, 256)
 
 
 @needs_new_jax
