@@ -13,6 +13,7 @@ from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from pallas_kernels.implementations import matmul_precision
+from pallas_kernels.indexing import take
 from pallas_kernels.work_items import extents
 
 TILE = 128
@@ -60,46 +61,49 @@ def _all_samples_at_once(tensors, segment_ids, positions, committed, ancestors, 
     if ancestors is None:
         visible = index[:, None] >= index  # [q, f=q]
     else:
-        visible = ancestors[row][..., jnp.minimum(index, ancestors.shape[1] - 1)]  # [b, q, f]
+        place = jnp.minimum(index, ancestors.shape[1] - 1)
+        visible = take(ancestors, row[..., None], place)  # [b, q, f]
     visible = visible & (index < counts[:, None, None])
-    tiles = (query[row], key[row], value[row])
+    tiles = [take(x, row) for x in (query, key, value)]
     out = _attend(*tiles, key_cache, value_cache, visible, committed, scale)
     sample = jnp.minimum(segment_ids, batch - 1)
-    within = jnp.clip(jnp.arange(query.shape[0]) - first[sample], 0, tile - 1)
-    return jnp.where((segment_ids < batch)[:, None, None], out[sample, within], 0)
+    within = jnp.clip(jnp.arange(query.shape[0]) - take(first, sample), 0, tile - 1)
+    return jnp.where((segment_ids < batch)[:, None, None], take(out, sample, within), 0)
 
 
 def _tile_by_tile(tensors, segment_ids, positions, committed, ancestors, tile, scale):
     query, key, value, key_cache, value_cache = tensors
     rows, batch = query.shape[0], key_cache.shape[0]
     first, counts = extents(segment_ids, batch)
-    tiles_through = jnp.cumsum((counts + tile - 1) // tile)  # [b]
+    tiles = (counts + tile - 1) // tile  # [b]
+    tiles_through = jnp.cumsum(tiles)
+    tiles_before = tiles_through - tiles
 
     def attend_tile(i, out):
         sample = jnp.searchsorted(tiles_through, i, side="right")
-        tiles_before = jnp.where(sample > 0, tiles_through[sample - 1], 0)
-        start = first[sample] + (i - tiles_before) * tile
+        of_sample = lambda x: take(x, sample)
+        start = of_sample(first) + (i - of_sample(tiles_before)) * tile
         # The slice may begin earlier than the tile, to stay inside the array.
         row = jnp.minimum(start, rows - tile) + jnp.arange(tile)
-        mine = (row >= start) & (segment_ids[row] == sample)
+        mine = (row >= start) & (take(segment_ids, row) == sample)
         if ancestors is None:
-            visible = positions <= positions[row][:, None]  # [q, f=r]
+            visible = positions <= take(positions, row)[:, None]  # [q, f=r]
         else:
-            place = jnp.clip(jnp.arange(rows) - first[sample], 0, ancestors.shape[1] - 1)
-            visible = ancestors[row][:, place]
+            place = jnp.clip(jnp.arange(rows) - of_sample(first), 0, ancestors.shape[1] - 1)
+            visible = take(ancestors, row[:, None], place)
         visible = visible & (segment_ids == sample)
         visible |= ~mine[:, None] & (jnp.arange(rows) == row[:, None])  # no empty softmax
         result = _attend(
-            query[row][None],
+            take(query, row)[None],
             key[None],
             value[None],
-            lax.dynamic_index_in_dim(key_cache, sample),
-            lax.dynamic_index_in_dim(value_cache, sample),
+            of_sample(key_cache)[None],
+            of_sample(value_cache)[None],
             visible[None],
-            lax.dynamic_index_in_dim(committed, sample),
+            of_sample(committed)[None],
             scale,
         )[0]
-        result = jnp.where(mine[:, None, None], result, out[row])
+        result = jnp.where(mine[:, None, None], result, take(out, row))
         return lax.dynamic_update_slice_in_dim(out, result, row[0], axis=0)
 
     return lax.fori_loop(0, tiles_through[-1], attend_tile, jnp.zeros_like(query))

@@ -118,7 +118,10 @@ def _scatter(caches, rows, segment_ids, positions):
     positions = jnp.where(segment_ids < batch, positions, dropped)
     return [
         cache.at[segment_ids, positions].set(
-            new.astype(cache.dtype), mode="drop", unique_indices=True
+            new.astype(cache.dtype),
+            mode="drop",
+            unique_indices=True,
+            wrap_negative_indices=False,
         )
         for cache, new in zip(caches, rows, strict=True)
     ]

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
+from pallas_kernels.indexing import take
+
 
 class WorkItems(NamedTuple):
     """The items, and where each packed row finds its results."""
@@ -75,23 +77,25 @@ def plan(
     after = index[:, None] - starts
     its = (after >= 0) & (after < tiles * shares)  # [n, b]: one sample of each item in use
     used, sample = jnp.any(its, axis=1), jnp.argmax(its, axis=1).astype(jnp.int32)
-    within, parts = index - starts[sample], shares[sample]
+    of_item = lambda x: take(x, sample)
+    within, parts = index - of_item(starts), of_item(shares)
     before, part = within // parts * tile, within % parts
-    cut = lambda part: part * blocks[sample] // parts * block
+    cut = lambda part: part * of_item(blocks) // parts * block
     fields = (
         sample,
-        first[sample] + before,
+        of_item(first) + before,
         before,
-        jnp.minimum(counts[sample] - before, tile),
+        jnp.minimum(of_item(counts) - before, tile),
         cut(part),
-        jnp.minimum(cut(part + 1), cache_lengths[sample]),
-        jnp.where(part == parts - 1, jnp.minimum(before + tile, counts[sample]), 0),
+        jnp.minimum(cut(part + 1), of_item(cache_lengths)),
+        jnp.where(part == parts - 1, jnp.minimum(before + tile, of_item(counts)), 0),
     )
 
     real = segment_ids < batch
     owner = jnp.where(real, segment_ids, 0)
-    place = jnp.arange(rows, dtype=jnp.int32) - first[owner]
-    of_rows = (starts[owner] + place // tile * shares[owner], shares[owner], place % tile)
+    of_row = lambda x: take(x, owner)
+    place = jnp.arange(rows, dtype=jnp.int32) - of_row(first)
+    of_rows = (of_row(starts) + place // tile * of_row(shares), of_row(shares), place % tile)
     return WorkItems(
         jnp.stack([jnp.where(used, field, 0) for field in fields]),
         jnp.stack([jnp.where(real, field, 0) for field in of_rows]),
