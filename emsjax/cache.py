@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int32
 import pallas_kernels
 from emsjax.kernels import AttentionOfThree
 from emsjax.packing import PackedRows
+from pallas_kernels.indexing import take
 
 # Whether branches of `lax.switch` may write a cache. What jax 0.10.2 compiles for a CPU copies all
 # of it then; what 0.11.2 compiles does not, for a CPU and for a GPU.
@@ -100,7 +101,7 @@ class KVCache:
 
     def fork(self, samples: Int32[Array, "n"]) -> "KVCache":
         """A cache whose slot i starts as a copy of this one's slot samples[i]."""
-        return jax.tree.map(lambda x: jnp.take(x, samples, axis=0), self)
+        return jax.tree.map(lambda x: take(x, samples), self)
 
     def copy_slots(self, sources: Int32[Array, "b"], copied: Bool[Array, "b"]) -> "KVCache":
         """The cache with slot sources[s] in slot s, where that is to be `copied`; one by one,
@@ -108,8 +109,9 @@ class KVCache:
         slots = jnp.argsort(~copied)  # those first
 
         def copy(i, layers: KeysValues) -> KeysValues:
-            slot, source = slots[i], sources[slots[i]]
-            one = lambda x: lax.dynamic_update_index_in_dim(x, x[source], slot, 0)
+            slot = take(slots, i)
+            source = take(sources, slot)
+            one = lambda x: lax.dynamic_update_index_in_dim(x, take(x, source), slot, 0)
             return jax.tree.map(one, layers)
 
         layers = lax.fori_loop(0, jnp.sum(copied, dtype=jnp.int32), copy, self.layers)
@@ -162,9 +164,7 @@ class SharedIndexCache:
         update: Callable = pallas_kernels.update_kv_caches,
     ) -> "SharedIndexCache":
         """Append the first `counts[s]` of sample s's fresh rows, and gaps to the most of them."""
-        batch = self.lengths.shape[0]
-        sample = jnp.minimum(rows.segment_ids, batch - 1)
-        places = self.index + rows.positions - self.lengths[sample]
+        places = self.index + rows.positions - take(self.lengths, rows.samples)
         layers = _write(self, fresh, rows, counts, places, update)
         at = jnp.arange(self.mask.shape[1]) - self.index
         most = jnp.max(counts)
@@ -173,7 +173,7 @@ class SharedIndexCache:
             self.lengths + counts,
             self.index + most,
             self.mask | ((at >= 0) & (at < counts[:, None])),
-            self.num_masked + batch * most - jnp.sum(counts),
+            self.num_masked + counts.shape[0] * most - jnp.sum(counts),
         )
 
 
@@ -185,8 +185,7 @@ def _write(
 ) -> KeysValues:
     """The layers with the first `counts[s]` of sample s's fresh rows at their places [r]."""
     batch, old = cache.lengths.shape[0], cache.layers
-    sample = jnp.minimum(rows.segment_ids, batch - 1)
-    kept = rows.positions < (cache.lengths + counts)[sample]
+    kept = rows.positions < take(cache.lengths + counts, rows.samples)
     segment_ids = jnp.where(kept, rows.segment_ids, batch)
     new = (fresh.layers, None) if isinstance(fresh, FreshRows) else (fresh.keys, fresh.values)
     return KeysValues(*update(old.keys, old.values, *new, segment_ids, places))

@@ -307,7 +307,9 @@ def _append(buffer, block, lengths, counts):
     # Distinct out-of-range places keep the promise of unique indices.
     at = jnp.where(index < counts[:, None], lengths[:, None] + index, buffer.shape[1] + index)
     sample = jnp.arange(buffer.shape[0])[:, None]
-    return buffer.at[sample, at].set(block, mode="drop", unique_indices=True)
+    return buffer.at[sample, at].set(
+        block, mode="drop", unique_indices=True, wrap_negative_indices=False
+    )
 
 
 def _count(state: DecodeState, info: StepInfo, ready, prompt_counts) -> Counters:

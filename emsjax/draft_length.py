@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from emsjax.checks import check_at_least
 from emsjax.drafting.drafter import of_fresh_slots
 from emsjax.step_costs import StepCosts, accepted_at_rate, read_profile, synergy_lengths
+from pallas_kernels.indexing import take
 
 MOST = 1 << 30  # of a length: steps of the device loop may add to it
 
@@ -294,7 +295,7 @@ class BatchSizeTable:
 
     def lengths(self, state, view: StepView):
         entry = jnp.sum(self.sizes <= jnp.sum(view.active)) - 1
-        length = self.draft_lengths[jnp.maximum(entry, 0)]
+        length = take(self.draft_lengths, jnp.maximum(entry, 0))
         return jnp.full(view.active.shape, length, jnp.int32)
 
     def update(self, state, view, num_drafted, num_accepted):

@@ -12,7 +12,6 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
@@ -23,6 +22,7 @@ from emsjax.kernels import Kernels
 from emsjax.layout import Layout
 from emsjax.packing import PackedRows, pack, prompt_row_counts, smallest_bucket
 from emsjax.verdict import Verdict, judge
+from pallas_kernels.indexing import take, take_in_rows
 
 
 class Fed(NamedTuple):
@@ -77,7 +77,7 @@ def feed(
         num_sequences: of each prompt, where prompts may be left to feed; None: they are cached.
     """
     batch, k = draft.tokens.shape
-    last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
+    last = take_in_rows(state.tokens, state.lengths[:, None] - 1)  # no prompt is empty
     block = jnp.concatenate([last, draft.tokens], axis=1)  # [b, k1]
     buckets = layout.row_counts(batch, k + 1)
     bucket = layout.smallest(buckets, counts)
@@ -87,28 +87,26 @@ def feed(
         sizes, most = buckets + more, max(buckets[-1], more[-1])
         unread, verifying = unread_prompts(state, num_sequences), jnp.sum(counts)
         size = prompt_bucket(more, verifying, jnp.sum(unread))
-        shares = prompt_shares(unread, state.sequence_ids, jnp.array(more)[size] - verifying)
+        shares = prompt_shares(unread, state.sequence_ids, take(jnp.array(more), size) - verifying)
         bucket = jnp.where(jnp.any(unread > 0), len(buckets) + size, bucket)
 
     def verify(num_rows: int):
         rows = layout.pack(state.cache.lengths, counts, num_rows, num_rows)
         hidden, fresh = run(rows.gather(block), rows, max_rows_per_sample=k + 1)
         verdict = judge(model.logits(hidden), rows, draft, state.keys, state.sampling)
-        return jax.tree.map(lambda x: rows.scatter(x, k + 1), verdict), fresh, rows
+        return rows.scatter(verdict, k + 1), fresh, rows
 
     def verify_and_fill(num_rows: int):
         rows = pack(state.cache.lengths, counts + shares, num_rows)
-        sample = jnp.minimum(rows.segment_ids, batch - 1)
-        of_prompt = jnp.take_along_axis(state.tokens[sample], rows.positions[:, None], axis=1)[:, 0]
-        token_ids = jnp.where(shares[sample] > 0, of_prompt, rows.gather(block))
+        of_prompt = take(state.tokens, rows.samples, rows.positions)
+        token_ids = jnp.where(take(shares, rows.samples) > 0, of_prompt, rows.gather(block))
         hidden, fresh = run(token_ids, rows, max_rows_per_sample=None)
         # Of prompts nobody asks what comes next.
         verified = pack(state.cache.lengths, counts, buckets[-1])
-        owner = jnp.minimum(verified.segment_ids, batch - 1)
-        within = jnp.arange(buckets[-1]) - verified.offsets[owner]
-        hidden = hidden[jnp.clip(rows.offsets[owner] + within, 0, num_rows - 1)]
+        moved = take(rows.offsets - verified.offsets, verified.samples)
+        hidden = take(hidden, jnp.clip(jnp.arange(buckets[-1]) + moved, 0, num_rows - 1))
         verdict = judge(model.logits(hidden), verified, draft, state.keys, state.sampling)
-        return jax.tree.map(lambda x: verified.scatter(x, k + 1), verdict), fresh, rows
+        return verified.scatter(verdict, k + 1), fresh, rows
 
     def run(token_ids, rows: PackedRows, max_rows_per_sample: int | None):
         return model(
@@ -122,7 +120,7 @@ def feed(
     forwards: list[Callable] = [functools.partial(verify, size) for size in buckets]
     if num_sequences is not None:
         forwards += [functools.partial(verify_and_fill, size) for size in more]
-    num_rows = jnp.asarray(sizes, jnp.int32)[bucket]
+    num_rows = take(jnp.asarray(sizes, jnp.int32), bucket)
 
     def settled(forward: Callable):
         return settle(*forward(), shares)
@@ -163,8 +161,8 @@ def prompt_bucket(
     size = jnp.minimum(smallest_bucket(sizes, verifying + unread), len(sizes) - 1)
     rows = jnp.array(sizes, jnp.int32)
     before = jnp.maximum(size - 1, 0)
-    padded = rows[size] > verifying + unread
-    return jnp.where(padded & (4 * (rows[before] - verifying) >= unread), before, size)
+    padded = take(rows, size) > verifying + unread
+    return jnp.where(padded & (4 * (take(rows, before) - verifying) >= unread), before, size)
 
 
 def prompt_shares(

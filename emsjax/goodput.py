@@ -23,6 +23,7 @@ from emsjax.draft_length import (
 from emsjax.drafting.drafter import check_state
 from emsjax.packing import row_buckets, smallest_bucket
 from emsjax.step_costs import LEAST_GAIN, TILE_ROWS, StepCosts
+from pallas_kernels.indexing import take
 
 LIMIT = TILE_ROWS - 1  # with the last emitted token before it a draft fills a tile
 PRIOR_RATE, PRIOR_WEIGHT, MEMORY = 0.7, 16.0, 0.98
@@ -119,14 +120,15 @@ class Goodput:
         most_rows = num_active + jnp.sum(available, axis=1, keepdims=True).astype(jnp.float32)
         used = smallest_bucket(sizes, jnp.clip(buckets, num_active, most_rows))
         bucket_ms = self.costs.step_ms(buckets, jnp.sum(cached_tokens(view)))
-        ms = bucket_ms[used]
+        ms = take(bucket_ms, used)
         if not view.drafted:
             ms = ms + self.costs.draft_step_ms(batch) * longest[:, None].astype(jnp.float32)
-        without_ms = bucket_ms[smallest_bucket(sizes, num_active)]
+        without_ms = take(bucket_ms, smallest_bucket(sizes, num_active))
         value = worth(num_active + gained, ms, without_ms, self.least_gain)
         n, m = jnp.unravel_index(jnp.argmax(value), value.shape)
-        taken = jnp.zeros(batch * k, bool).at[places[n]].set(fits[m], unique_indices=True)
-        taken &= gains[n] > 0
+        taken = jnp.zeros(batch * k, bool)
+        taken = taken.at[take(places, n)].set(take(fits, m), unique_indices=True)
+        taken &= take(gains, n) > 0
         return jnp.sum(taken.reshape(batch, k), axis=1, dtype=jnp.int32)
 
     def update(self, state: Verdicts, view, num_drafted, num_accepted) -> Verdicts:

@@ -12,6 +12,7 @@ from emsjax.drafting import Drafter
 from emsjax.kernels import resolve_kernels
 from emsjax.prefill import prefill
 from emsjax.requests import Requests, keys_at
+from pallas_kernels.indexing import take
 
 
 def max_draft_tokens_of(drafter: Drafter | None) -> int:
@@ -128,7 +129,7 @@ def _complete(
     max_len = tokens.shape[1]
     prompts = (tokens, prompt_lengths)
     if fork:
-        tokens, prompt_lengths = tokens[prompt_of_slot], prompt_lengths[prompt_of_slot]
+        tokens, prompt_lengths = (take(x, prompt_of_slot) for x in prompts)
     if drafter is None:
         drafter_state = ()
     elif fork and hasattr(drafter, "fork"):

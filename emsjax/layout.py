@@ -15,6 +15,7 @@ from jaxtyping import Array, Int32
 
 from emsjax.cache import Cache, KVCache, SharedIndexCache
 from emsjax.packing import PackedRows, pack, round_up_length, row_buckets, smallest_bucket
+from pallas_kernels.indexing import take
 
 MAX_WIDTHS = 11  # of a padded step
 
@@ -61,7 +62,7 @@ class Layout:
         batch = starts.shape[0]
         row, width = jnp.arange(num_rows, dtype=jnp.int32), used // batch
         segment_ids = jnp.minimum(row // width, batch)
-        positions = starts[jnp.minimum(segment_ids, batch - 1)] + row % width
+        positions = take(starts, jnp.minimum(segment_ids, batch - 1)) + row % width
         positions = jnp.where(segment_ids < batch, positions, 0)
         offsets = width * jnp.arange(batch, dtype=jnp.int32)
         return PackedRows(segment_ids.astype(jnp.int32), positions, offsets, counts)

@@ -17,6 +17,7 @@ from emsjax.config import ACTIVATIONS, POSITION_OFFSET, OPTConfig
 from emsjax.packing import PackedRows
 from pallas_kernels.add_layer_norm import add, normalise
 from pallas_kernels.implementations import matmul_precision, with_gradient_of
+from pallas_kernels.indexing import take
 
 LAYER_NORM_EPSILON = 1e-5
 
@@ -182,10 +183,12 @@ class OPT(nnx.Module):
             attention: a callable with the signature of `pallas_kernels.ragged_attention`.
             max_rows_per_sample: static bound of rows per sample; None: all rows.
         """
-        x = self.embed_tokens(jnp.clip(token_ids, 0, self.config.vocab_size - 1))
+        token_ids = jnp.clip(token_ids, 0, self.config.vocab_size - 1)
+        x = take(self.embed_tokens.embedding[...], token_ids)
         x = x if self.project_in is None else self.project_in(x)
         last = self.config.max_position_embeddings - 1
-        y = Addend(self.embed_positions(jnp.minimum(rows.positions, last) + POSITION_OFFSET), None)
+        positions = jnp.minimum(rows.positions, last) + POSITION_OFFSET
+        y = Addend(take(self.embed_positions.embedding[...], positions), None)
         if self.config.do_layer_norm_before:
             x = x.astype(jnp.float32)
         else:

@@ -11,7 +11,9 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Int32, PyTree
+
+from pallas_kernels.indexing import take
 
 MIN_BUCKET_ROWS = 16  # the rows of a matrix unit's tile: fewer cost the same
 MAX_BUCKETS = 17  # from one row per sample on: each takes seconds to compile
@@ -49,23 +51,28 @@ class PackedRows:
     offsets: Int32[Array, "b"]
     counts: Int32[Array, "b"]
 
+    @property
+    def samples(self) -> Int32[Array, "r"]:
+        """The sample of each row; of padding rows the last."""
+        return jnp.minimum(self.segment_ids, self.offsets.shape[0] - 1)
+
     def gather(self, blocks: Array) -> Array:
         """Per-sample values `blocks` [b, n, ...] of the samples' rows, as [r, ...].
 
         Row i of sample s is blocks[s, i]; padding rows hold an arbitrary value.
         """
-        batch, width = blocks.shape[:2]
-        sample = jnp.minimum(self.segment_ids, batch - 1)
-        within = jnp.arange(self.segment_ids.shape[0]) - self.offsets[sample]
-        return blocks[sample, jnp.clip(within, 0, width - 1)]
+        samples = self.samples
+        within = jnp.arange(samples.shape[0]) - take(self.offsets, samples)
+        return take(blocks, samples, jnp.clip(within, 0, blocks.shape[1] - 1))
 
-    def scatter(self, rows: Array, width: int) -> Array:
-        """Values of packed rows [r, ...] as per-sample blocks [b, width, ...].
+    def scatter(self, rows: PyTree, width: int) -> PyTree:
+        """Arrays of packed rows [r, ...] as per-sample blocks [b, width, ...].
 
         Entries beyond a sample's count are arbitrary.
         """
         row = self.offsets[:, None] + jnp.arange(width)
-        return rows[jnp.minimum(row, rows.shape[0] - 1)]
+        row = jnp.minimum(row, self.segment_ids.shape[0] - 1)
+        return jax.tree.map(lambda x: take(x, row), rows)
 
 
 def pack(starts: Int32[Array, "b"], counts: Int32[Array, "b"], num_rows: int) -> PackedRows:
@@ -84,7 +91,7 @@ def pack(starts: Int32[Array, "b"], counts: Int32[Array, "b"], num_rows: int) ->
     row = jnp.arange(num_rows, dtype=jnp.int32)
     segment_ids = jnp.searchsorted(ends, row, side="right", method="compare_all").astype(jnp.int32)
     sample = jnp.minimum(segment_ids, batch - 1)
-    positions = jnp.where(segment_ids < batch, starts[sample] + row - offsets[sample], 0)
+    positions = jnp.where(segment_ids < batch, row + take(starts - offsets, sample), 0)
     return PackedRows(segment_ids, positions, offsets, ends - offsets)
 
 

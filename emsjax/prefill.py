@@ -8,6 +8,7 @@ from emsjax.cache import KVCache
 from emsjax.kernels import Kernels
 from emsjax.opt import OPT
 from emsjax.packing import chunk_rows, pack
+from pallas_kernels.indexing import take
 
 
 def prefill(
@@ -26,8 +27,7 @@ def prefill(
 
     def advance(cache: KVCache) -> KVCache:
         rows = pack(cache.lengths, lengths - cache.lengths, rows_per_chunk)
-        sample = jnp.minimum(rows.segment_ids, tokens.shape[0] - 1)
-        token_ids = tokens[sample, rows.positions]
+        token_ids = take(tokens, rows.samples, rows.positions)
         _, fresh = model(token_ids, rows, cache, attention=kernels.attention)
         return cache.commit(fresh, rows, rows.counts, kernels.update)
 

@@ -22,6 +22,7 @@ from emsjax.drafting import Drafter
 from emsjax.drafting.drafter import admitted, choose
 from emsjax.opt import OPT
 from emsjax.sampling import Sampling
+from pallas_kernels.indexing import take
 
 
 @jax.tree_util.register_dataclass
@@ -183,7 +184,9 @@ def put_aside(state: DecodeState, finished: Finished) -> Finished:
     over = ~state.active & ~finished.stored
     places = finished.lengths.shape[0]
     at = jnp.where(over, finished.count + jnp.cumsum(over, dtype=jnp.int32) - 1, places)
-    keep = lambda rows, of_slots: rows.at[at].set(of_slots, mode="drop")
+    keep = lambda rows, of_slots: rows.at[at].set(
+        of_slots, mode="drop", wrap_negative_indices=False
+    )
     kept = {name: keep(getattr(finished, name), rows) for name, rows in rows_of(state).items()}
     count = finished.count + jnp.sum(over, dtype=jnp.int32)
     return dataclasses.replace(finished, **kept, count=count, stored=~state.active)
@@ -199,7 +202,7 @@ def admit(
     entry = jnp.clip(entry, 0, len(waiting.sequence_ids) - 1)
 
     def merge(rows, old):
-        return jax.tree.map(lambda new, old: choose(fresh, new[entry], old), rows, old)
+        return jax.tree.map(lambda new, old: choose(fresh, take(new, entry), old), rows, old)
 
     tokens = merge(waiting.tokens, state.tokens)
     lengths = merge(waiting.prompt_lengths, state.lengths)

@@ -10,6 +10,7 @@ from emsjax.drafting import Draft
 from emsjax.packing import PackedRows
 from emsjax.sampling import Purpose, Sampling, draw, position_keys, warp
 from emsjax.verification import acceptance_probability, residual_distribution
+from pallas_kernels.indexing import take, take_in_rows
 
 
 class Verdict(NamedTuple):
@@ -34,24 +35,25 @@ def judge(
     Every token is the likeliest or drawn from bits of (key, position, purpose) alone,
     whatever else is in the batch.
     """
-    sample = jnp.minimum(rows.segment_ids, keys.shape[0] - 1)
     block = lambda x: jnp.pad(x, ((0, 0), (0, 1)) + ((0, 0),) * (x.ndim - 2))
-    drafted = rows.gather(block(draft.tokens))
+    # Where none was drafted the drafter may have left any number.
+    drafted = jnp.clip(rows.gather(block(draft.tokens)), 0, logits.shape[1] - 1)
     # From logits, as rounding in the log-softmax could merge two candidates.
     if sampling is None:
         tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         accepted = tokens == drafted
     else:
-        sampling = jax.tree.map(lambda x: x[sample], sampling)
+        sampling = jax.tree.map(lambda x: take(x, rows.samples), sampling)
         logits = warp(logits, sampling)
-        keys_for = lambda purpose: position_keys(keys[sample], rows.positions + 1, purpose)
+        keys = take(keys, rows.samples)
+        keys_for = lambda purpose: position_keys(keys, rows.positions + 1, purpose)
         if draft.probs is None:
             tokens = draw(logits, sampling.temperature, keys_for(Purpose.TARGET))
             accepted = tokens == drafted
         else:
             accepted, tokens = _reject(logits, rows, draft, drafted, sampling, keys_for)
     log_probs = jax.nn.log_softmax(logits)
-    logprob_of = lambda token: jnp.take_along_axis(log_probs, token[:, None], axis=1)[:, 0]
+    logprob_of = lambda token: take_in_rows(log_probs, token[:, None])[:, 0]
     return Verdict(drafted, accepted, logprob_of(drafted), tokens, logprob_of(tokens))
 
 
@@ -66,7 +68,7 @@ def _reject(logits, rows, draft: Draft, drafted, sampling, keys_for):
     q = rows.gather(jnp.pad(q, ((0, 0), (0, 1), (0, missing))))  # [r, v]
     has_draft = rows.gather(jnp.pad(has_draft, ((0, 0), (0, 1))))
     p = jax.nn.softmax(logits)
-    of_drafted = lambda x: jnp.take_along_axis(x, drafted[:, None], axis=1)[:, 0]
+    of_drafted = lambda x: take_in_rows(x, drafted[:, None])[:, 0]
     uniform = jax.vmap(jax.random.uniform)(keys_for(Purpose.ACCEPTANCE))
     accepted = uniform < of_drafted(acceptance_probability(p, q))
 

@@ -17,6 +17,7 @@ from emsjax.opt import OPT, check_is_model
 from emsjax.packing import pack
 from emsjax.prefill import prefill
 from emsjax.sampling import Purpose, draw, position_keys, warp
+from pallas_kernels.indexing import take
 
 DEFAULT_DRAFT_TOKENS = 4
 CATCH_UP_ROWS = 2  # a sample whose drafts were all accepted is one token behind
@@ -153,7 +154,9 @@ class DraftModel:
                 token = draw(logits, sampling.temperature, step_keys)
                 probs = probs.at[:, step].set(jax.nn.softmax(logits))
             at = jnp.where(active, lengths + step, tokens.shape[1])
-            tokens = tokens.at[jnp.arange(batch), at].set(token, mode="drop")
+            tokens = tokens.at[jnp.arange(batch), at].set(
+                token, mode="drop", wrap_negative_indices=False
+            )
             return step + 1, tokens, drafts.at[:, step].set(token), probs, cache
 
         def draft(carry):
@@ -183,16 +186,15 @@ class DraftModel:
         kernels = resolve_kernels(self.attention_implementation)
         batch = tokens.shape[0]
         rows = pack(cache.lengths, counts, CATCH_UP_ROWS * batch)
-        sample = jnp.minimum(rows.segment_ids, batch - 1)
         hidden, fresh = self.draft_model(
-            tokens[sample, rows.positions],
+            take(tokens, rows.samples, rows.positions),
             rows,
             cache,
             attention=kernels.attention,
             max_rows_per_sample=CATCH_UP_ROWS,
         )
         last_rows = jnp.clip(rows.offsets + rows.counts - 1, 0, hidden.shape[0] - 1)
-        logits = self.draft_model.logits(hidden[last_rows])
+        logits = self.draft_model.logits(take(hidden, last_rows))
         return logits[:, : self.vocab_size], cache.commit(fresh, rows, rows.counts, kernels.update)
 
     def _prefill(self, cache: KVCache, tokens, lengths) -> KVCache:

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Int32
 from emsjax.checks import as_token_ids, check_at_least
 from emsjax.drafting.drafter import Draft
 from emsjax.packing import round_up_length
+from pallas_kernels.indexing import take_in_rows
 
 
 @jax.tree_util.register_pytree_node_class
@@ -94,7 +95,7 @@ class PromptLookup:
     def propose(self, state, tokens, lengths, draft_lengths, keys, sampling):
         prompt_lengths, batch = state, tokens.shape[0]
         last = lengths[:, None] - self.match_length + jnp.arange(self.match_length)
-        suffix = jnp.take_along_axis(tokens, jnp.maximum(last, 0), axis=1)
+        suffix = take_in_rows(tokens, jnp.maximum(last, 0))
         long_enough = lengths >= self.match_length
 
         draft = Draft(
@@ -103,7 +104,7 @@ class PromptLookup:
         for text, text_lengths in self._texts(tokens, lengths, prompt_lengths):
             found, start = find_last(text, text_lengths, suffix)
             at = start[:, None] + jnp.arange(self.max_draft_tokens)
-            copy = jnp.take_along_axis(text, jnp.minimum(at, text.shape[1] - 1), axis=1)
+            copy = take_in_rows(text, jnp.minimum(at, text.shape[1] - 1))
             found &= long_enough
             draft = Draft(
                 jnp.where(found[:, None], copy, draft.tokens),

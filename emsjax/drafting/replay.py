@@ -11,6 +11,7 @@ from jaxtyping import Array, Int32
 
 from emsjax.config import OPTConfig
 from emsjax.drafting.drafter import Draft, admitted, is_free, state_after_commit
+from pallas_kernels.indexing import take_in_rows
 
 
 class Overriding(abc.ABC):
@@ -101,4 +102,4 @@ class Replay(Overriding):
 
 def _at(values: Int32[Array, "b t"], positions: Int32[Array, "b n"]) -> Int32[Array, "b n"]:
     """values[s, positions[s]] of every sample s; the last column beyond it."""
-    return jnp.take_along_axis(values, jnp.minimum(positions, values.shape[1] - 1), axis=1)
+    return take_in_rows(values, jnp.minimum(positions, values.shape[1] - 1))
