@@ -29,6 +29,10 @@ import jax
 import jaxtyping
 import pytest
 
+# Implicit promotion between dtypes is a mistake. Set once: in tests as in the fixtures of a module,
+# so that what these have traced is not traced again.
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
 # Before the first import of emsjax. What users pass in (checks, requests,
 # generation) must get past the annotations to the library's own errors.
 CHECKED = [
@@ -68,13 +72,6 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if COMMANDS.fullmatch(item.path.stem):
             item.add_marker("commands")
-
-
-@pytest.fixture(autouse=True)
-def strict_dtypes():
-    """Implicit promotion between dtypes is a mistake."""
-    with jax.numpy_dtype_promotion("strict"):
-        yield
 
 
 @pytest.fixture(scope="module", autouse=True)
