@@ -27,3 +27,12 @@ def test_random_keys_are_taken_like_numbers():
 def test_each_row_has_its_own_places():
     places = np.array([[0, 5], [1, 1], [5, 0], [2, 3]])
     np.testing.assert_array_equal(take_in_rows(X, places), np.take_along_axis(X, places, axis=1))
+
+
+def test_nothing_is_compared_with_the_ends_of_an_axis():
+    compares = lambda f, *args: "stablehlo.compare" in jax.jit(f).lower(*args).as_text()
+    assert compares(lambda x, i: x[i], X, ROWS)
+    assert not compares(take, X, ROWS)
+    assert not compares(take, X, 2)
+    assert compares(lambda x, i: jnp.take_along_axis(x, i, axis=1), X[:2], ROWS)
+    assert not compares(take_in_rows, X[:2], ROWS)
