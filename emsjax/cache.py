@@ -100,7 +100,7 @@ class KVCache:
         return dataclasses.replace(self, layers=layers, lengths=self.lengths + counts)
 
     def fork(self, samples: Int32[Array, "n"]) -> "KVCache":
-        """A cache whose slot i starts as a copy of this one's slot samples[i]."""
+        """A cache whose slot i starts as a copy of this one's slot samples[i], from 0 on."""
         return jax.tree.map(lambda x: take(x, samples), self)
 
     def copy_slots(self, sources: Int32[Array, "b"], copied: Bool[Array, "b"]) -> "KVCache":

@@ -17,6 +17,7 @@ from emsjax.opt import OPT
 from emsjax.output import GenerateOutput
 from emsjax.packing import pack, round_up_length
 from emsjax.prefill import prefill
+from pallas_kernels.indexing import take_in_rows
 
 NEAR_TIE = 1 / 64  # of the largest absolute logit
 PREFIXES_AT_ONCE = 8
@@ -111,6 +112,6 @@ def last_logits(
     cache = model.init_cache(*tokens.shape)
     cache = prefill(model, cache, tokens, lengths - 1, kernels=kernels)
     rows = pack(lengths - 1, jnp.ones_like(lengths), len(lengths))
-    last = jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1)[:, 0]
+    last = take_in_rows(tokens, lengths[:, None] - 1)[:, 0]
     hidden, _ = model(last, rows, cache, attention=kernels.attention, max_rows_per_sample=1)
     return model.logits(hidden)

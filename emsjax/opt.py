@@ -183,6 +183,7 @@ class OPT(nnx.Module):
             attention: a callable with the signature of `pallas_kernels.ragged_attention`.
             max_rows_per_sample: static bound of rows per sample; None: all rows.
         """
+        # Not by calling `nnx.Embed`, which fills in for ids and positions that do not exist.
         token_ids = jnp.clip(token_ids, 0, self.config.vocab_size - 1)
         x = take(self.embed_tokens.embedding[...], token_ids)
         x = x if self.project_in is None else self.project_in(x)
