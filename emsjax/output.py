@@ -154,7 +154,7 @@ def assemble(
     width = int(requests.max_new_tokens.max())
     at = np.minimum(prompt_lengths[:, None] + np.arange(width), tokens.shape[1] - 1)
     real = np.arange(width) < emitted[:, None]
-    reasons = list(map(finish_reason, gather("ended").tolist(), gather("active").tolist()))
+    reasons = finish_reasons(gather("ended"), gather("active")).tolist()
     counted = ("num_steps", "num_drafted", "num_accepted", "accepted_histogram", "finish_seconds")
     stats = Stats(
         **{name: gather(name) for name in counted},
@@ -176,9 +176,9 @@ def assemble(
     )
 
 
-def finish_reason(ended: bool, active: bool) -> str:
-    """Why a sequence has no more tokens."""
-    return "eos" if ended else "time" if active else "length"
+def finish_reasons(ended, active) -> np.ndarray:
+    """Why there are no more tokens, of one sequence or of an array of them."""
+    return np.where(ended, "eos", np.where(active, "time", "length"))
 
 
 def _ratio(part: int, whole: int) -> float:

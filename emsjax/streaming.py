@@ -17,7 +17,7 @@ from emsjax.drafting import Drafter
 from emsjax.drafting.drafter import check_is_drafter
 from emsjax.kernels import resolve_kernels
 from emsjax.opt import OPT, check_is_model
-from emsjax.output import finish_reason
+from emsjax.output import finish_reasons
 from emsjax.packing import round_up
 from emsjax.preparation import check, check_drafter, holds_prompts
 from emsjax.replicas import rows_of_all
@@ -335,7 +335,7 @@ def completion(row: Row, num_sequences: int) -> Completion:
         sequence,
         row["tokens"][new],
         row["logprobs"][new],
-        finish_reason(bool(row["ended"]), bool(row["active"])),
+        finish_reasons(row["ended"], row["active"]).item(),
         num_steps=int(row["num_steps"]),
         num_drafted=int(row["num_drafted"]),
         num_accepted=int(row["num_accepted"]),

@@ -209,7 +209,7 @@ def test_a_draft_model_that_does_not_suit_is_refused(make, message):
 
 
 SEQUENCES, TOKENS, CELLS = 50_000, 3, 4  # a vocabulary of four: 64 joint outcomes
-AT_ONCE = 500
+AT_ONCE = 250
 SAMPLING = emsjax.Sampling(0.9, top_p=0.95)
 
 
