@@ -154,15 +154,13 @@ def step(
 
     def settle(verdict: Verdict, fresh, rows, prompt_counts) -> tuple[Emitted, Cache]:
         num_accepted = accepted_counts(verdict.accepted[:, :k], draft_rows)
-        stands = jnp.arange(k + 1) < num_accepted[:, None]
-        tokens = jnp.where(stands, verdict.drafted, verdict.tokens)
-        logprobs = jnp.where(stands, verdict.drafted_logprobs, verdict.logprobs)
         num_emitted = jnp.where(ready, num_accepted + 1, 0)
-        num_emitted, ended = first_end(tokens, num_emitted, state.end_token_ids)
+        num_emitted, ended = first_end(verdict.tokens, num_emitted, state.end_token_ids)
         # As many rows as are emitted, and prompts' own; rejected rows leave no trace.
         committed = num_emitted + prompt_counts
         cache = state.cache.commit(fresh, rows, committed, kernels.update)
-        return Emitted(tokens, logprobs, num_accepted, num_emitted, ended), cache
+        emitted = Emitted(verdict.tokens, verdict.logprobs, num_accepted, num_emitted, ended)
+        return emitted, cache
 
     fed = feed(model, state, draft, counts, kernels, layout, settle, num_sequences=num_sequences)
     (tokens, logprobs, num_accepted, num_emitted, ended), cache = fed.settled

@@ -21,7 +21,7 @@ from emsjax.drafting import Draft
 from emsjax.kernels import Kernels
 from emsjax.layout import Layout
 from emsjax.packing import PackedRows, pack, prompt_row_counts, smallest_bucket
-from emsjax.verdict import Verdict, judge
+from emsjax.verdict import Verdict, chance, judge
 from pallas_kernels.indexing import take, take_in_rows
 
 
@@ -79,6 +79,7 @@ def feed(
     batch, k = draft.tokens.shape
     last = take_in_rows(state.tokens, state.lengths[:, None] - 1)  # no prompt is empty
     block = jnp.concatenate([last, draft.tokens], axis=1)  # [b, k1]
+    bits = chance(state.keys, state.lengths, draft, state.sampling)
     buckets = layout.row_counts(batch, k + 1)
     bucket = layout.smallest(buckets, counts)
     sizes, most, shares = buckets, buckets[-1], jnp.zeros_like(counts)
@@ -93,7 +94,7 @@ def feed(
     def verify(num_rows: int):
         rows = layout.pack(state.cache.lengths, counts, num_rows, num_rows)
         hidden, fresh = run(rows.gather(block), rows, max_rows_per_sample=k + 1)
-        verdict = judge(model.logits(hidden), rows, draft, state.keys, state.sampling)
+        verdict = judge(model.logits(hidden), rows, draft, bits, state.sampling)
         return rows.scatter(verdict, k + 1), fresh, rows
 
     def verify_and_fill(num_rows: int):
@@ -105,7 +106,7 @@ def feed(
         verified = pack(state.cache.lengths, counts, buckets[-1])
         moved = take(rows.offsets - verified.offsets, verified.samples)
         hidden = take(hidden, jnp.clip(jnp.arange(buckets[-1]) + moved, 0, num_rows - 1))
-        verdict = judge(model.logits(hidden), verified, draft, state.keys, state.sampling)
+        verdict = judge(model.logits(hidden), verified, draft, bits, state.sampling)
         return verified.scatter(verdict, k + 1), fresh, rows
 
     def run(token_ids, rows: PackedRows, max_rows_per_sample: int | None):

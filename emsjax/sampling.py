@@ -82,11 +82,15 @@ class Purpose(enum.IntEnum):
 
 
 def position_keys(
-    keys: Key[Array, "n"], positions: Int32[Array, "n"], purpose: Purpose
+    keys: Key[Array, "n"], positions: Int32[Array, "n"], purpose: Purpose | Int32[Array, "n"]
 ) -> Key[Array, "n"]:
-    """Keys that depend on (sequence key, position of the token drawn, purpose) alone."""
-    fold = lambda key, position: jax.random.fold_in(jax.random.fold_in(key, position), purpose)
-    return jax.vmap(fold)(keys, positions)
+    """Keys that depend on (sequence key, position of the token drawn, purpose) alone.
+
+    Args:
+        purpose: of all keys, or of each.
+    """
+    fold = jax.vmap(jax.random.fold_in)
+    return fold(fold(keys, positions), jnp.broadcast_to(jnp.asarray(purpose), positions.shape))
 
 
 def warp(logits: Float[Array, "r v"], sampling: Sampling) -> Float[Array, "r v"]:

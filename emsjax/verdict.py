@@ -14,30 +14,59 @@ from pallas_kernels.indexing import take, take_in_rows
 
 
 class Verdict(NamedTuple):
-    """What the target says after every row's token; log-probabilities are its own."""
+    """What the target says after every row's token."""
 
-    drafted: Int32[Array, "..."]  # the token that was drafted there; arbitrary if none was
-    accepted: Bool[Array, "..."]  # whether it stands, if those before it do
-    drafted_logprobs: Float[Array, "..."]
-    tokens: Int32[Array, "..."]  # what is emitted in its place, or after the last one
-    logprobs: Float[Array, "..."]
+    accepted: Bool[Array, "..."]  # whether the token drafted there stands, if those before it do
+    tokens: Int32[Array, "..."]  # what is emitted there if those before it stand
+    logprobs: Float[Array, "..."]  # of that token; the target's own
+
+
+class Chance(NamedTuple):
+    """Random bits for the places of a step's drafts, and for the one behind each."""
+
+    keys: Key[Array, "b k1"]  # of the token that the target draws
+    uniforms: (
+        Float[Array, "b k1"] | None
+    )  # what is drafted stands below these; None: if it is drawn
+
+
+def chance(
+    keys: Key[Array, "b"], lengths: Int32[Array, "b"], draft: Draft, sampling: Sampling | None
+) -> Chance | None:
+    """From bits of (key, position, purpose) alone, whatever else is in the batch.
+
+    Args:
+        lengths: tokens before each sample's draft.
+        sampling: None: greedy, which needs none.
+    """
+    if sampling is None:
+        return None
+    batch, k = draft.tokens.shape
+    index = jnp.arange(k + 1)
+    keys_for = jax.vmap(position_keys, in_axes=(None, 1, 1), out_axes=1)
+    positions = lengths[:, None] + index
+    of = lambda purpose: jnp.full((batch, k + 1), purpose)
+    if draft.probs is None:
+        return Chance(keys_for(keys, positions, of(Purpose.TARGET)), None)
+    purposes = jnp.where(index < draft.counts[:, None], Purpose.RESIDUAL, Purpose.TARGET)
+    uniform = jax.vmap(jax.vmap(jax.random.uniform))
+    uniforms = uniform(keys_for(keys, positions, of(Purpose.ACCEPTANCE)))
+    return Chance(keys_for(keys, positions, purposes), uniforms)
 
 
 def judge(
     logits: Float[Array, "r v"],
     rows: PackedRows,
     draft: Draft,
-    keys: Key[Array, "b"],
+    chance: Chance | None,
     sampling: Sampling | None,
 ) -> Verdict:
     """The verdict on each row [r], from the target's logits there.
 
-    Every token is the likeliest or drawn from bits of (key, position, purpose) alone,
-    whatever else is in the batch.
+    Every token is the likeliest, or drawn by what `chance` holds for the row.
     """
-    block = lambda x: jnp.pad(x, ((0, 0), (0, 1)) + ((0, 0),) * (x.ndim - 2))
     # Where none was drafted the drafter may have left any number.
-    drafted = jnp.clip(rows.gather(block(draft.tokens)), 0, logits.shape[1] - 1)
+    drafted = jnp.clip(rows.gather(_with_one_more(draft.tokens)), 0, logits.shape[1] - 1)
     # From logits, as rounding in the log-softmax could merge two candidates.
     if sampling is None:
         tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -45,20 +74,17 @@ def judge(
     else:
         sampling = jax.tree.map(lambda x: take(x, rows.samples), sampling)
         logits = warp(logits, sampling)
-        keys = take(keys, rows.samples)
-        keys_for = lambda purpose: position_keys(keys, rows.positions + 1, purpose)
         if draft.probs is None:
-            tokens = draw(logits, sampling.temperature, keys_for(Purpose.TARGET))
+            tokens = draw(logits, sampling.temperature, rows.gather(chance.keys))
             accepted = tokens == drafted
         else:
-            accepted, tokens = _reject(logits, rows, draft, drafted, sampling, keys_for)
+            accepted, tokens = _reject(logits, rows, draft, drafted, chance, sampling)
     log_probs = jax.nn.log_softmax(logits)
-    logprob_of = lambda token: take_in_rows(log_probs, token[:, None])[:, 0]
-    return Verdict(drafted, accepted, logprob_of(drafted), tokens, logprob_of(tokens))
+    return Verdict(accepted, tokens, take_in_rows(log_probs, tokens[:, None])[:, 0])
 
 
-def _reject(logits, rows, draft: Draft, drafted, sampling, keys_for):
-    """Rejection sampling: whether each row's drafted token stands, and what is drawn instead.
+def _reject(logits, rows, draft: Draft, drafted, chance: Chance, sampling):
+    """Rejection sampling: whether each row's drafted token stands, and what is emitted there.
 
     Rows behind the last drafted token draw from the target's distribution itself.
     """
@@ -66,16 +92,19 @@ def _reject(logits, rows, draft: Draft, drafted, sampling, keys_for):
     q = jnp.where(has_draft[..., None], draft.probs, 0)
     missing = logits.shape[1] - q.shape[2]
     q = rows.gather(jnp.pad(q, ((0, 0), (0, 1), (0, missing))))  # [r, v]
-    has_draft = rows.gather(jnp.pad(has_draft, ((0, 0), (0, 1))))
+    has_draft = rows.gather(_with_one_more(has_draft))
     p = jax.nn.softmax(logits)
-    of_drafted = lambda x: take_in_rows(x, drafted[:, None])[:, 0]
-    uniform = jax.vmap(jax.random.uniform)(keys_for(Purpose.ACCEPTANCE))
-    accepted = uniform < of_drafted(acceptance_probability(p, q))
+    of_drafted = take_in_rows(acceptance_probability(p, q), drafted[:, None])[:, 0]
+    accepted = has_draft & (rows.gather(chance.uniforms) < of_drafted)
 
     instead = jnp.where(has_draft[:, None], jnp.log(residual_distribution(p, q)), logits)
-    pick = lambda a, b: jax.vmap(jnp.where)(has_draft, a, b)
-    keys = pick(keys_for(Purpose.RESIDUAL), keys_for(Purpose.TARGET))
+    drawn = draw(instead, sampling.temperature, rows.gather(chance.keys))
     greedy = sampling.temperature <= 0
     likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    tokens = jnp.where(greedy, likeliest, draw(instead, sampling.temperature, keys))
+    tokens = jnp.where(greedy, likeliest, jnp.where(accepted, drafted, drawn))
     return jnp.where(greedy, likeliest == drafted, accepted), tokens
+
+
+def _with_one_more(blocks: Array) -> Array:
+    """Values of a draft's tokens [b, k] with an arbitrary one for the place behind. [b, k1]"""
+    return jnp.pad(blocks, ((0, 0), (0, 1)))
