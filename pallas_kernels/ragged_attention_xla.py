@@ -80,7 +80,7 @@ def _tile_by_tile(tensors, segment_ids, positions, committed, ancestors, tile, s
     tiles_before = tiles_through - tiles
 
     def attend_tile(i, out):
-        sample = jnp.searchsorted(tiles_through, i, side="right")
+        sample = jnp.sum(tiles_through <= i, dtype=jnp.int32)  # the first with a tile after this
         of_sample = lambda x: take(x, sample)
         start = of_sample(first) + (i - of_sample(tiles_before)) * tile
         # The slice may begin earlier than the tile, to stay inside the array.
