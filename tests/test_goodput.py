@@ -50,6 +50,14 @@ def situations(draw) -> SimpleNamespace:
     )
 
 
+survival_of = jax.jit(Verdicts.survival)
+
+
+@functools.partial(jax.jit, static_argnames="drafted")
+def lengths_of(policy, state, view, drafted):
+    return policy.lengths(state, view._replace(drafted=drafted))
+
+
 class Problem:
     """A situation at a shape: what a policy sees, and what any lengths are worth by it."""
 
@@ -59,7 +67,7 @@ class Problem:
         trials = situation.trials[:batch, :k].astype(np.float32)
         hits = (trials * situation.rates[:batch]).astype(np.float32)
         self.verdicts = Verdicts(jnp.asarray(trials), jnp.asarray(hits), jnp.float32(0))
-        survival = self.verdicts.survival(*PRIOR)
+        survival = survival_of(self.verdicts, *PRIOR)
         self.survival = np.asarray(survival, np.float64)
         self.expected = np.pad(np.cumsum(self.survival, axis=1), ((0, 0), (1, 0)))  # [b, k1]
         row_ms = dict(zip(SHAPES[shape], situation.row_ms, strict=False))
@@ -94,7 +102,7 @@ class Problem:
         return (self.num_active + gained) / ms / (1 + self.least_gain * longer)
 
     def lengths(self, policy, state) -> np.ndarray:
-        lengths = np.asarray(policy.lengths(state, self.view))
+        lengths = np.asarray(lengths_of(policy, state, self.view, drafted=self.view.drafted))
         assert (lengths >= 0).all()
         assert (lengths <= self.available).all()
         return lengths
@@ -126,17 +134,18 @@ def test_no_bucket_is_left_half_empty(shape, situation, monkeypatch):
     assert problem.num_active + lengths.sum() in SHAPES[shape] or (lengths == everything).all()
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Asking:
     """Asks for the same whatever happens."""
 
-    wanted: np.ndarray
+    wanted: jax.Array
 
     def init(self, batch, max_draft_tokens):
         return ()
 
     def lengths(self, state, view):
-        return jnp.array(self.wanted, jnp.int32)
+        return self.wanted
 
     def update(self, state, view, num_drafted, num_accepted):
         return state
@@ -148,7 +157,7 @@ class Asking:
 def test_a_policy_is_cut_to_the_length_that_is_worth_the_most(shape, situation, monkeypatch):
     problem = Problem(shape, situation, monkeypatch, reread=0.4)
     gain = {"least_gain": situation.least_gain}
-    policy = emsjax.CostCapped(Asking(problem.wanted), problem.costs, **gain)
+    policy = emsjax.CostCapped(Asking(jnp.array(problem.wanted, jnp.int32)), problem.costs, **gain)
     lengths = problem.lengths(policy, ((), problem.verdicts))
     wanted = np.clip(problem.wanted, 0, problem.available)
     cuts = np.minimum(wanted, np.arange(shape[1] + 1)[:, None])

@@ -34,8 +34,15 @@ TILINGS = {
 }
 BLOCK = TILINGS["DECODE"].keys if COMPILED else 8
 BATCH, MAX_LEN, HEADS, HEAD_DIM, ROWS = 4, 3 * BLOCK, 2, 8, 40
+DTYPES, HEAD_DIMS = ("float32", "bfloat16", "float16"), (64, 80, 96, 128)
 every_implementation = pytest.mark.parametrize("implementation", ["reference", "xla", "triton"])
 every_number_of_splits = pytest.mark.parametrize("programs", [1, 64], ids=["whole", "split"])
+# Only Triton's kernel splits keys.
+every_implementation_and_split = pytest.mark.parametrize(
+    ("implementation", "programs"),
+    [("reference", 64), ("xla", 64), ("triton", 1), ("triton", 64)],
+    ids=["reference", "xla", "triton-whole", "triton-split"],
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -54,7 +61,7 @@ def small_blocks():
 
 
 @functools.cache
-def compiled(implementation, max_rows_per_sample, programs=64):
+def compiled(implementation, max_rows_per_sample, programs=64, scale=None):
     def attention(*args, **kwargs):
         with pytest.MonkeyPatch.context() as patch:  # read while tracing
             patch.setattr(ragged_attention_triton, "PROGRAMS_WANTED", programs)
@@ -63,10 +70,14 @@ def compiled(implementation, max_rows_per_sample, programs=64):
                 **kwargs,
                 implementation=implementation,
                 max_rows_per_sample=max_rows_per_sample,
+                scale=scale,
                 interpret=not COMPILED,
             )
 
     return jax.jit(attention)
+
+
+plan = jax.jit(work_items.plan, static_argnames=("tile", "block", "splits", "max_tiles"))
 
 
 def case(
@@ -100,8 +111,7 @@ def check(implementation, inputs, bound, rtol=2e-6, programs=64, **masks):
     np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=rtol, atol=rtol * 4)
 
 
-@every_implementation
-@every_number_of_splits
+@every_implementation_and_split
 @pytest.mark.parametrize("bound", [10, None], ids=["decode", "unbounded"])
 @settings(max_examples=12)
 @given(
@@ -119,8 +129,7 @@ def test_equals_the_float64_oracle_and_reads_no_poison(
     check(implementation, case(counts, lengths, order), bound, programs=programs)
 
 
-@every_implementation
-@every_number_of_splits
+@every_implementation_and_split
 @pytest.mark.parametrize("bound", [10, None], ids=["decode", "unbounded"])
 def test_a_cache_may_have_no_entry(implementation, programs, bound):
     inputs = case([9, 0, 2, 1], [0] * BATCH)
@@ -129,8 +138,7 @@ def test_a_cache_may_have_no_entry(implementation, programs, bound):
     check(implementation, inputs, bound, programs=programs, cache_mask=np.zeros((BATCH, 0), bool))
 
 
-@every_implementation
-@every_number_of_splits
+@every_implementation_and_split
 @pytest.mark.parametrize("bound", [10, None], ids=["decode", "unbounded"])
 @settings(max_examples=8)
 @given(
@@ -152,8 +160,7 @@ def test_fresh_rows_see_their_ancestors_alone(implementation, programs, bound, c
     check(implementation, inputs, bound, programs=programs, ancestors=ancestors)
 
 
-@every_implementation
-@every_number_of_splits
+@every_implementation_and_split
 @pytest.mark.parametrize("bound", [10, None], ids=["decode", "unbounded"])
 @settings(max_examples=8)
 @given(
@@ -187,7 +194,7 @@ def test_work_items_share_every_key_out_once_and_evenly(counts, lengths, splits,
     block = 4
     *_, segment_ids, _, cache_lengths = case(counts, lengths)
     sizes = {"tile": tile, "block": block, "splits": splits, "max_tiles": -(-10 // tile)}
-    items = work_items.plan(jnp.asarray(segment_ids), jnp.asarray(cache_lengths), **sizes)
+    items = plan(jnp.asarray(segment_ids), jnp.asarray(cache_lengths), **sizes)
     rows_of = lambda s: [row for row, sample in enumerate(segment_ids) if sample == s]
     seen = {}  # (row, key) -> times
     fields = [dict(zip(work_items.FIELDS, f, strict=True)) for f in items.fields.T.tolist()]
@@ -222,7 +229,7 @@ def test_items_of_samples_with_the_longest_ones_come_first(counts, lengths, spli
     """Of committed keys and of a sample's own rows; the shares of its keys may differ by one."""
     *_, segment_ids, _, cache_lengths = case(counts, lengths)
     sizes = {"tile": 4, "block": 4, "splits": splits, "max_tiles": 3}
-    items = work_items.plan(jnp.asarray(segment_ids), jnp.asarray(cache_lengths), **sizes)
+    items = plan(jnp.asarray(segment_ids), jnp.asarray(cache_lengths), **sizes)
     fields = dict(zip(work_items.FIELDS, np.asarray(items.fields), strict=True))
     used = fields["count"] > 0
     assert not np.diff(used.astype(int)).max(initial=0) > 0  # unused ones last
@@ -248,8 +255,7 @@ def test_long_segments_are_tiled_correctly(implementation, tile, monkeypatch):
     compiled.cache_clear()
 
 
-@every_implementation
-@every_number_of_splits
+@every_implementation_and_split
 @pytest.mark.parametrize("counts", [(20, 0, 17, 2), (16, 1, 3, 20), (2, 3, 0, 1)])
 def test_a_sample_may_have_a_few_decoding_tiles(implementation, programs, counts):
     lengths = [BLOCK + 1, 5, 0, 3 * BLOCK]
@@ -266,8 +272,8 @@ def test_every_tile_of_a_few_samples_has_every_share_of_the_keys(implementation,
 
 
 @every_implementation
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("bound", [8, None], ids=["decode", "unbounded"])
 def test_every_dtype_and_head_dim(implementation, dtype, head_dim, bound):
     inputs = case([3, 1, 0, 8], [17, 0, 24, 5], dtype=jnp.dtype(dtype), head_dim=head_dim)
@@ -296,8 +302,7 @@ def test_keys_are_cut_where_few_samples_of_a_large_batch_have_rows(rows, cut, mo
     assert ("ragged_attention_combine" in str(jaxpr)) == cut
 
 
-@every_implementation
-@every_number_of_splits
+@every_implementation_and_split
 @pytest.mark.parametrize("bound", [10, None], ids=["decode", "unbounded"])
 @pytest.mark.parametrize("head_dim", [HEAD_DIM, 5])
 @pytest.mark.parametrize("masked", [(), ("ancestors",), ("cache_mask",)])
@@ -366,20 +371,11 @@ def test_an_update_of_other_shapes_is_refused(implementation, spoiled):
         pallas_kernels.update_kv_cache(*map(jnp.asarray, arrays), **options)
 
 
-@every_implementation
-@every_number_of_splits
+@every_implementation_and_split
 @pytest.mark.parametrize("bound", [10, None], ids=["decode", "unbounded"])
 def test_scores_are_scaled_as_asked(implementation, programs, bound):
     inputs = case([3, 0, 10, 1], [BLOCK + 3, 4, 0, 2 * BLOCK])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ragged_attention_triton, "PROGRAMS_WANTED", programs)
-        out = pallas_kernels.ragged_attention(
-            *map(jnp.asarray, inputs),
-            max_rows_per_sample=bound,
-            scale=0.9,
-            implementation=implementation,
-            interpret=not COMPILED,
-        )
+    out = compiled(implementation, bound, programs, scale=0.9)(*map(jnp.asarray, inputs))
     expected = oracle.ragged_attention(*inputs, scale=0.9)
     np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=1e-5, atol=1e-5)
 
@@ -517,19 +513,24 @@ def lower_for_cuda(function, *shapes, backend="triton"):
     assert backend in lowered.as_text()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
+LAUNCHES = [  # batch, bound of rows per sample, masks
+    (24, 8, ()),
+    (1, 1, ()),
+    (3, 17, ()),
+    (3, None, ()),
+    (3, 8, ("ancestors",)),
+    (24, 8, ("cache_mask",)),
+    (1, 8, ("cache_mask",)),
+    (3, None, ("ancestors", "cache_mask")),
+]
+
+
 @pytest.mark.parametrize(
-    ("batch", "bound", "masks"),
-    [
-        (24, 8, ()),
-        (1, 1, ()),
-        (3, 17, ()),
-        (3, None, ()),
-        (3, 8, ("ancestors",)),
-        (24, 8, ("cache_mask",)),
-        (1, 8, ("cache_mask",)),
-        (3, None, ("ancestors", "cache_mask")),
+    ("dtype", "head_dim", "batch", "bound", "masks"),
+    [  # every pair of a launch, a head_dim and a dtype
+        (DTYPES[(i + j) % len(DTYPES)], head_dim, *launch)
+        for i, head_dim in enumerate(HEAD_DIMS)
+        for j, launch in enumerate(LAUNCHES)
     ],
 )
 def test_the_triton_attention_lowers_for_cuda(dtype, head_dim, batch, bound, masks, monkeypatch):
@@ -557,8 +558,8 @@ def test_no_missing_module_is_searched_for_while_a_kernel_is_lowered(monkeypatch
     assert not [name for name in searched if name.endswith(".tt")]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_the_triton_update_lowers_for_cuda(dtype, head_dim):
     update = lambda *args: update_kv_cache_triton.update(args[:4], args[4:-2], *args[-2:])
     caches, ints = [(3, 64, 12, head_dim, dtype)] * 4, [(10, "int32")] * 2

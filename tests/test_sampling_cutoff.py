@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -30,11 +31,13 @@ def kept(logits, top_k, top_p):
     return logits >= ordered[-1]
 
 
+compiled = jax.jit(pallas_kernels.sampling_cutoff, static_argnames=("implementation", "interpret"))
+
+
 def cutoffs(logits, limits, options):
     top_k, top_p = zip(*limits, strict=True)
-    return pallas_kernels.sampling_cutoff(
-        jnp.asarray(logits), jnp.array(top_k, jnp.int32), jnp.array(top_p, jnp.float32), **options
-    )
+    limits = jnp.array(top_k, jnp.int32), jnp.array(top_p, jnp.float32)
+    return compiled(jnp.asarray(logits), *limits, **options)
 
 
 @every_implementation
