@@ -25,9 +25,9 @@ class Chance(NamedTuple):
     """Random bits for the places of a step's drafts, and for the one behind each."""
 
     keys: Key[Array, "b k1"]  # of the token that the target draws
-    uniforms: (
-        Float[Array, "b k1"] | None
-    )  # what is drafted stands below these; None: if it is drawn
+    # A drafted token stands if this is below its probability of acceptance; None: if it is the one
+    # that the target draws.
+    uniforms: Float[Array, "b k1"] | None
 
 
 def chance(
