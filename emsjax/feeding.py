@@ -21,7 +21,7 @@ from emsjax.drafting import Draft
 from emsjax.kernels import Kernels
 from emsjax.layout import Layout
 from emsjax.packing import PackedRows, pack, prompt_row_counts, smallest_bucket
-from emsjax.verdict import Verdict, chance, judge
+from emsjax.verdict import Verdict, judge, random_bits
 from pallas_kernels.indexing import take, take_in_rows
 
 
@@ -79,7 +79,7 @@ def feed(
     batch, k = draft.tokens.shape
     last = take_in_rows(state.tokens, state.lengths[:, None] - 1)  # no prompt is empty
     block = jnp.concatenate([last, draft.tokens], axis=1)  # [b, k1]
-    bits = chance(state.keys, state.lengths, draft, state.sampling)
+    bits = random_bits(state.keys, state.lengths, draft, state.sampling)
     buckets = layout.row_counts(batch, k + 1)
     bucket = layout.smallest(buckets, counts)
     sizes, most, shares = buckets, buckets[-1], jnp.zeros_like(counts)

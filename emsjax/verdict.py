@@ -21,7 +21,7 @@ class Verdict(NamedTuple):
     logprobs: Float[Array, "..."]  # of that token; the target's own
 
 
-class Chance(NamedTuple):
+class RandomBits(NamedTuple):
     """Random bits for the places of a step's drafts, and for the one behind each."""
 
     keys: Key[Array, "b k1"]  # of the token that the target draws
@@ -30,10 +30,10 @@ class Chance(NamedTuple):
     uniforms: Float[Array, "b k1"] | None
 
 
-def chance(
+def random_bits(
     keys: Key[Array, "b"], lengths: Int32[Array, "b"], draft: Draft, sampling: Sampling | None
-) -> Chance | None:
-    """From bits of (key, position, purpose) alone, whatever else is in the batch.
+) -> RandomBits | None:
+    """What belongs to (key, position, purpose) alone, whatever else is in the batch.
 
     Args:
         lengths: tokens before each sample's draft.
@@ -41,29 +41,31 @@ def chance(
     """
     if sampling is None:
         return None
-    batch, k = draft.tokens.shape
-    index = jnp.arange(k + 1)
-    keys_for = jax.vmap(position_keys, in_axes=(None, 1, 1), out_axes=1)
-    positions = lengths[:, None] + index
-    of = lambda purpose: jnp.full((batch, k + 1), purpose)
+    index = jnp.arange(draft.tokens.shape[1] + 1)
+    positions = lengths[:, None] + index  # [b, k1]
+
+    def keys_for(purpose):
+        of_column = lambda at, purpose: position_keys(keys, at, purpose)
+        purposes = jnp.broadcast_to(jnp.asarray(purpose), positions.shape)
+        return jax.vmap(of_column, in_axes=1, out_axes=1)(positions, purposes)
+
     if draft.probs is None:
-        return Chance(keys_for(keys, positions, of(Purpose.TARGET)), None)
+        return RandomBits(keys_for(Purpose.TARGET), None)
     purposes = jnp.where(index < draft.counts[:, None], Purpose.RESIDUAL, Purpose.TARGET)
     uniform = jax.vmap(jax.vmap(jax.random.uniform))
-    uniforms = uniform(keys_for(keys, positions, of(Purpose.ACCEPTANCE)))
-    return Chance(keys_for(keys, positions, purposes), uniforms)
+    return RandomBits(keys_for(purposes), uniform(keys_for(Purpose.ACCEPTANCE)))
 
 
 def judge(
     logits: Float[Array, "r v"],
     rows: PackedRows,
     draft: Draft,
-    chance: Chance | None,
+    bits: RandomBits | None,
     sampling: Sampling | None,
 ) -> Verdict:
     """The verdict on each row [r], from the target's logits there.
 
-    Every token is the likeliest, or drawn by what `chance` holds for the row.
+    Every token is the likeliest, or drawn from the row's `bits`.
     """
     # Where none was drafted the drafter may have left any number.
     drafted = jnp.clip(rows.gather(_with_one_more(draft.tokens)), 0, logits.shape[1] - 1)
@@ -75,15 +77,15 @@ def judge(
         sampling = jax.tree.map(lambda x: take(x, rows.samples), sampling)
         logits = warp(logits, sampling)
         if draft.probs is None:
-            tokens = draw(logits, sampling.temperature, rows.gather(chance.keys))
+            tokens = draw(logits, sampling.temperature, rows.gather(bits.keys))
             accepted = tokens == drafted
         else:
-            accepted, tokens = _reject(logits, rows, draft, drafted, chance, sampling)
+            accepted, tokens = _reject(logits, rows, draft, drafted, bits, sampling)
     log_probs = jax.nn.log_softmax(logits)
     return Verdict(accepted, tokens, take_in_rows(log_probs, tokens[:, None])[:, 0])
 
 
-def _reject(logits, rows, draft: Draft, drafted, chance: Chance, sampling):
+def _reject(logits, rows, draft: Draft, drafted, bits: RandomBits, sampling):
     """Rejection sampling: whether each row's drafted token stands, and what is emitted there.
 
     Rows behind the last drafted token draw from the target's distribution itself.
@@ -95,10 +97,10 @@ def _reject(logits, rows, draft: Draft, drafted, chance: Chance, sampling):
     has_draft = rows.gather(_with_one_more(has_draft))
     p = jax.nn.softmax(logits)
     of_drafted = take_in_rows(acceptance_probability(p, q), drafted[:, None])[:, 0]
-    accepted = has_draft & (rows.gather(chance.uniforms) < of_drafted)
+    accepted = has_draft & (rows.gather(bits.uniforms) < of_drafted)
 
     instead = jnp.where(has_draft[:, None], jnp.log(residual_distribution(p, q)), logits)
-    drawn = draw(instead, sampling.temperature, rows.gather(chance.keys))
+    drawn = draw(instead, sampling.temperature, rows.gather(bits.keys))
     greedy = sampling.temperature <= 0
     likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     tokens = jnp.where(greedy, likeliest, jnp.where(accepted, drafted, drawn))
