@@ -450,8 +450,8 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(whole_run, packed, tmp_p
     model, found = distillation.train(compiled, spied, 6, checkpoints=checkpoints, every=2)
     checkpoints.close()
     assert steps == list(range(killed_after // 2 * 2, 6))
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
     if not REPRODUCIBLE:
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
         return
     np.testing.assert_array_equal(found, expected)
     for one, other in zip(jax.tree.leaves(model), jax.tree.leaves(whole), strict=True):
