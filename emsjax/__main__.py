@@ -2,6 +2,6 @@
 
 import sys
 
-from emsjax.cli import main
+from emsjax.cli.main import main
 
 sys.exit(main())

@@ -9,18 +9,18 @@ import jax
 import numpy as np
 
 from emsjax.checks import check_at_least
-from emsjax.decoding import DecodeState, Flat, decode_loop
-from emsjax.draft_length import DraftLength
-from emsjax.drafting import Drafter
-from emsjax.initial_state import init_group, served_by
-from emsjax.kernels import resolve_kernels
-from emsjax.layout import UNPADDED, Layout
-from emsjax.opt import OPT
-from emsjax.output import GenerateOutput, assemble, collect
-from emsjax.preparation import check, check_memory, drafter_for
-from emsjax.requests import Requests
+from emsjax.decode.kernels import resolve_kernels
+from emsjax.decode.layout import UNPADDED, Layout
+from emsjax.decode.step import DecodeState, Flat, decode_loop
+from emsjax.drafters import Drafter
+from emsjax.engine.initial_state import init_group, served_by
+from emsjax.engine.output import GenerateOutput, assemble, collect
+from emsjax.engine.preparation import check, check_memory, drafter_for
+from emsjax.engine.requests import Requests
+from emsjax.engine.slots import BUDGET_CHECK_STEPS, Slots, sequences_of, stacked
+from emsjax.models.opt import OPT
+from emsjax.policies.lengths import DraftLength
 from emsjax.sampling import Sampling
-from emsjax.slots import BUDGET_CHECK_STEPS, Slots, sequences_of, stacked
 
 
 def generate(

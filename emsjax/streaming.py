@@ -11,19 +11,19 @@ import numpy as np
 from jaxtyping import Float32, Int32
 
 from emsjax.checks import as_token_ids, check_at_least
-from emsjax.config import OPTConfig
-from emsjax.draft_length import DraftLength
-from emsjax.drafting import Drafter
-from emsjax.drafting.drafter import check_is_drafter
-from emsjax.kernels import resolve_kernels
-from emsjax.opt import OPT, check_is_model
-from emsjax.output import finish_reasons
-from emsjax.packing import round_up
-from emsjax.preparation import check, check_drafter, holds_prompts
-from emsjax.replicas import rows_of_all
-from emsjax.requests import KEY_IMPL, Requests, check_positions, check_requests
+from emsjax.decode.base import check_is_drafter
+from emsjax.decode.kernels import resolve_kernels
+from emsjax.decode.row_counts import round_up
+from emsjax.drafters import Drafter
+from emsjax.engine.output import finish_reasons
+from emsjax.engine.preparation import check, check_drafter, holds_prompts
+from emsjax.engine.replicas import rows_of_all
+from emsjax.engine.requests import KEY_IMPL, Requests, check_positions, check_requests
+from emsjax.engine.slots import Entry, Row, Slots, sequences_of
+from emsjax.models.config import OPTConfig
+from emsjax.models.opt import OPT, check_is_model
+from emsjax.policies.lengths import DraftLength
 from emsjax.sampling import Sampling
-from emsjax.slots import Entry, Row, Slots, sequences_of
 
 KEYS_AT_ONCE = 256
 WIDTH = 64  # of whose multiples caches are long

@@ -6,13 +6,13 @@ drafters and its kernels, so that what they take longer is what padding costs.
 
 from collections.abc import Callable, Sequence
 
-from emsjax.draft_length import DraftLength
-from emsjax.drafting import Drafter
+from emsjax.decode.layout import Layout
+from emsjax.drafters import Drafter
+from emsjax.engine.output import GenerateOutput
+from emsjax.engine.preparation import check
 from emsjax.generation import complete
-from emsjax.layout import Layout
-from emsjax.opt import OPT
-from emsjax.output import GenerateOutput
-from emsjax.preparation import check
+from emsjax.models.opt import OPT
+from emsjax.policies.lengths import DraftLength
 
 
 def generate(

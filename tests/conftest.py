@@ -36,16 +36,18 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 # Before the first import of emsjax. What users pass in (checks, requests,
 # generation) must get past the annotations to the library's own errors.
 CHECKED = [
-    "cache",
-    "decoding",
-    "drafting",
-    "initial_state",
-    "layout",
-    "opt",
-    "output",
-    "packing",
-    "prefill",
-    "verdict",
+    "decode.base",
+    "decode.cache",
+    "decode.layout",
+    "decode.pack",
+    "decode.prefill",
+    "decode.row_counts",
+    "decode.step",
+    "decode.verify",
+    "drafters",
+    "engine.initial_state",
+    "engine.output",
+    "models.opt",
     "verification",
 ]
 COMMANDS = re.compile("test_(cli|cli_.*|demo_recipe|docs|peers|plotting|readme|.*benchmarks?)")
@@ -95,16 +97,16 @@ def unchecked_annotations():
 @pytest.fixture
 def few_row_counts(monkeypatch):
     """Steps that feed prompts have two row counts instead of four: less to compile."""
-    from emsjax import packing
+    from emsjax.decode import row_counts
 
-    monkeypatch.setattr(packing, "PROMPT_SIXTEENTHS", (6, 16))
+    monkeypatch.setattr(row_counts, "PROMPT_SIXTEENTHS", (6, 16))
 
 
 @pytest.fixture
 def fresh_loops():
     """Loops are traced anew in a test, and after it."""
-    from emsjax.decoding import decode_loop
-    from emsjax.refill import refill_loop
+    from emsjax.decode.refill import refill_loop
+    from emsjax.decode.step import decode_loop
 
     def forget() -> None:
         for loop in (decode_loop, refill_loop):
@@ -119,8 +121,10 @@ def fresh_loops():
 def two_row_counts(monkeypatch, fresh_loops):
     """Steps have one row of each sample, or all: less to compile where a batch is large."""
     two = lambda batch, k1: tuple(sorted({batch, batch * k1}))
-    monkeypatch.setattr("emsjax.layout.row_buckets", two)
-    monkeypatch.setattr("emsjax.layout.MAX_WIDTHS", 1)  # of padded steps, beside that of one row
+    monkeypatch.setattr("emsjax.decode.layout.row_buckets", two)
+    monkeypatch.setattr(
+        "emsjax.decode.layout.MAX_WIDTHS", 1
+    )  # of padded steps, beside that of one row
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from emsjax.arguments import make_parser
-from emsjax.cli import run_options
+from emsjax.cli.arguments import make_parser
+from emsjax.cli.main import run_options
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"

@@ -11,9 +11,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 import emsjax
-from emsjax import profile_store, streaming
-from emsjax.batch_drafting import read_config
-from emsjax.step_costs import FORMAT
+from emsjax import streaming
+from emsjax.cli.drafting import read_config
+from emsjax.policies import profiles as profile_store
+from emsjax.policies.costs import FORMAT
 
 END, POSITIONS = 2, 64
 TEXTS = ["def f(x):\n    return x", "for i in range(3):", "a", "print('hello, world')", "x = 1"]

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from emsjax.acceptance import Verdicts, group_weight
+from emsjax.policies.survival import Verdicts, group_weight
 
 
 def verdicts_after(*steps, batch=1, k=3, memory=1.0, free=True) -> Verdicts:

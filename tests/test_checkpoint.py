@@ -24,7 +24,8 @@ from huggingface_hub.errors import (
 from safetensors.numpy import load_file, save_file
 from toy import tiny_model
 
-from emsjax import OPT, checkpoint
+from emsjax import OPT
+from emsjax.models import checkpoint
 
 CONFIG = VARIANTS["pre_norm"]
 VALUES = tiny_models.tensors(CONFIG, seed=0)

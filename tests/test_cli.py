@@ -19,9 +19,9 @@ from jsonl import (
 from transformers import AutoTokenizer
 
 import emsjax
-from emsjax import batch_run
-from emsjax.batch_input import Records
-from emsjax.cli import main
+from emsjax.cli import generate as batch_run
+from emsjax.cli.main import main
+from emsjax.records.input import Records
 
 
 @pytest.fixture(scope="session")

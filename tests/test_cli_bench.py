@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import pytest
 from jsonl import assert_error
 
-from emsjax import profile_store
 from emsjax.benchmarks import draft_length, policy_runs, step_costs, workloads
-from emsjax.cli import main
-from emsjax.commands.draft_length import find_models
-from emsjax.step_costs import FORMAT, StepCosts
+from emsjax.cli.draft_length import find_models
+from emsjax.cli.main import main
+from emsjax.policies import profiles as profile_store
+from emsjax.policies.costs import FORMAT, StepCosts
 
 pytestmark = pytest.mark.usefixtures("unchecked_annotations")
 

@@ -16,9 +16,9 @@ from transformers import AutoTokenizer
 
 import emsjax
 from emsjax import distillation
-from emsjax.arguments import make_parser
-from emsjax.cli import main
-from emsjax.commands import distil as command
+from emsjax.cli import distil as command
+from emsjax.cli.arguments import make_parser
+from emsjax.cli.main import main
 from emsjax.distillation.texts import read_texts
 
 LINES = [{"text": TEXTS[i % 5] * (1 + i % 4)} for i in range(14)]

@@ -20,9 +20,11 @@ from jsonl import (
 )
 
 import emsjax
-from emsjax import batch_output, profile_store, streaming
-from emsjax.cli import main
-from emsjax.step_costs import COSTS, FORMAT
+from emsjax import streaming
+from emsjax.cli.main import main
+from emsjax.policies import profiles as profile_store
+from emsjax.policies.costs import COSTS, FORMAT
+from emsjax.records import output as batch_output
 
 pytestmark = pytest.mark.usefixtures("unchecked_annotations")
 

@@ -18,8 +18,9 @@ from jsonl import (
     write_records,
 )
 
-from emsjax import batch_output, streaming
-from emsjax.cli import main
+from emsjax import streaming
+from emsjax.cli.main import main
+from emsjax.records import output as batch_output
 
 
 @pytest.mark.parametrize("num_sequences", [1, 3])

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emsjax import digests
-from emsjax.digests import SIZE, Digests, digest
+from emsjax.records import digests
+from emsjax.records.digests import SIZE, Digests, digest
 
 KEYS = st.one_of(st.integers(), st.text(max_size=3), st.tuples(st.text(max_size=2), st.integers(0)))
 

@@ -16,11 +16,11 @@ from flax import nnx
 
 import emsjax
 from emsjax import distillation
-from emsjax.config import OPTConfig
+from emsjax.decode.pack import PackedRows, pack
 from emsjax.distillation import losses, pruning, training
 from emsjax.distillation.evaluation import acceptance_by_position
 from emsjax.distillation.sequences import Batch, PackedSequences
-from emsjax.packing import PackedRows, pack
+from emsjax.models.config import OPTConfig
 
 CONFIG = OPTConfig(
     vocab_size=60,

@@ -12,10 +12,10 @@ from flax import nnx
 
 import emsjax
 from emsjax.benchmarks import divergences
-from emsjax.config import OPTConfig
+from emsjax.decode.pack import pack
 from emsjax.demo import DRAFT
-from emsjax.divergence import NEAR_TIE, Divergence, first_divergences, float32_logits
-from emsjax.packing import pack
+from emsjax.models.config import OPTConfig
+from emsjax.testing.divergence import NEAR_TIE, Divergence, first_divergences, float32_logits
 
 NEW = 6
 CONFIG = OPTConfig(

@@ -16,8 +16,8 @@ import emsjax
 from emsjax.benchmarks import draft_length as bench
 from emsjax.benchmarks import policy_runs, resume, runs, workloads
 from emsjax.benchmarks.workloads import ScriptedModels, Workload, source_of
-from emsjax.decoding import decode_loop
-from emsjax.step_costs import FORMAT, synergy_lengths
+from emsjax.decode.step import decode_loop
+from emsjax.policies.costs import FORMAT, synergy_lengths
 
 BATCH, K, NEW_TOKENS, REPEATS = 2, 3, 8, 2
 ROWS = BATCH * (K + 1)  # the only bucket of so few

@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 from toy import VOCAB, ragged_prompts, tiny_model
 
 import emsjax
-from emsjax import initial_state
+from emsjax.engine import initial_state
 from emsjax.sampling import Purpose, position_keys, warp
 from emsjax.verification import acceptance_probability, residual_distribution
 
@@ -115,7 +115,7 @@ def test_the_draft_cache_equals_that_of_a_fresh_prefill_after_ragged_acceptance(
         accepted.append(info.num_accepted)
     assert len({tuple(counts.tolist()) for counts in accepted}) > 1
     cache = state.drafter_state
-    assert (cache.lengths >= state.lengths - emsjax.drafting.draft_model.CATCH_UP_ROWS).all()
+    assert (cache.lengths >= state.lengths - emsjax.drafters.draft_model.CATCH_UP_ROWS).all()
     fresh = drafter.init(state.tokens, cache.lengths + 1, state.tokens.shape[1])
     real = np.arange(state.tokens.shape[1]) < np.asarray(cache.lengths)[:, None]
     for got, expected in zip(
@@ -231,7 +231,7 @@ def four_tokens(seed):
 def probabilities(model, texts, sampling):
     """What `model` draws after every prefix of the texts, under `sampling`. [b, t, v]"""
     batch, length = texts.shape
-    rows = emsjax.packing.pack(
+    rows = emsjax.decode.pack.pack(
         jnp.zeros(batch, jnp.int32), jnp.full(batch, length, jnp.int32), texts.size
     )
     hidden, _ = model(texts.reshape(-1), rows, model.init_cache(batch, 16))
@@ -351,7 +351,7 @@ def test_what_a_policy_sees_of_a_rejected_draft_tells_nothing_of_the_next_one():
 
 @pytest.mark.usefixtures("two_row_counts")
 def test_the_same_test_rejects_a_verifier_that_forgets_the_residual(monkeypatch):
-    monkeypatch.setattr("emsjax.verdict.residual_distribution", lambda p, q: p)
+    monkeypatch.setattr("emsjax.decode.verify.residual_distribution", lambda p, q: p)
     drafter = emsjax.DraftModel(four_tokens(1), 1)  # compiled nowhere else
     statistic, freedom = chi_square(four_tokens(0), drafter, SEQUENCES // 5)
     assert statistic > 2 * (freedom + 3.5 * np.sqrt(2 * freedom))

@@ -13,14 +13,14 @@ from jsonl import save_random_model
 
 import emsjax
 from emsjax import plotting
-from emsjax.arguments import make_parser
 from emsjax.benchmarks import Rates, ems_sd, sources, workloads
 from emsjax.benchmarks.scripted import CopyAcceptance, TokenAcceptance
 from emsjax.benchmarks.sources import Scripted
 from emsjax.benchmarks.step import floor_ms
-from emsjax.cli import main
-from emsjax.commands.ems_sd import rates_of, scripted, texts
-from emsjax.config import OPTConfig
+from emsjax.cli.arguments import make_parser
+from emsjax.cli.ems_sd import rates_of, scripted, texts
+from emsjax.cli.main import main
+from emsjax.models.config import OPTConfig
 
 NEW, BATCH, RATES = 10, 3, Rates(1e12, 1e14)
 METHODS = tuple(ems_sd.METHODS)

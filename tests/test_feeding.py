@@ -8,10 +8,12 @@ import pytest
 from toy import ragged_prompts, tiny_model
 
 import emsjax
-from emsjax import feeding, generation, slots, vanilla
-from emsjax.cache import FreshRows
-from emsjax.decoding import decode_loop
-from emsjax.refill import refill_loop
+from emsjax import generation, vanilla
+from emsjax.decode import forward as feeding
+from emsjax.decode.cache import FreshRows
+from emsjax.decode.refill import refill_loop
+from emsjax.decode.step import decode_loop
+from emsjax.engine import slots
 
 LENGTHS = [5, 9, 20, 3, 14, 1]
 RUNS = {

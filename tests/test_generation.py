@@ -16,7 +16,7 @@ from transformers import BatchEncoding
 import emsjax
 import pallas_kernels
 from emsjax import generation
-from emsjax.decoding import decode_loop
+from emsjax.decode.step import decode_loop
 
 NEW = 20
 ragged_lengths = st.lists(st.integers(1, 40), min_size=4, max_size=4)
@@ -91,7 +91,7 @@ def stepped(model, drafter, state, steps, poison=False):
             spoil = lambda x, beyond=beyond: jnp.where(beyond[..., None, None], jnp.nan, x)
             layers = jax.tree.map(spoil, state.cache.layers)
             state = state.__class__(
-                **{**vars(state), "cache": emsjax.cache.KVCache(layers, state.cache.lengths)}
+                **{**vars(state), "cache": emsjax.decode.cache.KVCache(layers, state.cache.lengths)}
             )
         state = advance(model, drafter, state)
     return state

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from toy import VOCAB, ScriptedDrafter, ragged_prompts, script_of, tiny_model
 
 import emsjax
-from emsjax import goodput
-from emsjax.acceptance import Verdicts
-from emsjax.draft_length import StepView
-from emsjax.packing import row_buckets
+from emsjax.decode.row_counts import row_buckets
+from emsjax.policies import goodput
+from emsjax.policies.lengths import StepView
+from emsjax.policies.survival import Verdicts
 
 PRIOR = (goodput.PRIOR_RATE, goodput.PRIOR_WEIGHT)
 # Batch and k, and buckets closer to each other than those of so few rows are; also some too small

@@ -10,10 +10,12 @@ from flax import nnx
 from toy import ragged_prompts, tiny_model
 
 import emsjax
-from emsjax import generation, memory
-from emsjax.cache import BRANCHES_COMMIT
-from emsjax.memory import MemoryPlan, weight_bytes
-from emsjax.packing import chunk_rows, pack, row_buckets
+from emsjax import generation
+from emsjax.decode.cache import BRANCHES_COMMIT
+from emsjax.decode.pack import pack
+from emsjax.decode.row_counts import chunk_rows, row_buckets
+from emsjax.engine import memory
+from emsjax.engine.memory import MemoryPlan, weight_bytes
 
 VARIANTS = {
     "125m": {},

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from emsjax.benchmarks import buckets, first_call, refill, runs, training
-from emsjax.config import OPTConfig
+from emsjax.models.config import OPTConfig
 
 
 def test_typical_steps_stand_for_equal_shares():

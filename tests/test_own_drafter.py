@@ -9,7 +9,7 @@ import pytest
 from toy import ragged_prompts, tiny_model
 
 import emsjax
-from emsjax.drafting.replay import Replay
+from emsjax.drafters.replay import Replay
 
 pytestmark = pytest.mark.usefixtures("unchecked_annotations")  # a user's are not checked, either
 NEW = 8

@@ -10,7 +10,7 @@ import pytest
 from toy import ragged_prompts, tiny_model
 
 import emsjax
-from emsjax.step_costs import StepCosts
+from emsjax.policies.costs import StepCosts
 
 NEW = 8
 PROMPTS = ragged_prompts([5, 9])

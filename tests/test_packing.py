@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pallas_kernels
-from emsjax.cache import KeysValues, KVCache
-from emsjax.packing import pack, round_up_length, row_buckets
+from emsjax.decode.cache import KeysValues, KVCache
+from emsjax.decode.pack import pack
+from emsjax.decode.row_counts import round_up_length, row_buckets
 from emsjax.verification import accepted_counts, first_end, usable_counts
 
 small = st.lists(st.integers(0, 6), min_size=3, max_size=3)

@@ -14,7 +14,7 @@ from golden.tiny_models import GREEDY_LENGTHS, LOGIT_LENGTHS, MAX_NEW_TOKENS, PO
 from transformers import AutoTokenizer
 
 import emsjax
-from emsjax.packing import pack
+from emsjax.decode.pack import pack
 
 variants = pytest.mark.parametrize("variant", tiny_models.VARIANTS)
 DRAFTERS = {

@@ -12,7 +12,7 @@ from jsonl import assert_error
 
 import emsjax
 from emsjax.benchmarks import peers, workloads
-from emsjax.cli import main
+from emsjax.cli.main import main
 from emsjax.demo import DRAFT, TARGET
 
 NEW = 24

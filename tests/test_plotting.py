@@ -11,10 +11,10 @@ from matplotlib.colors import to_rgb
 
 from emsjax import plotting
 from emsjax.benchmarks import draft_length
-from emsjax.cache import KeysValues, KVCache, SharedIndexCache
-from emsjax.cli import main
-from emsjax.layout import Layout
-from emsjax.packing import pack
+from emsjax.cli.main import main
+from emsjax.decode.cache import KeysValues, KVCache, SharedIndexCache
+from emsjax.decode.layout import Layout
+from emsjax.decode.pack import pack
 
 WORKLOADS, BATCHES = ("llma", "poor", "mixed"), (1, 24)
 # What the legend calls them, by what the results do; an unknown one keeps its name.
@@ -133,7 +133,7 @@ def bench(tmp_path, monkeypatch):
     costs = {"row_ms": {"1": 1.0}, "token_ms": 0.0, "reread": 0.0, "draft_ms": {"1": 0.0}}
     output.write_text(json.dumps({"settings": {"costs": costs}}))
     monkeypatch.setattr(
-        "emsjax.commands.draft_length.resume", lambda s, results, o: results.update(entries=[])
+        "emsjax.cli.draft_length.resume", lambda s, results, o: results.update(entries=[])
     )
     arguments = ["bench", "draft-length", "--shape", "tiny", "--draft-shape", "tiny"]
     arguments += ["--output", str(output)]

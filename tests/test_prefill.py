@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from toy import VOCAB, tiny_model
 
-from emsjax import packing
-from emsjax.kernels import resolve_kernels
-from emsjax.prefill import prefill
+from emsjax.decode import row_counts
+from emsjax.decode.kernels import resolve_kernels
+from emsjax.decode.prefill import prefill
 
 LENGTHS = [9, 0, 33, 1, 20]
 
@@ -29,7 +29,7 @@ def filled(lengths, already=0):
 @pytest.mark.parametrize("rows", [1, 7, 64])
 def test_chunks_do_not_change_the_cache(rows, monkeypatch):
     whole = filled(LENGTHS)
-    monkeypatch.setattr(packing, "MAX_CHUNK_ROWS", rows)
+    monkeypatch.setattr(row_counts, "MAX_CHUNK_ROWS", rows)
     chunked = filled(LENGTHS, already=8)
     assert chunked.lengths.tolist() == whole.lengths.tolist() == LENGTHS
     for old, new in zip(
@@ -47,6 +47,6 @@ def test_activations_of_long_prompts_are_those_of_one_chunk():
     )
     tokens, lengths = jnp.zeros((batch, width), jnp.int32), jnp.full(batch, 1919, jnp.int32)
     text = str(jax.make_jaxpr(fill)(model, model.init_cache(batch, width), tokens, lengths))
-    assert f"f32[{packing.MAX_CHUNK_ROWS},{model.config.hidden_size}]" in text
+    assert f"f32[{row_counts.MAX_CHUNK_ROWS},{model.config.hidden_size}]" in text
     assert f"[{batch * width}," not in text
     assert f",{VOCAB}]" not in text  # no logits

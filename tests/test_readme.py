@@ -10,11 +10,12 @@ import pytest
 from examples import README
 
 import emsjax
-from emsjax.cli import main
+from emsjax.cli.main import main
+from emsjax.decode.pack import pack
+from emsjax.decode.row_counts import row_buckets
 from emsjax.demo import demo
-from emsjax.output import PaddingRatio
-from emsjax.packing import pack, row_buckets
-from emsjax.step_costs import FORMAT
+from emsjax.engine.output import PaddingRatio
+from emsjax.policies.costs import FORMAT
 
 COMPARED = ["prompt lookup", "draft model", "lookup, 4 samples"]  # in the demo
 

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from toy import CARELESS, ragged_prompts, tiny_model
 
 import emsjax
-from emsjax import feeding, slots
-from emsjax.cache import KeysValues
-from emsjax.packing import prompt_row_counts
-from emsjax.prefill import prefill
-from emsjax.preparation import check
-from emsjax.refill import refill_loop
+from emsjax.decode import forward as feeding
+from emsjax.decode.cache import KeysValues
+from emsjax.decode.prefill import prefill
+from emsjax.decode.refill import refill_loop
+from emsjax.decode.row_counts import prompt_row_counts
+from emsjax.engine import slots
+from emsjax.engine.preparation import check
 
 LENGTHS = [5, 9, 20, 3, 14, 1, 2, 33, 7, 11, 4]
 NEW = [7, 20, 3, 12, 9, 1, 25, 2, 16, 8, 5]
@@ -78,7 +79,7 @@ def test_long_prompts_of_several_sequences_are_fed_in_parts(monkeypatch):
     options["sampling"] = emsjax.Sampling(0.9)
     drafter = drafters()["references"]
     whole = emsjax.generate(model, prompts, drafter, **options)
-    monkeypatch.setattr(emsjax.packing, "MAX_CHUNK_ROWS", 16)
+    monkeypatch.setattr(emsjax.decode.pack, "MAX_CHUNK_ROWS", 16)
     same(emsjax.generate(model, prompts, drafter, batch_size=5, **options), whole)
 
 
@@ -175,7 +176,7 @@ def test_caches_are_those_of_a_prefill_while_slots_turn_over():
     served, sequences, requests = slots_for(
         model, prompts, count=4, drafter=drafter, max_new_tokens=NEW
     )
-    kernels = emsjax.kernels.resolve_kernels(None)
+    kernels = emsjax.decode.kernels.resolve_kernels(None)
     fill = jax.jit(functools.partial(prefill, model, kernels=kernels))
     looks = 0
     entries = list(sequences)

@@ -12,8 +12,8 @@ from toy import POSITIONS, VOCAB, ragged_prompts, tiny_model
 
 import emsjax
 from emsjax.benchmarks.scripted import PROFILES, CopyAcceptance, Mixed, TokenAcceptance, replay
-from emsjax.decoding import decode_loop
-from emsjax.drafting.replay import Replay
+from emsjax.decode.step import decode_loop
+from emsjax.drafters.replay import Replay
 
 BATCH = len(LENGTHS)
 

@@ -17,7 +17,7 @@ from emsjax.benchmarks.scripted import (
     TokenAcceptance,
     scripted_model,
 )
-from emsjax.packing import pack
+from emsjax.decode.pack import pack
 
 LENGTHS, NEW_TOKENS = [1, 9, 30, 33], [64, 17, 35, 1]  # up to the last position
 SMALL = tiny_model(num_hidden_layers=1).config

@@ -11,7 +11,7 @@ import pytest
 import emsjax
 from emsjax import benchmarks
 from emsjax.benchmarks import Rates, overheads, runs, step
-from emsjax.config import OPTConfig
+from emsjax.models.config import OPTConfig
 
 # flax's LayerNorm promotes bfloat16 to float32 on its own.
 standard_dtypes = functools.partial(jax.numpy_dtype_promotion, "standard")

@@ -16,8 +16,8 @@ import emsjax
 from emsjax.benchmarks import runs
 from emsjax.benchmarks import step_costs as measured
 from emsjax.benchmarks.step_costs import Measurement, Point
-from emsjax.packing import row_buckets
-from emsjax.step_costs import (
+from emsjax.decode.row_counts import row_buckets
+from emsjax.policies.costs import (
     FORMAT,
     LEAST_GAIN,
     TILE_ROWS,

@@ -221,18 +221,18 @@ FOUR_DEVICES = """
     import emsjax
     from toy import ragged_prompts, tiny_model
 
-    emsjax.packing.PROMPT_SIXTEENTHS = (16,)  # each device compiles
+    emsjax.decode.pack.PROMPT_SIXTEENTHS = (16,)  # each device compiles
     model, prompts = tiny_model(), ragged_prompts({lengths})
     draft_model = tiny_model(num_hidden_layers=1)
     used = []
-    serve = emsjax.slots.Slots.serve
+    serve = emsjax.engine.slots.Slots.serve
 
     def watched(self, entries):
         for row in serve(self, entries):
             used.append(self.state.cache.lengths.devices().pop().id)
             yield row
 
-    emsjax.slots.Slots.serve = watched
+    emsjax.engine.slots.Slots.serve = watched
     completions = emsjax.stream(
         model,
         prompts,

@@ -11,9 +11,9 @@ from toy import ragged_prompts, tiny_model
 import emsjax
 import pallas_kernels
 from emsjax import testing
-from emsjax.divergence import Divergence
 from emsjax.sampling import Purpose, position_keys
 from emsjax.testing import assert_lossless, assert_same_distribution
+from emsjax.testing.divergence import Divergence
 
 OPTIONS = {"max_new_tokens": 12, "eos_token_ids": ()}
 LOOKUP = emsjax.PromptLookup(1, 4, search_generated=True)

@@ -12,9 +12,9 @@ from toy import CARELESS, POSITIONS, VOCAB, ragged_prompts, script_of, tiny_mode
 
 import emsjax
 from emsjax import vanilla
-from emsjax.cache import KVCache
-from emsjax.drafting.replay import Replay
-from emsjax.layout import Layout
+from emsjax.decode.cache import KVCache
+from emsjax.decode.layout import Layout
+from emsjax.drafters.replay import Replay
 
 NEW = 12
 step = jax.jit(emsjax.step, static_argnames=("layout", "attention_implementation"))

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from emsjax.batch_output import write_atomically
+from emsjax.records.output import write_atomically
 from pallas_kernels.benchmark import report
 from pallas_kernels.benchmark.measure import pure_read, stream_events, time_runs
 

@@ -23,7 +23,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import emsjax
-from emsjax.argument_types import positive_int, positive_ints
 from emsjax.benchmarks import save, surroundings
 from emsjax.benchmarks.runs import (
     LONG,
@@ -37,7 +36,8 @@ from emsjax.benchmarks.runs import (
     time_steps,
 )
 from emsjax.benchmarks.scripted import CopyAcceptance
-from emsjax.layout import UNPADDED, Layout
+from emsjax.cli.types import positive_int, positive_ints
+from emsjax.decode.layout import UNPADDED, Layout
 
 PROFILE = CopyAcceptance()
 POINTS, DRAWS = 5, 4096

@@ -3,7 +3,7 @@
 Models with real margins between tokens, not scripted ones, decode greedily in bfloat16: the
 embedded pair, and random weights of a model's shape, whose tokens are often nearly tied. Every
 first difference from plain decoding is listed with the margin that the two tokens have in
-float32. Exit code 1 if one is more than a near-tie (see `emsjax.divergence`).
+float32. Exit code 1 if one is more than a near-tie (see `emsjax.testing.divergence`).
 
 Drafts are looked up, those of a draft model, and plain decoding's own tokens with wrong ones
 among them, so that much is accepted where the two others find nothing.
@@ -25,12 +25,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import emsjax
-from emsjax.argument_types import positive_int, positive_ints
 from emsjax.benchmarks import save, surroundings
 from emsjax.benchmarks.runs import MODELS, random_model
 from emsjax.benchmarks.scripted import CopyAcceptance, replay
 from emsjax.benchmarks.workloads import EmbeddedModels, ScriptedModels
-from emsjax.divergence import NEAR_TIE, first_divergences
+from emsjax.cli.types import positive_int, positive_ints
+from emsjax.testing.divergence import NEAR_TIE, first_divergences
 
 DTYPE = jnp.bfloat16
 EMBEDDED = "embedded"

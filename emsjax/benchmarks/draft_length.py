@@ -26,9 +26,9 @@ from emsjax.benchmarks.policy_runs import (
 )
 from emsjax.benchmarks.runs import LoopRun
 from emsjax.benchmarks.workloads import EmbeddedModels, ScriptedModels, Workload
-from emsjax.decoding import Counters
-from emsjax.drafting.drafter import is_free
-from emsjax.step_costs import StepCosts, read_profile, synergy_lengths
+from emsjax.decode.base import is_free
+from emsjax.decode.step import Counters
+from emsjax.policies.costs import StepCosts, read_profile, synergy_lengths
 
 SEQUENCES = 64  # behind a figure, if that takes no more batches than the most and no fewer
 DRAWS = (2, 16)  # than the least

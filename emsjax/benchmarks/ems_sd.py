@@ -22,8 +22,8 @@ from emsjax.benchmarks import Rates, add_entry, at_once
 from emsjax.benchmarks.policy_runs import ALL_STEPS
 from emsjax.benchmarks.sources import Source, Task
 from emsjax.benchmarks.step import floor_ms, products
-from emsjax.decoding import Flat, decode_loop
-from emsjax.layout import UNPADDED, Layout
+from emsjax.decode.layout import UNPADDED, Layout
+from emsjax.decode.step import Flat, decode_loop
 
 GREEDY = "greedy"
 METHODS: dict[str, Layout] = {

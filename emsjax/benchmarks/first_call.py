@@ -23,9 +23,9 @@ import jax
 import numpy as np
 
 import emsjax
-from emsjax.argument_types import positive_int
 from emsjax.benchmarks import save, surroundings
 from emsjax.benchmarks.runs import MODELS, random_model
+from emsjax.cli.types import positive_int
 
 PROMPT_TOKENS, NEW_TOKENS = 900, 128
 DRAFTERS = ("none", "prompt-lookup", "model")

@@ -31,7 +31,6 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 import emsjax
-from emsjax.arguments import positive_int
 from emsjax.benchmarks import save, surroundings
 from emsjax.benchmarks.runs import (
     LONG,
@@ -43,10 +42,11 @@ from emsjax.benchmarks.runs import (
     random_model,
     time_steps,
 )
-from emsjax.cache import KVCache
-from emsjax.decoding import DecodeState
-from emsjax.kernels import resolve_kernels
-from emsjax.packing import PackedRows
+from emsjax.cli.arguments import positive_int
+from emsjax.decode.cache import KVCache
+from emsjax.decode.kernels import resolve_kernels
+from emsjax.decode.pack import PackedRows
+from emsjax.decode.step import DecodeState
 
 SAMPLED = emsjax.Sampling(temperature=0.8, top_p=0.9)
 SAMPLING_SHAPE = (24, 8)

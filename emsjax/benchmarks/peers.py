@@ -20,7 +20,7 @@ import emsjax
 from emsjax.benchmarks import add_entry
 from emsjax.benchmarks.scripted import miscopied, scripted_model
 from emsjax.benchmarks.workloads import ScriptedModels
-from emsjax.checkpoint import stored_tensors, weights_of
+from emsjax.models.checkpoint import stored_tensors, weights_of
 
 LOOKUP_TOKENS, MATCH_LENGTH, DRAFT_TOKENS = 7, 2, 4
 MISCOPIED = 0.2  # of a scripted prompt's reference, and of what a scripted draft model says

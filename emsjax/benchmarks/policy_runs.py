@@ -14,7 +14,7 @@ import numpy as np
 import emsjax
 from emsjax.benchmarks import at_once
 from emsjax.benchmarks.runs import LoopRun
-from emsjax.step_costs import StepCosts
+from emsjax.policies.costs import StepCosts
 
 ALL_STEPS = np.iinfo(np.int32).max // 2
 
@@ -143,4 +143,4 @@ def measured_acceptance(run: LoopRun, drafter, policy: Any):
         accepted_histogram=np.asarray(counters.accepted_histogram),
         num_drafted=np.asarray(counters.num_drafted),
     )
-    return emsjax.draft_length.acceptance_curves(stats)
+    return emsjax.policies.lengths.acceptance_curves(stats)

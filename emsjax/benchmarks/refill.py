@@ -23,15 +23,15 @@ from typing import Any
 import numpy as np
 
 import emsjax
-from emsjax.argument_types import positive_int
 from emsjax.benchmarks import save, surroundings
 from emsjax.benchmarks.runs import MODELS
 from emsjax.benchmarks.scripted import CopyAcceptance, replay, scripted_model
+from emsjax.cli.types import positive_int
+from emsjax.decode.layout import UNPADDED
+from emsjax.engine.output import assemble
+from emsjax.engine.preparation import check
+from emsjax.engine.slots import Slots, sequences_of, stacked
 from emsjax.generation import in_groups
-from emsjax.layout import UNPADDED
-from emsjax.output import assemble
-from emsjax.preparation import check
-from emsjax.slots import Slots, sequences_of, stacked
 
 PROFILE = CopyAcceptance()
 

@@ -20,13 +20,13 @@ from jax import lax
 
 import emsjax
 from emsjax.benchmarks import kernel_times, kernels_per_step
-from emsjax.cache import KVCache
-from emsjax.config import OPTConfig
-from emsjax.decoding import DecodeState, Flat, decode_loop
-from emsjax.drafting.drafter import state_after_commit
-from emsjax.drafting.replay import Overriding
-from emsjax.layout import UNPADDED
-from emsjax.packing import round_up_length
+from emsjax.decode.base import state_after_commit
+from emsjax.decode.cache import KVCache
+from emsjax.decode.layout import UNPADDED
+from emsjax.decode.row_counts import round_up_length
+from emsjax.decode.step import DecodeState, Flat, decode_loop
+from emsjax.drafters.replay import Overriding
+from emsjax.models.config import OPTConfig
 
 SHORT, LONG = 3, 13  # steps of the two runs whose difference is timed
 REPETITIONS = 7

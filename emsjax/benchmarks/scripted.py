@@ -15,8 +15,8 @@ from flax import nnx
 
 import emsjax
 from emsjax.checks import as_token_ids, check_at_least
-from emsjax.config import POSITION_OFFSET, OPTConfig
-from emsjax.drafting.replay import Replay
+from emsjax.drafters.replay import Replay
+from emsjax.models.config import POSITION_OFFSET, OPTConfig
 
 SIGNAL = 4  # of a position's entry, to all that is added to it
 

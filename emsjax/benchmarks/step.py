@@ -27,7 +27,6 @@ from typing import Any
 
 import jax
 
-from emsjax.argument_types import positive_float, positive_int
 from emsjax.benchmarks import MEASURED_RATES, Rates, measured_rates, save, surroundings
 from emsjax.benchmarks.runs import (
     LONG,
@@ -38,8 +37,9 @@ from emsjax.benchmarks.runs import (
     random_model,
     time_steps,
 )
-from emsjax.config import OPTConfig
-from emsjax.kernels import resolve_kernels
+from emsjax.cli.types import positive_float, positive_int
+from emsjax.decode.kernels import resolve_kernels
+from emsjax.models.config import OPTConfig
 
 ITEM_BYTES = 2  # bfloat16
 H200 = MEASURED_RATES["NVIDIA H200"]

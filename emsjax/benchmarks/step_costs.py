@@ -20,9 +20,9 @@ import scipy.optimize
 import emsjax
 from emsjax.benchmarks import at_once
 from emsjax.benchmarks.runs import LONG, SHORT, DraftRun, Run, StepRun, random_model, time_steps
-from emsjax.config import OPTConfig
-from emsjax.packing import row_buckets
-from emsjax.step_costs import FORMAT, TILE_ROWS, StepCosts, accepted_at_rate, synergy_lengths
+from emsjax.decode.row_counts import row_buckets
+from emsjax.models.config import OPTConfig
+from emsjax.policies.costs import FORMAT, TILE_ROWS, StepCosts, accepted_at_rate, synergy_lengths
 
 SLICES = (2, 6)  # layers
 # Of a run, if there is room. A GPU takes a while to slow down to what its power allows: slices

@@ -23,11 +23,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from emsjax.argument_types import positive_int
 from emsjax.benchmarks import Rates, kernel_times, measured_rates, save, surroundings
 from emsjax.benchmarks.ems_sd import step_flops
 from emsjax.benchmarks.runs import MODELS, random_model
-from emsjax.distil_arguments import LOSSES
+from emsjax.cli.distil_arguments import LOSSES
+from emsjax.cli.types import positive_int
 from emsjax.distillation import PackedSequences, Trainer, make_optimizer
 
 WARM_UP, STEPS = 3, 10

@@ -19,8 +19,8 @@ from emsjax.benchmarks.scripted import (
     replay,
     scripted_model,
 )
-from emsjax.config import OPTConfig
 from emsjax.demo import DRAFT, PROMPTS, TARGET
+from emsjax.models.config import OPTConfig
 
 PROMPT_TOKENS = (700, 1100)  # of a scripted model's prompts: 900 on average
 CALIBRATION_SEED, CALIBRATION_DRAWS = 2**31, 4096

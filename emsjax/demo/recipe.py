@@ -24,7 +24,7 @@ from emsjax.distillation import Batch, Trainer, make_optimizer, train
 from emsjax.distillation.losses import cross_entropy
 from emsjax.distillation.pruning import num_parameters
 from emsjax.distillation.training import forward
-from emsjax.opt import OPT, OPTConfig
+from emsjax.models.opt import OPT, OPTConfig
 
 WINDOW = 1024  # tokens
 BATCH = 32  # windows

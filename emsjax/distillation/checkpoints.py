@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 
 from emsjax.distillation.sequences import PackedSequences
 from emsjax.distillation.training import Trainer, TrainState
-from emsjax.opt import OPT
+from emsjax.models.opt import OPT
 
 REPORT_SECONDS = 5.0
 

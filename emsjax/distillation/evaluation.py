@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 import emsjax
-from emsjax.decoding import Flat, decode_loop
-from emsjax.layout import UNPADDED
-from emsjax.opt import OPT
+from emsjax.decode.layout import UNPADDED
+from emsjax.decode.step import Flat, decode_loop
+from emsjax.models.opt import OPT
 
 
 def evaluate(

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 import emsjax
-from emsjax.opt import OPT
+from emsjax.models.opt import OPT
 
 
 def continuations(

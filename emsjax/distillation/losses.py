@@ -1,6 +1,6 @@
 """What a draft model learns: the text, or the target's distribution.
 
-Axis legend: see `emsjax.packing`; n = predictions.
+Axis legend: see `emsjax.decode.pack`; n = predictions.
 
 Reference: of the acceptance rate and total variation, corollary 3.6 of Leviathan et al.,
 arXiv 2211.17192; of both divergences for draft models, DistillSpec, arXiv 2310.08461.

@@ -5,7 +5,7 @@ which it varies most, and the attention heads and neurons that write most in the
 size. Each kept layer then follows others than before: what its heads and neurons read is scaled and
 shifted until it varies as in the target, as many neurons would never fire otherwise.
 
-Axis legend: see `emsjax.packing`; n = tokens, w = the small model's width.
+Axis legend: see `emsjax.decode.pack`; n = tokens, w = the small model's width.
 
 Reference: SliceGPT, arXiv 2401.15024, whose directions these are.
 """
@@ -19,10 +19,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from emsjax.config import ACTIVATIONS, POSITION_OFFSET, OPTConfig
 from emsjax.distillation.sequences import Batch, PackedSequences
 from emsjax.distillation.training import forward
-from emsjax.opt import LAYER_NORM_EPSILON, OPT, OPTLayer, affine, weights
+from emsjax.models.config import ACTIVATIONS, POSITION_OFFSET, OPTConfig
+from emsjax.models.opt import LAYER_NORM_EPSILON, OPT, OPTLayer, affine, weights
 from pallas_kernels.add_layer_norm import normalise
 
 SEQUENCES, TOKENS = 64, 256  # of each, that directions and deviations are measured on

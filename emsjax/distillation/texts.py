@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from emsjax.batch_input import make_record, read_json, template_fields
 from emsjax.distillation.sequences import MIN_TOKENS
+from emsjax.records.input import make_record, read_json, template_fields
 
 
 def read_texts(path: Path, template: str) -> list[str]:

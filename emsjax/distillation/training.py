@@ -17,10 +17,10 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
+from emsjax.decode.pack import PackedRows
 from emsjax.distillation.losses import check_losses, combined, needs_target
 from emsjax.distillation.sequences import Batch
-from emsjax.opt import OPT
-from emsjax.packing import PackedRows
+from emsjax.models.opt import OPT
 
 LOGIT_BYTES = 1 << 30  # of one model that exist at once
 

@@ -1,6 +1,6 @@
 """Pictures of a step: its rows and the cache, cell by cell, drawn from the arrays themselves.
 
-A colour is a sample. The axes are those of `emsjax.packing`.
+A colour is a sample. The axes are those of `emsjax.decode.pack`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jaxtyping import Int32
 
-from emsjax.cache import Cache, SharedIndexCache
-from emsjax.packing import PackedRows
+from emsjax.decode.cache import Cache, SharedIndexCache
+from emsjax.decode.pack import PackedRows
 from emsjax.plotting.canvas import matplotlib_module, new_figure
 
 CELL_INCHES = 0.3

@@ -129,7 +129,7 @@ def synergy_figure(curves: Mapping[int, Float[np.ndarray, "k1"]]):
 
     Args:
         curves: ms per token of a sample by draft length 0..k, for each batch size: see
-            `emsjax.step_costs.synergy_ms`.
+            `emsjax.policies.costs.synergy_ms`.
 
     Returns:
         A matplotlib `Figure`: speed over that without drafts by draft length, with each batch

@@ -1,0 +1,306 @@
+"""`emsjax distil`: a draft model for a target, as a command."""
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+import emsjax
+from emsjax import distillation, plotting
+from emsjax.benchmarks import surroundings
+from emsjax.cli.drafting import read_config, revision_of
+from emsjax.cli.reporting import line, make_console, progress
+from emsjax.distillation.losses import check_losses
+from emsjax.distillation.model_card import gains, model_card
+from emsjax.distillation.pruning import PROJECTED, num_parameters, pruned_config
+from emsjax.distillation.sequences import MIN_TOKENS
+from emsjax.distillation.texts import hold_out, read_texts, tokenize
+from emsjax.models.config import OPTConfig
+from emsjax.records.output import write_atomically
+
+RECORD = "distillation.json"  # settings of the run, and when it is done its results
+GENERATIONS, CHECKPOINTS, FIGURE = "generations.json", "checkpoints", "distillation.png"
+Documents = list[np.ndarray]
+
+
+def distil(options: argparse.Namespace, command: str) -> int:
+    """Train a draft model, or go on with it, and say what it gains.
+
+    Raises:
+        ValueError: bad texts, sizes, losses or models, or an output folder that holds something
+            else. Nothing has been done then.
+    """
+    check_losses(options.losses)
+    if options.dtype is None:  # never float16: gradients may vanish in it
+        options.dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    files = [path for path in (options.data, options.held_out_data) if path is not None]
+    if len(files) == 2 and files[0].resolve() == files[1].resolve():
+        raise ValueError("--held-out-data is --data: its texts would be trained on")
+    texts = {path: read_texts(path, options.text_template) for path in files}
+    config = read_config(options.target, options.revision)
+    draft_config = check_draft(options, config)
+    held_out, training = prepare(options, texts, config, draft_config)
+    record = open_output(options)
+    say = progress()
+    if "results" in record:
+        clean_up(options.output)
+        say(f"{options.output} is finished")
+    else:
+        record |= {"command": command, **surroundings(None)}
+        record["results"] = run(options, draft_config, held_out, training, say)
+        finish(options.output, record, say)
+    console = make_console()
+    line(console, "| held-out texts | plain | before | after |")
+    for row in gains(record["results"]):
+        line(console, row)
+    return 0
+
+
+def check_draft(options: argparse.Namespace, config: OPTConfig) -> OPTConfig:
+    """The draft model's architecture, for a target of this one.
+
+    Raises:
+        ValueError: sizes that do not suit the target, another vocabulary, or a draft that is not
+            smaller than its target.
+    """
+    if options.draft_model is None:
+        if options.layers is None or options.width is None:
+            raise ValueError("--layers and --width are needed, or --draft-model")
+        if options.draft_revision is not None:
+            raise ValueError("--draft-revision needs --draft-model")
+        options.embeddings = options.embeddings or PROJECTED
+        try:
+            return pruned_config(config, options.layers, options.width, options.embeddings)
+        except ValueError as error:
+            raise ValueError(f"--{error}") from error
+    for name in ("layers", "width", "embeddings"):
+        if getattr(options, name) is not None:
+            raise ValueError(f"--{name}: --draft-model has its own")
+    if options.start == "random":
+        raise ValueError("--start random: --draft-model is what training starts with")
+    draft = read_config(options.draft_model, options.draft_revision)
+    for name in ("vocab_size", "max_position_embeddings"):
+        sizes = [getattr(one, name) for one in (draft, config)]
+        if sizes[0] != sizes[1]:
+            raise ValueError(f"--draft-model has {name} {sizes[0]}, --target {sizes[1]}")
+    sizes = [size_of(one) for one in (draft, config)]
+    if sizes[0] >= sizes[1]:
+        raise ValueError(
+            f"--draft-model must be smaller than --target, and they have {sizes[0]:,} and "
+            f"{sizes[1]:,} parameters"
+        )
+    return draft
+
+
+def size_of(config: OPTConfig) -> int:
+    """Parameters of a model of this architecture."""
+    return num_parameters(nnx.eval_shape(lambda: emsjax.OPT(config, rngs=nnx.Rngs(0))))
+
+
+def prepare(
+    options: argparse.Namespace,
+    texts: Mapping[Path, list[str]],
+    config: OPTConfig,
+    draft_config: OPTConfig,
+) -> tuple[Documents, Documents]:
+    """The documents held out and those to train on, given the texts of each file.
+
+    Raises:
+        ValueError: too few texts or tokens, another vocabulary, lengths that the models have no
+            positions for, rates that are none, or a batch that cannot be dealt out to the devices.
+    """
+    positions = min(config.max_position_embeddings, draft_config.max_position_embeddings)
+    for name, least in (("sequence_length", MIN_TOKENS), ("max_new_tokens", 1)):
+        value, most = getattr(options, name), positions - (name == "max_new_tokens")
+        if not least <= value <= most:
+            option = "--" + name.replace("_", "-")
+            raise ValueError(f"{option} must be in {least}..{most}, not {value}")
+    if options.draft_tokens >= options.max_new_tokens:
+        raise ValueError(
+            f"--draft-tokens must be below --max-new-tokens {options.max_new_tokens}, not "
+            f"{options.draft_tokens}"
+        )
+    for name, zero in (("learning_rate", False), ("weight_decay", True), ("temperature", True)):
+        value = getattr(options, name)
+        if not (math.isfinite(value) and (value > 0 or (zero and value == 0))):
+            option, least = "--" + name.replace("_", "-"), ">= 0" if zero else "> 0"
+            raise ValueError(f"{option} must be finite and {least}, not {value}")
+    devices = len(jax.local_devices())
+    if options.batch_size % devices:
+        raise ValueError(
+            f"--batch-size must be a multiple of {devices}, the number of local devices, "
+            f"not {options.batch_size}"
+        )
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(options.target, **revision_of(options.revision))
+    ends = config.eos_token_ids
+    sizes = {"vocab_size": config.vocab_size, "end_token_ids": ends}
+    documents = {path: tokenize(tokenizer, of, str(path), **sizes) for path, of in texts.items()}
+    if options.held_out_data is None:
+        held_out, training = hold_out(documents[options.data], options.held_out, options.seed)
+    else:
+        held_out = documents[options.held_out_data][: options.held_out]
+        training = documents[options.data]
+        if len(held_out) < options.held_out:
+            raise ValueError(
+                f"{options.held_out_data} has {len(held_out)} texts, and --held-out asks for "
+                f"{options.held_out}"
+            )
+    distillation.PackedSequences(training, options.sequence_length, options.batch_size)
+    return held_out, training
+
+
+def open_output(options: argparse.Namespace) -> dict[str, Any]:
+    """The output folder's record: that of a run with these options, new if the folder is.
+
+    Raises:
+        ValueError: the folder holds something else, or a run with other options.
+    """
+    left_out = {"command", "data", "held_out_data", "output", "checkpoint_every"}
+    settings = {name: value for name, value in vars(options).items() if name not in left_out}
+    for name in ("data", "held_out_data"):
+        path = getattr(options, name)
+        digest = None if path is None else hashlib.sha256(path.read_bytes()).hexdigest()
+        settings[name + "_sha256"] = digest
+    settings = json.loads(json.dumps(settings))
+    folder, path = options.output, options.output / RECORD
+    if path.exists():
+        record = json.loads(path.read_bytes())
+        before = record["settings"]
+        changes = [
+            f"{name} was {before.get(name)!r}, is now {value!r}"
+            for name, value in settings.items()
+            if before.get(name) != value
+        ]
+        if changes:
+            raise ValueError(f"--output: {folder} is from another run: {'; '.join(changes)}")
+        return record
+    unfinished = {RECORD + ".tmp"}  # of a run that was killed as it began
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--output: {folder} is no folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    if {path.name for path in folder.iterdir()} - unfinished:
+        raise ValueError(f"--output: {folder} holds something else")
+    write_atomically(path, json.dumps({"settings": settings}, indent=1))
+    return {"settings": settings}
+
+
+def run(
+    options: argparse.Namespace,
+    draft_config: OPTConfig,
+    held_out: Documents,
+    training: Documents,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Train, save and evaluate."""
+    load = emsjax.OPT.from_pretrained
+    target = load(options.target, dtype=options.dtype, revision=options.revision)
+    if options.draft_model is not None:
+        start = load(options.draft_model, dtype="float32", revision=options.draft_revision)
+    elif options.start == "random":
+        start = emsjax.OPT(draft_config, rngs=nnx.Rngs(options.seed), dtype="float32")
+    else:
+        sizes = (options.layers, options.width, options.embeddings)
+        start = distillation.prune(target, *sizes, documents=training)
+    training = training + generations(options, target, training, say)
+    model, losses = train(options, start, target, training, say)
+    model, start = (one.astype(options.dtype) for one in (model, start))
+    model.save_pretrained(options.output)
+    results = {
+        "losses": losses.tolist(),
+        "parameters": {"target": num_parameters(target), "draft": num_parameters(model)},
+        "config": dataclasses.asdict(model.config),
+    }
+    room = target.config.max_position_embeddings - options.max_new_tokens
+    prompts = [document[: min(room, max(1, len(document) // 2))] for document in held_out]
+    for name, draft_model in (("plain", None), ("before", start), ("after", model)):
+        say(f"decoding {len(prompts)} held-out texts, {name}")
+        results[name] = distillation.evaluate(
+            target,
+            draft_model,
+            prompts,
+            draft_tokens=options.draft_tokens,
+            new_tokens=options.max_new_tokens,
+        )
+    return results
+
+
+def generations(
+    options: argparse.Namespace, target: emsjax.OPT, training: Documents, say
+) -> Documents:
+    """The target's own continuations; those that the output folder holds already."""
+    path = options.output / GENERATIONS
+    if not options.generations:
+        return []
+    if not path.exists():
+        say(f"decoding {options.generations} continuations of the texts")
+        new = distillation.continuations(
+            target,
+            training,
+            options.generations,
+            new_tokens=options.max_new_tokens,
+            temperature=options.temperature,
+            seed=options.seed,
+        )
+        write_atomically(path, json.dumps([ids.tolist() for ids in new]))
+    return [np.array(ids, np.int32) for ids in json.loads(path.read_bytes())]
+
+
+def train(options: argparse.Namespace, start, target, training: Documents, say):
+    """The trained model and its losses, from the newest checkpoint on."""
+    optimizer = distillation.make_optimizer(
+        options.steps,
+        options.learning_rate,
+        warm_up=options.warm_up_steps,
+        weight_decay=options.weight_decay,
+    )
+    trainer = distillation.Trainer(
+        start, optimizer, options.losses, target=target, dtype=options.dtype
+    )
+    sequences = distillation.PackedSequences(
+        training, options.sequence_length, options.batch_size, options.seed
+    )
+    checkpoints = distillation.Checkpoints(options.output / CHECKPOINTS)
+    try:
+        return distillation.train(
+            trainer,
+            sequences,
+            options.steps,
+            checkpoints=checkpoints,
+            every=options.checkpoint_every,
+            say=say,
+        )
+    finally:
+        checkpoints.close()
+
+
+def finish(folder: Path, record: dict[str, Any], say: Callable[[str], None]) -> None:
+    """All that is written when the results are there; the record last, as the run is done then."""
+    from transformers import AutoTokenizer
+
+    settings = record["settings"]
+    revision = revision_of(settings["revision"])
+    AutoTokenizer.from_pretrained(settings["target"], **revision).save_pretrained(folder)
+    (folder / "README.md").write_text(model_card(record))
+    try:
+        plotting.distillation_figure(record["results"]).savefig(folder / FIGURE)
+    except ImportError as error:
+        say(f"no figure: {error}")
+    write_atomically(folder / RECORD, json.dumps(record, indent=1))
+    clean_up(folder)
+
+
+def clean_up(folder: Path) -> None:
+    """Remove what only a run that is not finished needs."""
+    shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
+    (folder / GENERATIONS).unlink(missing_ok=True)

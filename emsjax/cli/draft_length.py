@@ -1,0 +1,136 @@
+"""`emsjax bench draft-length`: policies beside every fixed length, as a command."""
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from emsjax import plotting
+from emsjax.benchmarks import draft_length, resume, surroundings
+from emsjax.benchmarks.workloads import EmbeddedModels, ScriptedModels
+from emsjax.cli.profile import measure_and_store
+from emsjax.cli.reporting import check_writable, make_console, progress
+from emsjax.cli.subjects import check_shapes
+from emsjax.policies import profiles as profile_store
+from emsjax.policies.costs import FORMAT
+
+
+def bench_draft_length(options: argparse.Namespace, command: str) -> int:
+    """Compare draft-length policies; exit code 1 unless all tokens are identical.
+
+    Raises:
+        ValueError: unknown names, a profile that does not suit, results of another run, a place
+            that cannot be written, or what does not fit into the models' positions.
+        ImportError: a plot without matplotlib.
+    """
+    models = find_models(options.shape, options.draft_shape)
+    for name in options.workloads or ():
+        if name not in models.workloads:
+            known = ", ".join(models.workloads)
+            raise ValueError(f"--workloads: {name!r} is none of --shape {options.shape}: {known}")
+    if options.plot is not None:
+        plotting.check_format(options.plot)
+    check_writable("--plot", options.plot)
+    check_writable("--output", options.output)
+    say = progress()
+    wanted = profile_store.subject(models.config, models.draft_config, models.dtype)
+    costs = find_costs(models, wanted, options, command, say)
+    settings = {
+        **models.describe,
+        "device": wanted["device"],
+        "dtype": wanted["dtype"],
+        "max_draft_tokens": options.max_draft_tokens,
+        "max_new_tokens": options.max_new_tokens,
+        "costs": costs,
+    }
+    results = {"command": command, **surroundings(options.commit)}
+    resume(settings, results, options.output)
+    draft_length.run(
+        models,
+        {"format": FORMAT, "costs": costs},
+        results,
+        batch_sizes=options.batch_sizes or models.batch_sizes,
+        workloads=options.workloads or tuple(models.workloads),
+        max_draft_tokens=options.max_draft_tokens,
+        max_new_tokens=options.max_new_tokens,
+        attention=None,
+        draws=options.draws,
+        output=options.output,
+        say=say,
+    )
+    console = make_console()
+    for entry in results["entries"]:
+        console.print(comparison(entry))
+    if options.plot is not None:
+        plotting.draft_length_figure(results).savefig(options.plot)
+    return 0 if draft_length.all_identical(results) else 1
+
+
+def find_models(shape: str, draft_shape: str | None) -> draft_length.Models:
+    """The models by their shapes' names; raises a ValueError for others."""
+    if shape == "embedded":
+        if draft_shape is not None:
+            raise ValueError("--draft-shape is an option of other shapes than --shape embedded")
+        return EmbeddedModels()
+    return ScriptedModels(shape, check_shapes(shape, draft_shape, "embedded"))
+
+
+def find_costs(
+    models: draft_length.Models,
+    wanted: Mapping[str, Any],
+    options: argparse.Namespace,
+    command: str,
+    say: Callable[[str], None],
+) -> Mapping[str, Any]:
+    """Of the profile given, of the results to be gone on with, as stored, or measured now."""
+    if options.profile is not None:
+        return profile_store.read_for(options.profile, wanted)["costs"]
+    output = options.output
+    if output is not None and output.exists():
+        try:
+            return json.loads(output.read_bytes())["settings"]["costs"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"--output: {output} exists and is not from emsjax bench draft-length"
+            ) from error
+    path = profile_store.find(wanted)
+    if path is not None:
+        say(f"Step costs: from the stored profile {path}")
+        return profile_store.read_for(path, wanted)["costs"]
+    measured, path = measure_and_store(
+        models.config, models.draft_config, models.dtype, command=command, say=say
+    )
+    say(f"Step costs: measured, and stored in {path}")
+    return measured["costs"]
+
+
+def comparison(entry: Mapping[str, Any]) -> Table:
+    """One workload at one batch size."""
+    table = Table(
+        title=f"{entry['workload']}, batch {entry['batch']}",
+        caption="of best: of the fastest fixed length's speed",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+    )
+    policies = entry["policies"]
+    speeds = {"tokens_per_s": "whole run", "live_tokens_per_s": "all live"}
+    speeds = {which: of for which, of in speeds.items() if policies["fixed 0"][which] is not None}
+    table.add_column("")
+    for title in speeds.values():
+        table.add_column(f"{title}\ntokens/s", justify="right")
+        table.add_column("of\nbest", justify="right")
+    table.add_column("mean acceptance\nlength", justify="right")
+    best = {which: draft_length.best_fixed(policies, which) for which in speeds}
+    # Plain decoding has all samples live to its end: one token each in every step.
+    plain = dict.fromkeys(speeds, entry["plain"]["tokens_per_s"]) | {"mean_acceptance_length": 1.0}
+    shown = {"plain": plain} | {name: policies[name] for name, _ in best.values()}
+    shown |= {name: of for name, of in policies.items() if not name.startswith("fixed ")}
+    for name, of in shown.items():
+        cells = []
+        for which, (_, speed) in best.items():
+            cells += [f"{of[which]:.0f}", f"{of[which] / speed:.3f}"]
+        table.add_row(name, *cells, f"{of['mean_acceptance_length']:.2f}")
+    return table

@@ -1,0 +1,114 @@
+"""`emsjax bench peers`: this library beside transformers, as a command."""
+
+import argparse
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from rich.table import Table
+
+from emsjax.benchmarks import peers, resume, surroundings
+from emsjax.benchmarks.workloads import ScriptedModels
+from emsjax.cli.reporting import check_writable, line, make_console, make_table, progress
+from emsjax.cli.subjects import OF_TRAINED, check_absent, check_shapes, read_trained
+from emsjax.policies import profiles as profile_store
+
+BATCH_SIZES = (1, 8, 24)
+Make = Callable[[], peers.Subject]
+
+
+def bench_peers(options: argparse.Namespace, command: str) -> int:
+    """Compare; exit code 1 unless all tokens are identical.
+
+    Where transformers cannot run, a message says why and our own figures stand alone.
+
+    Raises:
+        ValueError: an unknown shape, options that do not go together, results of another run, a
+            place that cannot be written, or what does not fit.
+    """
+    check_writable("--output", options.output)
+    batch_sizes, say = options.batch_sizes or BATCH_SIZES, progress()
+    make, describe = (scripted if options.model is None else trained)(options, max(batch_sizes))
+    libraries, missing = {"emsjax": peers.ours, "transformers": peers.theirs}, None
+    try:
+        peers.torch_device()
+    except ImportError as error:
+        missing = error
+        del libraries["transformers"]
+    settings = {
+        **describe,
+        "device": profile_store.device(),
+        "max_new_tokens": options.max_new_tokens,
+        "repeats": options.repeats,
+        "libraries": list(libraries),
+    }
+    versions = ("transformers", "torch") if "transformers" in libraries else ()
+    results = {"command": command, **surroundings(options.commit, *versions)}
+    resume(settings, results, options.output)
+    if missing is not None:
+        say(f"transformers is left out: {missing}")
+    subject = make()
+    peers.run(
+        subject,
+        {name: generate_of(subject) for name, generate_of in libraries.items()},
+        results,
+        batch_sizes=batch_sizes,
+        repeats=options.repeats,
+        output=options.output,
+        say=say,
+    )
+    console = make_console()
+    console.print(speeds(results))
+    if not (same := peers.all_identical(results)):
+        line(console, "Not all tokens are identical.")
+    return 0 if same else 1
+
+
+def scripted(options: argparse.Namespace, prompts: int) -> tuple[Make, dict[str, Any]]:
+    """Models of random weights and prompts that hold nearly what they say; settings tell what."""
+    check_absent(options, OF_TRAINED, "--model")
+    draft_shape = check_shapes(options.shape, options.draft_shape)
+    describe = {
+        "shape": options.shape,
+        "draft_shape": draft_shape,
+        "dtype": jnp.dtype(ScriptedModels.dtype).name,
+        "miscopied": peers.MISCOPIED,
+    }
+    sizes = (options.shape, draft_shape, options.max_new_tokens)
+    return functools.partial(peers.scripted_subject, *sizes), describe
+
+
+def trained(options: argparse.Namespace, prompts: int) -> tuple[Make, dict[str, Any]]:
+    """A trained model, and as many prompts of a file as the largest batch has.
+
+    Raises:
+        ValueError: what `read_trained` refuses.
+    """
+    check_absent(options, ("draft_shape",), "--shape")
+    found = read_trained(options, prompts, prompts)
+    ids = [np.asarray(prompt, np.int32) for prompt in found.prompts]
+
+    def make() -> peers.Subject:
+        draft_model = None if found.load_draft is None else found.load_draft()
+        return peers.Subject(
+            found.load(), draft_model, lambda batch: ids[:batch], options.max_new_tokens
+        )
+
+    return make, found.describe
+
+
+def speeds(results: Mapping[str, Any]) -> Table:
+    """A row for each batch size and method, a column for each library."""
+    libraries = results["settings"]["libraries"]
+    table = make_table("Tokens per second, prefill excluded", ["batch", "drafts", *libraries])
+    for entry in results["entries"]:
+        found = {(run["library"], run["method"]): run["tokens_per_s"] for run in entry["runs"]}
+        for method in dict.fromkeys(method for _, method in found):
+            cells = []
+            for library in libraries:
+                speed = found.get((library, method))
+                cells.append("-" if speed is None else f"{speed:.0f}")
+            table.add_row(str(entry["batch"]), method, *cells)
+    return table

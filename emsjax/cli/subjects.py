@@ -1,0 +1,94 @@
+"""What `emsjax bench` decodes: checked shapes, or a trained model and the prompts of a file."""
+
+import argparse
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import emsjax
+from emsjax.benchmarks.runs import MODELS
+from emsjax.cli.arguments import flag
+from emsjax.cli.drafting import read_config
+from emsjax.cli.generate import Prompts, check_prompts
+from emsjax.device import dtype_name
+from emsjax.records.input import Records, survey
+
+DRAFT_SHAPE = "opt-125m"
+OF_TRAINED = ("data", "revision", "draft_model", "draft_revision", "dtype")  # options
+
+
+class Trained(NamedTuple):
+    """Tokenized prompts, what settings tell of them and of the models, and what loads these."""
+
+    prompts: list[list[int]]
+    describe: dict[str, Any]
+    load: Callable[[], emsjax.OPT]
+    load_draft: Callable[[], emsjax.OPT] | None  # None: no draft model
+
+
+def check_absent(options: argparse.Namespace, names: Iterable[str], needed: str) -> None:
+    """Raises a ValueError if one of these options, which are some other's, was given."""
+    for name in names:
+        if getattr(options, name) is not None:
+            raise ValueError(f"{flag(name)} needs {needed}")
+
+
+def check_shapes(shape: str, draft_shape: str | None, *others: str) -> str:
+    """The draft model's shape; raises a ValueError for a name that is none of these."""
+    draft_shape = draft_shape or DRAFT_SHAPE
+    for option, name, known in (
+        ("--shape", shape, [*others, *MODELS]),
+        ("--draft-shape", draft_shape, list(MODELS)),
+    ):
+        if name not in known:
+            raise ValueError(f"{option} must be one of {', '.join(known)}, not {name!r}")
+    return draft_shape
+
+
+def read_trained(options: argparse.Namespace, max_prompts: int, largest_batch: int) -> Trained:
+    """`--model`, `--draft-model` if given, and the first prompts of `--data`.
+
+    Raises:
+        ValueError: no data, bad records, a revision of no model, prompts that do not fit, or
+            fewer than the largest batch has.
+    """
+    if options.data is None:
+        raise ValueError("--model needs --data")
+    if options.draft_model is None:
+        check_absent(options, ["draft_revision"], "--draft-model")
+    records = Records(options.data, options.prompt_template)
+    data = survey(records)
+    cut = argparse.Namespace(
+        model=options.model,
+        revision=options.revision,
+        keep="last",
+        max_prompt_tokens=options.max_prompt_tokens,
+    )
+    prompts = list(itertools.islice(Prompts(records, cut), max_prompts))
+    if len(prompts) < largest_batch:
+        raise ValueError(
+            f"--batch-sizes: {largest_batch} is more than the {len(prompts)} prompts of --data"
+        )
+    config = read_config(options.model, options.revision)
+    check_prompts(prompts, options.max_new_tokens, config)
+    dtype = dtype_name(options.dtype)
+
+    def loads(model: str, revision: str | None) -> Callable[[], emsjax.OPT]:
+        return lambda: emsjax.OPT.from_pretrained(model, dtype=dtype, revision=revision)
+
+    load_draft = None
+    if options.draft_model is not None:
+        load_draft = loads(options.draft_model, options.draft_revision)
+    describe = {
+        "model": options.model,
+        "revision": options.revision,
+        "draft_model": options.draft_model,
+        "draft_revision": options.draft_revision,
+        "dtype": dtype,
+        "data_sha256": data.sha256,
+        "prompt_template": options.prompt_template,
+        "max_prompt_tokens": options.max_prompt_tokens,
+        "max_prompts": max_prompts,
+    }
+    load = loads(options.model, options.revision)
+    return Trained([ids for _, ids in prompts], describe, load, load_draft)

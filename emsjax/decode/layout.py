@@ -1,0 +1,83 @@
+"""Where rows and cached tokens lie: unpadded, or padded as by the vanilla method.
+
+The padded method shares one place among all samples twice. A step feeds every sample as many
+rows as the one with the longest draft has, and commits at one position of the cache for all,
+which moves on by the most that any sample emits; what is left open behind the others stays
+masked. Nothing else differs, so decoding has one step and one loop for both.
+
+Reference: the vanilla method and the two ablations of EMS-SD, arXiv 2405.07542.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int32
+
+from emsjax.decode.cache import Cache, KVCache, SharedIndexCache
+from emsjax.decode.pack import PackedRows, pack
+from emsjax.decode.row_counts import round_up_length, row_buckets, smallest_bucket
+from pallas_kernels.indexing import take
+
+MAX_WIDTHS = 11  # of a padded step
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """What is padded: nothing (EMS-SD), or a step's rows, or the cache, or both (vanilla).
+
+    Static; the axes are those of `emsjax.decode.pack`.
+    """
+
+    pad_inputs: bool = False
+    pad_kv_cache: bool = False
+
+    def row_counts(self, batch: int, k1: int) -> tuple[int, ...]:
+        """Static row counts of a step, ascending; each is compiled once."""
+        if not self.pad_inputs:
+            return row_buckets(batch, k1)
+        # As many rows of each sample as the longest draft has, if these are not too many programs.
+        widths = {-(-k1 * n // MAX_WIDTHS) for n in range(1, MAX_WIDTHS + 1)}
+        return tuple(batch * width for width in sorted({1, *widths}))
+
+    def smallest(self, sizes: tuple[int, ...], counts: Int32[Array, "b"]) -> Int32[Array, ""]:
+        """Index of the smallest of the row counts that holds the samples' rows."""
+        if not self.pad_inputs:
+            return smallest_bucket(sizes, jnp.sum(counts))
+        return smallest_bucket(sizes, counts.shape[0] * jnp.max(counts))
+
+    def pack(
+        self,
+        starts: Int32[Array, "b"],
+        counts: Int32[Array, "b"],
+        num_rows: int,
+        used: int | Int32[Array, ""],
+    ) -> PackedRows:
+        """The samples' rows starts[s] .. starts[s] + counts[s] - 1 among `num_rows`.
+
+        Args:
+            used: the row count of the step, at most `num_rows`. Padded samples, finished ones
+                too, have as many each; those beyond their own are fed, and count as theirs.
+        """
+        if not self.pad_inputs:
+            return pack(starts, counts, num_rows)
+        batch = starts.shape[0]
+        row, width = jnp.arange(num_rows, dtype=jnp.int32), used // batch
+        segment_ids = jnp.minimum(row // width, batch)
+        positions = take(starts, jnp.minimum(segment_ids, batch - 1)) + row % width
+        positions = jnp.where(segment_ids < batch, positions, 0)
+        offsets = width * jnp.arange(batch, dtype=jnp.int32)
+        return PackedRows(segment_ids.astype(jnp.int32), positions, offsets, counts)
+
+    def cache_length(self, max_len: int, max_new_tokens: int, slots: int, k1: int) -> int:
+        """Places of each sample in the cache: `max_len` if they are not shared."""
+        if not self.pad_kv_cache:
+            return max_len
+        # A step moves on by k1 at most, and by no more than all samples emit together.
+        return round_up_length(max_len + max_new_tokens * min(slots, k1))
+
+    def arrange(self, cache: KVCache) -> Cache:
+        """A prefilled cache as decoding wants it."""
+        return SharedIndexCache.of(cache) if self.pad_kv_cache else cache
+
+
+UNPADDED = Layout()

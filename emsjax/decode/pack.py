@@ -1,0 +1,77 @@
+"""Ragged batches as packed rows: all samples' tokens on one axis, no padding between.
+
+The axis legend of the library, used in every shape annotation:
+
+    b = batch (slots)            r = packed rows        t = tokens of a sequence buffer
+    k = max_draft_tokens         v = vocabulary         e = hidden size
+    l = cache length             h = heads              d = head_dim
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int32, PyTree
+
+from pallas_kernels.indexing import take
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PackedRows:
+    """Where each row of the packed axis belongs; padding rows come last.
+
+    Attributes:
+        segment_ids: sample of each row; `batch` for padding rows.
+        positions: position of each row within its sample; 0 for padding rows.
+        offsets: first row of each sample.
+        counts: rows of each sample.
+    """
+
+    segment_ids: Int32[Array, "r"]
+    positions: Int32[Array, "r"]
+    offsets: Int32[Array, "b"]
+    counts: Int32[Array, "b"]
+
+    @property
+    def samples(self) -> Int32[Array, "r"]:
+        """The sample of each row; of padding rows the last."""
+        return jnp.minimum(self.segment_ids, self.offsets.shape[0] - 1)
+
+    def gather(self, blocks: Array) -> Array:
+        """Per-sample values `blocks` [b, n, ...] of the samples' rows, as [r, ...].
+
+        Row i of sample s is blocks[s, i]; padding rows hold an arbitrary value.
+        """
+        samples = self.samples
+        within = jnp.arange(samples.shape[0]) - take(self.offsets, samples)
+        return take(blocks, samples, jnp.clip(within, 0, blocks.shape[1] - 1))
+
+    def scatter(self, rows: PyTree, width: int) -> PyTree:
+        """Arrays of packed rows [r, ...] as per-sample blocks [b, width, ...].
+
+        Entries beyond a sample's count are arbitrary.
+        """
+        row = self.offsets[:, None] + jnp.arange(width)
+        row = jnp.minimum(row, self.segment_ids.shape[0] - 1)
+        return jax.tree.map(lambda x: take(x, row), rows)
+
+
+def pack(starts: Int32[Array, "b"], counts: Int32[Array, "b"], num_rows: int) -> PackedRows:
+    """Concatenate rows starts[s] .. starts[s] + counts[s] - 1 of every sample s.
+
+    Rows beyond `num_rows` are cut off, last samples first, so a long run of
+    rows can be fed in chunks: the result's `counts` tell what went in.
+
+    >>> rows = pack(jnp.array([5, 9, 4]), jnp.array([2, 1, 0]), num_rows=4)
+    >>> print(rows.segment_ids, rows.positions)
+    [0 0 1 3] [5 6 9 0]
+    """
+    batch = starts.shape[0]
+    ends = jnp.minimum(jnp.cumsum(counts, dtype=jnp.int32), num_rows)
+    offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
+    row = jnp.arange(num_rows, dtype=jnp.int32)
+    segment_ids = jnp.searchsorted(ends, row, side="right", method="compare_all").astype(jnp.int32)
+    sample = jnp.minimum(segment_ids, batch - 1)
+    positions = jnp.where(segment_ids < batch, row + take(starts - offsets, sample), 0)
+    return PackedRows(segment_ids, positions, offsets, ends - offsets)

@@ -1,0 +1,90 @@
+"""The static row counts that steps and prefill are compiled for."""
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+MIN_BUCKET_ROWS = 16  # the rows of a matrix unit's tile: fewer cost the same
+MAX_BUCKETS = 17  # from one row per sample on: each takes seconds to compile
+# Where all samples are live and most of them draft, a step has this part of the most rows. There
+# row counts are as close as so many allow.
+FINE_FROM, FINE_TO = 5 / 8, 7 / 8
+# From here on rows cost something: without what is cached a step of OPT-6.7B took 4.0 ms with 16
+# rows, 4.3 with 64, 4.6 with 96 and 4.9 with 136 (benchmarks/h200-profile.json).
+HALVED_FROM = 64
+# From the first of these to below the last, row counts are so many more than a multiple of 16:
+# cuBLAS offers tiles of half the rows for 344, and not for 352. Without attention, steps of four
+# layers of OPT-6.7B took 668 us for 136 rows, 674 for 144, 710 for 160 and 689 for 168 (batch 24),
+# 1103 for 344, 1193 for 352, 1158 for 360 and 1242 for 392 (batch 64; bfloat16, an H200, jax
+# 0.11.2). To compare, the profiles of
+# `python -m emsjax.benchmarks.step --layers 4 --shapes 17x8,18x8,20x8,21x8,43x8,44x8,45x8,49x8`.
+MORE_FROM, MORE_TO, MORE = 128, 512, 8
+MAX_CHUNK_ROWS = 1024  # of prefill
+PROMPT_SIXTEENTHS = (3, 6, 10, 16)  # of them, in steps that feed prompts beside drafts
+
+
+def row_buckets(batch: int, max_rows_per_sample: int) -> tuple[int, ...]:
+    """Static row counts that a step may be padded up to, ascending; each is compiled once.
+
+    From one row per sample to all. Between them they are closest where steps are in which all
+    samples are live and most of them draft; below that, for when samples have ended, they are
+    powers of two, and where rows cost something also halfway between these. With drafts also
+    fewer than one row per sample, powers of four.
+    """
+    most = batch * max_rows_per_sample
+    least = min(most, max(batch, MIN_BUCKET_ROWS))
+    powers = [2**i for i in range(4, most.bit_length())]
+    halfway = [n + n // 2 for n in powers if n >= HALVED_FROM]
+    coarse = [n for n in (*powers, *halfway) if n < most * FINE_FROM]
+    step = MIN_BUCKET_ROWS
+    while len(buckets := _buckets(least, most, coarse, step)) > MAX_BUCKETS and step < most:
+        step *= 2
+    fewer = (n for n in powers[::2] if 3 * n <= 2 * least and max_rows_per_sample > 1)
+    return tuple(sorted({*fewer, *buckets}))
+
+
+def _buckets(least: int, most: int, coarse: list[int], step: int) -> set[int]:
+    """From `least` to `most`: the coarse ones, and fine ones in steps of so many rows."""
+    fine = (n for n in range(0, most, step) if most * FINE_FROM <= n <= most * FINE_TO)
+    buckets = [least]
+    for size in sorted(n + MORE if MORE_FROM <= n < MORE_TO else n for n in {*coarse, *fine}):
+        if buckets[-1] + MIN_BUCKET_ROWS <= size < most:
+            buckets.append(size)
+    return {*buckets, most}
+
+
+def smallest_bucket(buckets: tuple[int, ...], rows: Array) -> Array:
+    """Index of the smallest bucket that holds so many rows; rows of any shape."""
+    # All compared at once: a binary search would be a loop of launches on a GPU.
+    return jnp.searchsorted(jnp.asarray(buckets, rows.dtype), rows, method="compare_all")
+
+
+def chunk_rows(batch: int, width: int) -> int:
+    """Static rows of a prefill chunk for a token buffer [batch, width]."""
+    return min(MAX_CHUNK_ROWS, batch * width)
+
+
+def prompt_row_counts(batch: int, k1: int, width: int) -> tuple[int, ...]:
+    """Static row counts of steps that feed prompts, ascending; the last has room beside drafts.
+
+    Args:
+        width: of the token buffer.
+    """
+    chunk = chunk_rows(batch, width)
+    most = max(chunk, batch * k1 + chunk // 2)
+    sizes = {round_up(-(-most * n // 16), MIN_BUCKET_ROWS) for n in PROMPT_SIXTEENTHS}
+    return tuple(sorted(sizes))
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The next multiple."""
+    return -(-number // multiple) * multiple
+
+
+def round_up_length(length: int) -> int:
+    """A static width that holds `length` tokens: few widths, so few compilations.
+
+    Powers of two from 64 to 512, then multiples of 512.
+    """
+    if length > 512:
+        return round_up(length, 512)
+    return max(64, 1 << (length - 1).bit_length())

@@ -1,0 +1,147 @@
+"""Drafts copied from a reference text: LLMA, arXiv 2304.04487."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int32
+
+from emsjax.checks import as_token_ids, check_at_least
+from emsjax.decode.base import Draft
+from emsjax.decode.row_counts import round_up_length
+from pallas_kernels.indexing import take_in_rows
+
+
+@jax.tree_util.register_pytree_node_class
+class PromptLookup:
+    """Find the last `match_length` tokens in a reference and copy what followed there.
+
+    The last occurrence wins. A copy is shorter than `max_draft_tokens` only at
+    the reference's end; without an occurrence nothing is drafted.
+
+    Args:
+        match_length: tokens that must match.
+        max_draft_tokens: tokens copied at most.
+        references: one token-id sequence per prompt; None: the prompt itself.
+        search_generated: also search the sample's own prompt and generated
+            tokens; an occurrence there wins over one in `references`.
+
+    Raises:
+        ValueError: `match_length` or `max_draft_tokens` below 1, or references
+            that are not sequences of token ids.
+
+    References: LLMA, arXiv 2304.04487; last occurrence as in EMS-SD, arXiv 2405.07542.
+    """
+
+    free = True
+
+    def __init__(
+        self,
+        match_length: int = 2,
+        max_draft_tokens: int = 7,
+        references: Sequence[Any] | None = None,
+        search_generated: bool = False,
+    ):
+        self.match_length = check_at_least("match_length", match_length, 1)
+        self.max_draft_tokens = check_at_least("max_draft_tokens", max_draft_tokens, 1)
+        self.search_generated = bool(search_generated)
+        self.references = self.reference_lengths = None
+        if references is not None:
+            if not hasattr(references, "__len__"):
+                kind = type(references).__name__
+                raise ValueError(f"references must be a sequence of token ids of each, not {kind}")
+            texts = [as_token_ids(f"references[{i}]", text) for i, text in enumerate(references)]
+            self.reference_lengths = np.array([len(text) for text in texts], np.int32)
+            width = round_up_length(max(map(len, texts), default=1))
+            self.references = np.zeros((len(texts), width), np.int32)
+            for row, text in zip(self.references, texts, strict=True):
+                row[: len(text)] = text
+
+    def tree_flatten(self):
+        settings = (self.match_length, self.max_draft_tokens, self.search_generated)
+        return (self.references, self.reference_lengths), settings
+
+    @classmethod
+    def tree_unflatten(cls, settings, children) -> "PromptLookup":
+        self = object.__new__(cls)
+        self.match_length, self.max_draft_tokens, self.search_generated = settings
+        self.references, self.reference_lengths = children
+        return self
+
+    def for_prompts(self, prompt_indices: np.ndarray, num_prompts: int) -> "PromptLookup":
+        """The drafter for a batch whose slot i serves prompt prompt_indices[i].
+
+        Raises:
+            ValueError: the number of references is not `num_prompts`.
+        """
+        if self.references is None:
+            return self
+        if len(self.references) != num_prompts:
+            raise ValueError(
+                f"references must hold one sequence per prompt: got {len(self.references)} "
+                f"for {num_prompts} prompts"
+            )
+        settings = self.tree_flatten()[1]
+        chosen = (self.references[prompt_indices], self.reference_lengths[prompt_indices])
+        return self.tree_unflatten(settings, chosen)
+
+    def init(
+        self, prompts: Int32[Array, "b t"], prompt_lengths: Int32[Array, "b"], max_len: int
+    ) -> Any:
+        return prompt_lengths
+
+    def propose(self, state, tokens, lengths, draft_lengths, keys, sampling):
+        prompt_lengths, batch = state, tokens.shape[0]
+        last = lengths[:, None] - self.match_length + jnp.arange(self.match_length)
+        suffix = take_in_rows(tokens, jnp.maximum(last, 0))
+        long_enough = lengths >= self.match_length
+
+        draft = Draft(
+            jnp.zeros((batch, self.max_draft_tokens), jnp.int32), jnp.zeros(batch, jnp.int32)
+        )
+        for text, text_lengths in self._texts(tokens, lengths, prompt_lengths):
+            found, start = find_last(text, text_lengths, suffix)
+            at = start[:, None] + jnp.arange(self.max_draft_tokens)
+            copy = take_in_rows(text, jnp.minimum(at, text.shape[1] - 1))
+            found &= long_enough
+            draft = Draft(
+                jnp.where(found[:, None], copy, draft.tokens),
+                jnp.where(found, text_lengths - start, draft.counts),
+            )
+        limits = jnp.minimum(draft_lengths, self.max_draft_tokens)
+        return Draft(draft.tokens, jnp.minimum(draft.counts, limits)), state
+
+    def commit(self, state, lengths):
+        return state
+
+    def _texts(self, tokens, lengths, prompt_lengths):
+        """Searched texts and their lengths; later ones win."""
+        own_lengths = lengths if self.search_generated else prompt_lengths
+        if self.references is None:
+            return [(tokens, own_lengths)]
+        if len(self.references) != len(tokens):
+            raise ValueError(
+                f"the drafter holds {len(self.references)} references for {len(tokens)} samples: "
+                "give `step` what for_prompts returns for these"
+            )
+        texts = [(jnp.asarray(self.references), jnp.asarray(self.reference_lengths))]
+        return [*texts, (tokens, own_lengths)] if self.search_generated else texts
+
+
+def find_last(
+    text: Int32[Array, "b w"], text_lengths: Int32[Array, "b"], suffix: Int32[Array, "b n"]
+) -> tuple[Bool[Array, "b"], Int32[Array, "b"]]:
+    """Where the last occurrence of `suffix` that something follows ends.
+
+    Returns:
+        Whether there is one, and the index of the token that follows it.
+    """
+    width, n = text.shape[1], suffix.shape[1]
+    start = jnp.arange(width, dtype=jnp.int32)
+    match = start + n < text_lengths[:, None]
+    for i in range(n):
+        match &= jnp.roll(text, -i, axis=1) == suffix[:, i : i + 1]
+    last = jnp.max(jnp.where(match, start, -1), axis=1)
+    return last >= 0, last + n

@@ -1,0 +1,105 @@
+"""Drafts that are not a drafter's own: what a source proposes is paid for and overridden."""
+
+import abc
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32
+
+from emsjax.decode.base import Draft, admitted, is_free, state_after_commit
+from emsjax.models.config import OPTConfig
+from pallas_kernels.indexing import take_in_rows
+
+
+class Overriding(abc.ABC):
+    """A drafter that replaces what its `source` drafts, whose work is done all the same.
+
+    Attributes:
+        max_draft_tokens: static limit of the replacements; the source may have another.
+        source: a drafter that is a pytree, or None: drafts come for nothing.
+    """
+
+    max_draft_tokens: int
+    source: Any
+
+    @abc.abstractmethod
+    def override(self, lengths: Int32[Array, "b"], draft_lengths: Int32[Array, "b"]) -> Draft:
+        """What is proposed instead: see `Drafter.propose`."""
+
+    @property
+    def free(self) -> bool:
+        """Whether proposing costs next to nothing."""
+        return self.source is None or is_free(self.source)
+
+    def for_prompts(self, prompt_indices: np.ndarray, num_prompts: int):
+        if not hasattr(self.source, "for_prompts"):
+            return self
+        source = self.source.for_prompts(prompt_indices, num_prompts)
+        return self if source is self.source else dataclasses.replace(self, source=source)
+
+    def check_target(self, config: OPTConfig, positions: int) -> None:
+        if hasattr(self.source, "check_target"):
+            self.source.check_target(config, positions)
+
+    def state_bytes(self, max_len: int) -> int:
+        return self.source.state_bytes(max_len) if hasattr(self.source, "state_bytes") else 0
+
+    def init(self, *prompts):
+        return () if self.source is None else self.source.init(*prompts)
+
+    def admit(self, state, tokens, lengths, fresh):
+        return () if self.source is None else admitted(self.source, state, tokens, lengths, fresh)
+
+    def propose(self, state, tokens, lengths, draft_lengths, keys, sampling):
+        draft = self.override(lengths, draft_lengths)
+        if self.source is None:
+            return draft, state
+        drafted, state = self.source.propose(state, tokens, lengths, draft_lengths, keys, sampling)
+        least = jnp.min(drafted.tokens, axis=1, keepdims=True)
+        # Never true; whoever drafted cannot be left out as unused.
+        tokens = jnp.where(least == jnp.iinfo(jnp.int32).min, least, draft.tokens)
+        return dataclasses.replace(draft, tokens=tokens), state
+
+    def commit(self, state, lengths):
+        return state if self.source is None else state_after_commit(self.source, state, lengths)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Replay(Overriding):
+    """Proposes as many tokens as it is told, of which as many are right as it is told.
+
+    The target must say `text`, greedily. Places beyond the arrays read their last column. All
+    but the two sizes is traced: other numbers need no new compilation.
+
+    Attributes:
+        text: what the target says: text[s, p] is the token at position p of sample s.
+        counts: tokens drafted when the next token's position is p; 0: a miss.
+        right: how many of them are right; the token after those is a wrong one.
+        vocab_size: wrong tokens are below it.
+        max_draft_tokens: limit of `counts`.
+        source: see `Overriding`. It is asked for as many tokens as the step allows.
+    """
+
+    text: Int32[Array, "b t"]
+    counts: Int32[Array, "b t"]
+    right: Int32[Array, "b t"]
+    vocab_size: int = dataclasses.field(metadata={"static": True})
+    max_draft_tokens: int = dataclasses.field(metadata={"static": True})
+    source: Any = None
+
+    def override(self, lengths, draft_lengths) -> Draft:
+        index = jnp.arange(self.max_draft_tokens)
+        said = _at(self.text, lengths[:, None] + index)
+        wrong = index == _at(self.right, lengths[:, None])
+        tokens = jnp.where(wrong, (said + 1) % self.vocab_size, said)
+        counts = _at(self.counts, lengths[:, None])[:, 0]
+        return Draft(tokens, jnp.minimum(counts, draft_lengths))
+
+
+def _at(values: Int32[Array, "b t"], positions: Int32[Array, "b n"]) -> Int32[Array, "b n"]:
+    """values[s, positions[s]] of every sample s; the last column beyond it."""
+    return take_in_rows(values, jnp.minimum(positions, values.shape[1] - 1))

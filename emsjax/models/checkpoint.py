@@ -1,0 +1,315 @@
+"""Hugging Face OPT checkpoints: read in any published format, written as safetensors."""
+
+import dataclasses
+import functools
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import TypeVar
+
+import huggingface_hub
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors.numpy
+from flax import nnx
+from huggingface_hub.errors import (
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from jax import Array
+
+from emsjax.engine.memory import check_weights_fit
+from emsjax.models.config import OPTConfig
+from emsjax.models.weight_files import (
+    FORMATS,
+    StoredTensor,
+    choose_format,
+    open_weights,
+    read_index,
+    read_json,
+)
+
+Model = TypeVar("Model", bound=nnx.Module)
+DTYPES = ("bfloat16", "float16", "float32")
+READABLE_DTYPES = (*DTYPES, "float64")
+MAX_SHARD_BYTES = 2 << 30
+
+# Modules and leaves are named as published, but for these.
+STORED_MODULES = {
+    "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "out_proj": ("self_attn.out_proj",),
+}
+TORCH_LEAVES = {"embedding": "weight", "kernel": "weight", "scale": "weight"}
+TIED_HEADS = ("lm_head.weight", "lm_head.kernel")  # copies of the embedding table
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A parameter of the model and the tensors that store it, side by side on its last axis.
+
+    Attributes:
+        path: in the model's state.
+        names: of the stored tensors, without the leading "model.".
+        shape: of each stored tensor.
+        transposed: whether they are stored with their axes swapped.
+    """
+
+    path: tuple
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    transposed: bool
+
+
+def weights_of(model: nnx.Module, *, torch_layout: bool) -> list[Weight]:
+    """How a checkpoint stores every parameter of a (possibly abstract) model."""
+    weights = []
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        *scope, module, leaf = map(str, path)
+        stored_modules = STORED_MODULES.get(module, (module,))
+        stored_leaf = TORCH_LEAVES.get(leaf, leaf) if torch_layout else leaf
+        names = tuple(".".join(["decoder", *scope, name, stored_leaf]) for name in stored_modules)
+        transposed = torch_layout and leaf == "kernel"
+        shape = (*variable.shape[:-1], variable.shape[-1] // len(names))
+        weights.append(Weight(path, names, shape[::-1] if transposed else shape, transposed))
+    return weights
+
+
+def load(
+    cls: type[Model], path_or_repo_id: str | PathLike, *, dtype, revision: str | None = None
+) -> Model:
+    """A model from a local folder or a repository of the Hugging Face hub.
+
+    The first of these formats that is there is read, in one file or in shards:
+    safetensors, Flax msgpack, PyTorch .bin. Tensors go to the device one by one.
+
+    Args:
+        cls: the model's class.
+        path_or_repo_id: a folder, or a hub id such as "facebook/opt-125m".
+        dtype: of the model: bfloat16, float16 or float32.
+        revision: a branch, tag or commit of the repository.
+
+    Raises:
+        ValueError: another dtype; neither a folder nor a repository; no config.json or
+            weights; a file is malformed, truncated, or does not fit the config; the device
+            has no room for the weights.
+        ImportError: the weights are only there as .bin, and torch is not installed.
+    """
+    check_dtype(dtype)
+    is_folder = os.path.isdir(path_or_repo_id)  # of "", Path would make the current one
+    folder = Path(path_or_repo_id) if is_folder else download(path_or_repo_id, revision)
+    config = read_config(folder / "config.json")
+    names = [file.name for file in folder.iterdir() if file.is_file()]
+    form, first = choose_format(names, str(folder))
+
+    model = nnx.eval_shape(lambda: cls(config, rngs=nnx.Rngs(0), dtype=dtype))
+    weights = weights_of(model, torch_layout=form.torch_layout)
+    tensors = published(open_weights(form, folder / first), folder / first)
+    check(weights, tensors, folder / first)
+    check_weights_fit(config, dtype)
+
+    graph, state = nnx.split(model)
+    variables = dict(nnx.to_flat_state(state))
+    for weight in weights:
+        value = read(weight, [tensors[name] for name in weight.names], dtype)
+        variables[weight.path] = variables[weight.path].replace(value)
+    return nnx.merge(graph, nnx.from_flat_state(variables))
+
+
+def check_dtype(dtype) -> None:
+    """Raises a ValueError where no model has this dtype."""
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = repr(dtype)
+    if name not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {name}")
+
+
+def download(repo_id: str | PathLike, revision: str | None) -> Path:
+    """The cached folder of a repository's config and the files of one weight format."""
+    if not isinstance(repo_id, str) or Path(repo_id).exists() or looks_like_path(repo_id):
+        raise ValueError(f"{str(repo_id)!r} is no folder")
+    problem = f"{repo_id!r} is neither a folder nor a repository of the Hugging Face hub"
+    try:
+        names = huggingface_hub.list_repo_files(repo_id, revision=revision)
+    except OfflineModeIsEnabled as error:
+        return cached(repo_id, revision, error)
+    except HFValidationError as error:
+        raise ValueError(f"{problem}: {error}") from error
+    except RevisionNotFoundError as error:
+        raise ValueError(f"{repo_id!r} has no revision {revision!r}") from error
+    except RepositoryNotFoundError as error:
+        raise ValueError(problem) from error
+    except Exception as error:  # of whatever library carries the request
+        return cached(repo_id, revision, error)
+    if "config.json" not in names:
+        raise ValueError(f"{repo_id!r} has no config.json")
+    form, first = choose_format(names, repr(repo_id))
+    wanted = {"config.json", first}
+    if first == form.index_name:
+        index = huggingface_hub.hf_hub_download(repo_id, first, revision=revision)
+        wanted |= set(read_index(Path(index)).values())
+    return Path(
+        huggingface_hub.snapshot_download(repo_id, revision=revision, allow_patterns=sorted(wanted))
+    )
+
+
+def cached(repo_id: str, revision: str | None, error: Exception) -> Path:
+    """The cached folder of a repository that cannot be asked for its files."""
+    options = {"revision": revision, "local_files_only": True}
+    try:
+        return Path(huggingface_hub.snapshot_download(repo_id, **options))
+    except LocalEntryNotFoundError:
+        raise ValueError(
+            f"{repo_id!r} is not in the cache, and the Hugging Face hub cannot be asked: {error}"
+        ) from error
+
+
+def looks_like_path(text: str) -> bool:
+    """Of a repository's id it is not: that is a name, or an owner and a name."""
+    return text.startswith((".", "~", "/")) or text.count("/") > 1
+
+
+def read_config(path: Path) -> OPTConfig:
+    values = read_json(path)
+    try:
+        return OPTConfig.from_dict(values)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def published(tensors: Mapping[str, StoredTensor], source: Path) -> dict[str, StoredTensor]:
+    """`tensors` without the optional "model." before their names, and without the tied head."""
+    stripped = {}
+    for name, tensor in tensors.items():
+        if name not in TIED_HEADS:
+            short = name.removeprefix("model.")
+            if short in stripped:
+                raise ValueError(f"{source} has both {short} and model.{short}")
+            stripped[short] = tensor
+    return stripped
+
+
+def check(weights: Sequence[Weight], tensors: Mapping[str, StoredTensor], source: Path) -> None:
+    """Raises a ValueError with all that keeps the stored tensors from filling the model."""
+    shapes = {name: weight.shape for weight in weights for name in weight.names}
+    problems = [f"{name} is missing" for name in shapes if name not in tensors]
+    for name, tensor in tensors.items():
+        if name not in shapes:
+            problems.append(f"{name} is not a part of this model")
+            continue
+        if tensor.shape != shapes[name]:
+            problems.append(f"{name} has shape {tensor.shape} instead of {shapes[name]}")
+        if tensor.dtype not in READABLE_DTYPES:
+            problems.append(f"{name} is {tensor.dtype}, not one of {', '.join(READABLE_DTYPES)}")
+    if problems:
+        raise ValueError(f"{source} does not fit its config.json:\n  " + "\n  ".join(problems))
+
+
+def read(weight: Weight, stored: Sequence[StoredTensor], dtype) -> Array:
+    """The parameter's value on the device, of which the host holds one tensor at a time."""
+    parts = []
+    for tensor in stored:
+        values = tensor.read()
+        if values.dtype == np.float64:  # JAX has none by default
+            values = values.astype(np.float32)
+        # A copy, as the CPU backend would otherwise keep the file mapped, and
+        # waited for, as transfers under way keep their source in host memory.
+        parts.append(jnp.array(values, copy=True).block_until_ready())
+    return join(parts, transposed=weight.transposed, dtype=jnp.dtype(dtype)).block_until_ready()
+
+
+@functools.partial(jax.jit, static_argnames=("transposed", "dtype"))
+def join(parts: Sequence[Array], *, transposed: bool, dtype) -> Array:
+    parts = [(part.T if transposed else part).astype(dtype) for part in parts]
+    return jnp.concatenate(parts, axis=-1)
+
+
+@functools.partial(jax.jit, static_argnames=("count", "transposed"))
+def split(value: Array, *, count: int, transposed: bool) -> list[Array]:
+    """Inverse of `join`."""
+    return [part.T if transposed else part for part in jnp.split(value, count, axis=-1)]
+
+
+def save(
+    model: nnx.Module, path: str | PathLike, *, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> None:
+    """Write a model as a folder that transformers, and `load`, read.
+
+    Files of the same names are overwritten, others stay.
+
+    Args:
+        model: the model.
+        path: the folder, made if it is not there.
+        max_shard_bytes: of one weight file; a larger tensor gets a file of its own.
+
+    Raises:
+        ValueError: `path` is a file, or sharded weights would be hidden by the
+            folder's unsharded ones.
+    """
+    folder, form = Path(path), FORMATS[0]
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"path {folder} is a file, not a folder")
+    shards = plan_shards(model, max_shard_bytes)
+    if len(shards) > 1 and (folder / form.file_name).exists():
+        raise ValueError(
+            f"{folder / form.file_name} would be loaded in place of the {len(shards)} shards to "
+            "be written: remove it, or choose another path"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    stem, suffix = form.file_name.split(".")
+    index, total = {}, 0
+    for number, shard in enumerate(shards, start=1):
+        tensors = {name: np.asarray(part) for name, part in stored_tensors(model, shard)}
+        name = f"{stem}-{number:05d}-of-{len(shards):05d}.{suffix}"
+        name = name if len(shards) > 1 else form.file_name
+        safetensors.numpy.save_file(tensors, folder / name, metadata={"format": "pt"})
+        index |= dict.fromkeys(tensors, name)
+        total += sum(tensor.nbytes for tensor in tensors.values())
+    if len(shards) > 1:
+        contents = {"metadata": {"total_size": total}, "weight_map": index}
+        write_json(folder / form.index_name, contents)
+    write_json(
+        folder / "config.json",
+        {
+            **dataclasses.asdict(model.config),
+            "model_type": "opt",
+            "architectures": ["OPTForCausalLM"],
+            "dtype": model.dtype.name,
+        },
+    )
+    for name in set(index.values()):  # safetensors hides its files from other users
+        shutil.copymode(folder / "config.json", folder / name)
+
+
+def stored_tensors(model: nnx.Module, weights: Iterable[Weight]) -> Iterator[tuple[str, Array]]:
+    """Names and values of these weights as a checkpoint of torch's holds them."""
+    variables = dict(nnx.to_flat_state(nnx.state(model)))
+    for weight in weights:
+        value, count = variables[weight.path][...], len(weight.names)
+        parts = split(value, count=count, transposed=weight.transposed)
+        yield from zip((f"model.{name}" for name in weight.names), parts, strict=True)
+
+
+def plan_shards(model: nnx.Module, max_shard_bytes: int) -> list[list[Weight]]:
+    """The parameters of each file, in order; q, k and v stay together."""
+    shards, filled = [[]], 0
+    for weight in weights_of(model, torch_layout=True):
+        size = len(weight.names) * int(np.prod(weight.shape)) * model.dtype.itemsize
+        if shards[-1] and filled + size > max_shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(weight)
+        filled += size
+    return shards
+
+
+def write_json(path: Path, contents: Mapping) -> None:
+    path.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,267 @@
+"""OPT (arXiv 2205.01068) in Flax NNX, over packed rows with a read-only KV cache."""
+
+import functools
+from collections.abc import Callable
+from os import PathLike
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int32
+
+import pallas_kernels
+from emsjax.decode.cache import Cache, FreshRows, KVCache
+from emsjax.decode.pack import PackedRows
+from emsjax.models import checkpoint
+from emsjax.models.config import ACTIVATIONS, POSITION_OFFSET, OPTConfig
+from pallas_kernels.add_layer_norm import add, normalise
+from pallas_kernels.implementations import matmul_precision, with_gradient_of
+from pallas_kernels.indexing import take
+
+LAYER_NORM_EPSILON = 1e-5
+
+
+class OPTLayer(nnx.Module):
+    """One decoder layer: attention and feed-forward, normalised before or after each."""
+
+    def __init__(self, config: OPTConfig, *, dtype, rngs: nnx.Rngs):
+        size, init = config.hidden_size, nnx.initializers.normal(config.init_std)
+        linear = lambda inputs, outputs: nnx.Linear(
+            inputs,
+            outputs,
+            use_bias=config.enable_bias,
+            kernel_init=init,
+            dtype=dtype,
+            param_dtype=dtype,
+            precision=matmul_precision(dtype),
+            rngs=rngs,
+        )
+        self.config = config
+        self.qkv_proj = linear(size, 3 * size)  # one product instead of three
+        self.out_proj = linear(size, size)
+        self.fc1 = linear(size, config.ffn_dim)
+        self.fc2 = linear(config.ffn_dim, size)
+        self.self_attn_layer_norm = layer_norm(config, dtype, rngs)
+        self.final_layer_norm = layer_norm(config, dtype, rngs)
+
+    def __call__(self, x: Float[Array, "r e"], y: "Addend | None", attend: Callable):
+        """One layer over the residual stream x + y; returns the next x and y, and qkv [r, 3, h, d].
+
+        The normalisation that follows does the addition, in one pass. The stream is float32: it
+        is added to often, and rounded each time. Where layers are normalised after each part
+        nothing is left to add: y is None, and x in the type of the weights.
+        `attend(qkv)` sees the rows' queries, keys and values as well, as one array.
+        """
+        if self.config.do_layer_norm_before:
+            x, h = add_norm(self.self_attn_layer_norm, x, y)
+            y, qkv = self.attention(h, attend)
+            x, h = add_norm(self.final_layer_norm, x, y)
+            return x, self.feed_forward(h), qkv
+        y, qkv = self.attention(x, attend)
+        _, x = add_norm(self.self_attn_layer_norm, x, y)
+        _, x = add_norm(self.final_layer_norm, x, self.feed_forward(x))
+        return x, None, qkv
+
+    def attention(self, h: Float[Array, "r e"], attend: Callable):
+        qkv = pallas_kernels.linear(h, *weights(self.qkv_proj))
+        qkv = qkv.reshape(-1, 3, self.config.num_attention_heads, self.config.head_dim)
+        return addend(self.out_proj, attend(qkv).reshape(h.shape)), qkv
+
+    def feed_forward(self, h: Float[Array, "r e"]) -> "Addend":
+        activation = self.config.activation_function
+        relu = activation == "relu"
+        h = pallas_kernels.linear(h, *weights(self.fc1), relu=relu)
+        return addend(self.fc2, h if relu else ACTIVATIONS[activation](h))
+
+
+# Compiled for itself so that layers of the same shapes are traced and lowered once, not one by one.
+@functools.partial(jax.jit, static_argnames=("attention", "max_rows_per_sample"))
+def run_layer(layer: OPTLayer, x, y, *cached, attention: Callable, max_rows_per_sample):
+    """`layer` with attention to what is cached: see `KVCache.attention`."""
+    attend = lambda qkv: attention(qkv, *cached, max_rows_per_sample=max_rows_per_sample)
+    return layer(x, y, attend)
+
+
+class Addend(NamedTuple):
+    """What a layer adds to the residual stream, left to the normalisation that follows."""
+
+    sums: Float[Array, "... r e"]  # as `pallas_kernels.linear_sums` leaves them
+    bias: Float[Array, "e"] | None
+
+
+def addend(linear: nnx.Linear, x: Float[Array, "r i"]) -> Addend:
+    weight, bias = weights(linear)
+    return Addend(pallas_kernels.linear_sums(x, weight), bias)
+
+
+def add_norm(norm: nnx.LayerNorm, x: Float[Array, "r e"], y: Addend):
+    """x + y, and what `norm` makes of it."""
+    options = {"epsilon": LAYER_NORM_EPSILON, "dtype": norm.dtype}
+    return pallas_kernels.add_layer_norm(x, *y, *affine(norm), **options)
+
+
+def affine(norm: nnx.LayerNorm) -> tuple[Array | None, Array | None]:
+    """Scale and bias; None where the norm has none."""
+    return tuple(
+        None if parameter is None else parameter[...] for parameter in (norm.scale, norm.bias)
+    )
+
+
+def weights(linear: nnx.Linear) -> tuple[Array, Array | None]:
+    return linear.kernel[...], None if linear.bias is None else linear.bias[...]
+
+
+def layer_norm(config: OPTConfig, dtype, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    return nnx.LayerNorm(
+        config.hidden_size,
+        epsilon=LAYER_NORM_EPSILON,
+        use_bias=config.layer_norm_elementwise_affine,
+        use_scale=config.layer_norm_elementwise_affine,
+        use_fast_variance=False,
+        dtype=dtype,
+        param_dtype=dtype,
+        rngs=rngs,
+    )
+
+
+class OPT(nnx.Module):
+    """A decoder-only OPT language model.
+
+    One forward serves prefill, catch-up of a draft model and verification: it
+    reads the cache, never writes it, and hands back the fresh K/V to commit.
+
+    Args:
+        config: the architecture.
+        rngs: for the random initial weights.
+        dtype: of weights, products and cache; the residual stream is float32 where
+            layers normalise first. In float32, products are computed in full float32.
+    """
+
+    def __init__(self, config: OPTConfig, *, rngs: nnx.Rngs, dtype=jnp.bfloat16):
+        dtype = jnp.dtype(dtype)
+        init = nnx.initializers.normal(config.init_std)
+        options = {"dtype": dtype, "param_dtype": dtype, "rngs": rngs}
+        projection = {
+            **options,
+            "use_bias": False,
+            "kernel_init": init,
+            "precision": matmul_precision(dtype),
+        }
+        width, size = config.word_embed_proj_dim, config.hidden_size
+        positions = config.max_position_embeddings + POSITION_OFFSET
+        self.config = config
+        self.dtype = dtype
+        self.embed_tokens = nnx.Embed(config.vocab_size, width, embedding_init=init, **options)
+        self.embed_positions = nnx.Embed(positions, size, embedding_init=init, **options)
+        projected, normalised = config.has_projections, config.has_final_layer_norm
+        self.project_in = nnx.Linear(width, size, **projection) if projected else None
+        self.project_out = nnx.Linear(size, width, **projection) if projected else None
+        self.final_layer_norm = layer_norm(config, dtype, rngs) if normalised else None
+        self.layers = nnx.List(
+            OPTLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)
+        )
+
+    def __call__(
+        self,
+        token_ids: Int32[Array, "r"],
+        rows: PackedRows,
+        cache: Cache,
+        *,
+        attention: Callable = pallas_kernels.ragged_attention,
+        max_rows_per_sample: int | None = None,
+    ) -> tuple[Float[Array, "r e"], FreshRows]:
+        """Final hidden states of the packed rows, and every layer's fresh K/V.
+
+        The hidden states are float32 where layers are normalised before each part.
+
+        Args:
+            token_ids: the rows' tokens; padding rows may hold any.
+            rows: the rows' samples and positions. Those of rows that are not verified may lie
+                beyond the model's.
+            cache: committed K/V, only read; rows of sample s start at cache.lengths[s].
+            attention: a callable with the signature of `pallas_kernels.ragged_attention`.
+            max_rows_per_sample: static bound of rows per sample; None: all rows.
+        """
+        # Not by calling `nnx.Embed`, which fills in for ids and positions that do not exist.
+        token_ids = jnp.clip(token_ids, 0, self.config.vocab_size - 1)
+        x = take(self.embed_tokens.embedding[...], token_ids)
+        x = x if self.project_in is None else self.project_in(x)
+        last = self.config.max_position_embeddings - 1
+        positions = jnp.minimum(rows.positions, last) + POSITION_OFFSET
+        y = Addend(take(self.embed_positions.embedding[...], positions), None)
+        if self.config.do_layer_norm_before:
+            x = x.astype(jnp.float32)
+        else:
+            x, y = x + y.sums, None
+
+        attend = cache.attention(attention)
+        fresh = []
+        for layer, *old in zip(self.layers, cache.layers.keys, cache.layers.values, strict=True):
+            x, y, qkv = run_layer(
+                layer,
+                x,
+                y,
+                *old,
+                rows.segment_ids,
+                rows.positions,
+                cache.lengths,
+                attention=attend,
+                max_rows_per_sample=max_rows_per_sample,
+            )
+            fresh.append(qkv)
+        x = x if y is None else add(x, *y)
+        return x, FreshRows(tuple(fresh))
+
+    def logits(self, hidden: Float[Array, "r e"]) -> Float[Array, "r v"]:
+        """float32 logits of hidden states; their gradient is rounded to the model's type."""
+        x, norm = hidden, self.final_layer_norm
+        if norm is not None:
+            x = normalise(x, *affine(norm), LAYER_NORM_EPSILON)
+        x = x.astype(self.dtype)
+        x = x if self.project_out is None else self.project_out(x)
+        precision = matmul_precision(self.dtype)
+        product = functools.partial(jnp.einsum, "rw,vw->rv", precision=precision)
+        narrow = lambda x, table: product(x, table).astype(jnp.float32)
+        wide = functools.partial(product, preferred_element_type=jnp.float32)
+        # The gradient's products would be of float32 factors otherwise.
+        return with_gradient_of(narrow, wide)(x, self.embed_tokens.embedding[...])
+
+    def init_cache(self, batch: int, max_len: int) -> KVCache:
+        """An empty cache for this model: `max_len` tokens for each of `batch` samples."""
+        return KVCache.init(
+            batch,
+            max_len,
+            num_layers=self.config.num_hidden_layers,
+            num_heads=self.config.num_attention_heads,
+            head_dim=self.config.head_dim,
+            dtype=self.dtype,
+        )
+
+    def astype(self, dtype) -> "OPT":
+        """The same weights, rounded or widened, in a model of this type."""
+        make = lambda: OPT(self.config, rngs=nnx.Rngs(0), dtype=dtype)
+        graph, _ = nnx.split(nnx.eval_shape(make))
+        return nnx.merge(graph, jax.tree.map(lambda x: x.astype(dtype), nnx.state(self)))
+
+    @classmethod
+    def from_pretrained(
+        cls, path_or_repo_id: str | PathLike, *, dtype=jnp.bfloat16, revision: str | None = None
+    ) -> "OPT":
+        """Load a Hugging Face checkpoint: see `emsjax.models.checkpoint.load`."""
+        return checkpoint.load(cls, path_or_repo_id, dtype=dtype, revision=revision)
+
+    def save_pretrained(self, path: str | PathLike) -> None:
+        """Write a folder that transformers loads: see `emsjax.models.checkpoint.save`."""
+        checkpoint.save(self, path)
+
+
+def check_is_model(name: str, model: Any) -> None:
+    """Whether it is one.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not isinstance(model, OPT):
+        kind = type(model).__name__
+        raise ValueError(f"{name} must be an emsjax.OPT (see OPT.from_pretrained), not {kind}")

@@ -1,0 +1,232 @@
+"""What a step takes on a device: measured by `emsjax profile`, read by draft-length policies."""
+
+import dataclasses
+import json
+import math
+import numbers
+from collections.abc import Iterable, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from emsjax.checks import check_at_least
+from emsjax.decode.row_counts import row_buckets
+
+FORMAT = "emsjax profile 2"
+COSTS = ("row_ms", "token_ms", "reread", "draft_ms")
+TILE_ROWS = 16  # of a sample for which the attention reads its cache once
+# Share by which drafts must raise the expected tokens per second. Costs and estimates err; and
+# by unequal luck samples finish apart, while a batch takes as long as its last one.
+LEAST_GAIN = 0.05
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StepCosts:
+    """Milliseconds of a decoding step: step_ms(rows) + token_ms x cached tokens + draft steps.
+
+    Attributes:
+        rows: packed rows, ascending; between them the cost is interpolated.
+        row_ms: of a step of so many rows whose samples have nothing cached.
+        token_ms: for each token that is cached for an active sample.
+        reread: what reading a sample's cache once more, for each `TILE_ROWS` rows after its
+            first, takes of that: about 0 where all of its rows read it at once.
+        batches: slots, ascending.
+        draft_ms: of one step of the draft model with so many slots; 0 without a draft model.
+    """
+
+    rows: Float[Array, "n"]
+    row_ms: Float[Array, "n"]
+    token_ms: Float[Array, ""]
+    reread: Float[Array, ""]
+    batches: Float[Array, "m"]
+    draft_ms: Float[Array, "m"]
+
+    @classmethod
+    def of(
+        cls,
+        row_ms: Mapping[int, float],
+        token_ms: float = 0.0,
+        draft_ms: float | Mapping[int, float] = 0.0,
+        reread: float = 0.0,
+    ) -> "StepCosts":
+        """From plain numbers.
+
+        Args:
+            row_ms: ms of a step, by packed rows.
+            token_ms: ms for each cached token.
+            draft_ms: ms of a draft step, by slots where it depends on them.
+            reread: share of `token_ms`, see above.
+
+        Raises:
+            ValueError: no rows, or numbers that are not above 0 (`row_ms`) or below it.
+        """
+        if not isinstance(draft_ms, Mapping):
+            draft_ms = {1: draft_ms}
+        if not row_ms or not draft_ms:
+            raise ValueError("row_ms and draft_ms must each hold at least one time")
+        for at in (*row_ms, *draft_ms):
+            check_at_least("a number of rows or slots", at, 1)
+        known = lambda x: isinstance(x, numbers.Real) and math.isfinite(x)
+        at_least_0 = [token_ms, reread, *draft_ms.values()]
+        if not (
+            all(known(ms) and ms > 0 for ms in row_ms.values())
+            and all(known(x) and x >= 0 for x in at_least_0)
+        ):
+            raise ValueError(
+                "row_ms must be finite and above 0, token_ms, draft_ms and reread at least 0"
+            )
+        column = lambda values: np.array(list(values), np.float32)
+        knots = lambda table: (column(sorted(table)), column(table[at] for at in sorted(table)))
+        return cls(*knots(row_ms), np.float32(token_ms), np.float32(reread), *knots(draft_ms))
+
+    @classmethod
+    def from_profile(cls, profile: str | PathLike | Mapping[str, Any]) -> "StepCosts":
+        """What `emsjax profile` measured.
+
+        Args:
+            profile: its file, or what that holds.
+
+        Raises:
+            ValueError: not such a profile.
+        """
+        costs = read_profile(profile)["costs"]
+        table = lambda name: {int(at): ms for at, ms in costs[name].items()}
+        return cls.of(table("row_ms"), costs["token_ms"], table("draft_ms"), costs["reread"])
+
+    def without_drafting(self) -> "StepCosts":
+        """The same where proposing takes no time."""
+        return dataclasses.replace(self, draft_ms=0 * self.draft_ms)
+
+    def step_ms(self, rows: Float[Array, "*n"], cached_tokens: Float[Array, ""]):
+        """Milliseconds of steps with so many packed rows, padding included, without drafting.
+
+        >>> costs = StepCosts.of({16: 4.0, 128: 5.0}, token_ms=1e-4)
+        >>> print(costs.step_ms(jnp.array([16.0, 72.0]), jnp.float32(5000)))
+        [4.5 5. ]
+        """
+        return along(rows, self.rows, self.row_ms) + self.token_ms * cached_tokens
+
+    def tokens_read(self, cached_tokens: Float[Array, "..."], rows: Int[Array, "..."]):
+        """Cached tokens of samples with so many rows each, those read again counted again.
+
+        >>> costs = StepCosts.of({16: 4.0}, reread=0.5)
+        >>> print(costs.tokens_read(jnp.array([900.0, 900.0]), jnp.array([16, 17])))
+        [ 900. 1350.]
+        """
+        further = (jnp.maximum(rows - 1, 0) // TILE_ROWS).astype(jnp.float32)
+        return cached_tokens * (1 + self.reread * further)
+
+    def draft_step_ms(self, slots: float) -> Float[Array, ""]:
+        """Milliseconds of one step of the draft model."""
+        return along(jnp.float32(slots), self.batches, self.draft_ms)
+
+
+def read_profile(profile: str | PathLike | Mapping[str, Any]) -> Mapping[str, Any]:
+    """The profile itself, from its file where that is given.
+
+    Raises:
+        ValueError: not a profile of this version.
+    """
+    name = "profile"
+    if not isinstance(profile, Mapping):
+        name = str(profile)
+        try:
+            profile = json.loads(Path(profile).read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{name} is no JSON: not written by emsjax profile") from error
+    if not isinstance(profile, Mapping) or profile.get("format") != FORMAT:
+        raise ValueError(f"{name} is not of the format {FORMAT!r} that emsjax profile writes")
+    costs = profile.get("costs")
+    missing = ["costs"]
+    if isinstance(costs, Mapping):
+        missing = [field for field in COSTS if field not in costs]
+    if missing:
+        raise ValueError(f"{name} holds no {', '.join(missing)}: not written by emsjax profile")
+    return profile
+
+
+def synergy_ms(
+    costs: StepCosts,
+    batch: int,
+    context: float,
+    accepted: Float[np.ndarray, "k1"],
+    drafted: Float[np.ndarray, "k1"],
+) -> Float[np.ndarray, "k1"]:
+    """Milliseconds per token of a sample, by draft length s = 0..k, at batch size b.
+
+    T(b, s) = (t_verify(b, s) + s t_draft(b)) / (accepted[s] + 1). A sample drafts all s tokens
+    or, as where a lookup finds nothing, none; t_verify is the mean of the measured costs of the
+    row buckets that the step's rows then need.
+
+    Args:
+        context: mean cached tokens of a sample.
+        accepted: mean tokens that a sample accepts in a step, by draft length 0..k.
+        drafted: mean tokens that it drafts.
+
+    Reference: The Synergy of Speculative Decoding and Batching, arXiv 2310.18813.
+    """
+    length = np.arange(len(accepted))
+    buckets = np.array(row_buckets(batch, len(length)))
+    bucket_ms = np.asarray(costs.step_ms(jnp.array(buckets, jnp.float32), jnp.float32(0)))
+    drafting = np.arange(batch + 1)  # samples
+    rows = batch + length[:, None] * drafting  # [k1, b + 1]
+    share = np.clip(drafted / np.maximum(length, 1), 0, 1)
+    weights = np.stack([binomial(batch, probability) for probability in share])
+    rows_ms = (weights * bucket_ms[np.searchsorted(buckets, rows)]).sum(axis=1)
+    cached = batch * context
+    again = np.asarray(costs.tokens_read(jnp.float32(cached), jnp.array(length) + 1)) - cached
+    # Those that draft have more rows than one.
+    verify_ms = rows_ms + float(costs.token_ms) * (cached + share * again)
+    ms = verify_ms + length * float(costs.draft_step_ms(batch))
+    return ms / (accepted + 1)
+
+
+def synergy_lengths(
+    costs: StepCosts,
+    batches: Iterable[int],
+    context: float,
+    accepted: Float[np.ndarray, "k1"],
+    drafted: Float[np.ndarray, "k1"],
+) -> dict[int, int]:
+    """The draft length with the most tokens per second, for each batch size: see `synergy_ms`.
+
+    One with which a step takes longer must be `LEAST_GAIN` ahead of none.
+    """
+
+    def best(batch: int) -> int:
+        ms = synergy_ms(costs, batch, context, accepted, drafted)
+        longer = ms * (accepted + 1) > ms[0] * (1 + 1e-6)
+        return int(np.argmin(ms * np.where(longer, 1 + LEAST_GAIN, 1)))
+
+    return {batch: best(batch) for batch in batches}
+
+
+def binomial(trials: int, probability: float) -> Float[np.ndarray, "n1"]:
+    """How likely 0..trials of so many independent events are."""
+    if probability in (0, 1):
+        return np.eye(trials + 1)[round(probability) * trials]
+    n = np.arange(trials + 1)
+    ways = [math.lgamma(trials + 1) - math.lgamma(i + 1) - math.lgamma(trials - i + 1) for i in n]
+    return np.exp(ways + n * np.log(probability) + (trials - n) * np.log1p(-probability))
+
+
+def accepted_at_rate(rate: float, max_draft_tokens: int) -> Float[np.ndarray, "k1"]:
+    """Mean accepted tokens by draft length 0..k, where each token stands with this probability."""
+    survival = rate ** np.arange(1, max_draft_tokens + 1)
+    return np.concatenate([[0.0], np.cumsum(survival)])
+
+
+def along(x: Float[Array, "*n"], at: Float[Array, "k"], values: Float[Array, "k"]):
+    """Linear between the points, constant before the first, the last slope goes on behind."""
+    widths = at[1:] - at[:-1]
+    slopes = (values[1:] - values[:-1]) / widths
+    last = jnp.arange(len(at) - 1) == len(at) - 2
+    widths = jnp.where(last & (slopes > 0), jnp.inf, widths)
+    # A search, as in jnp.interp, would be a loop of launches on a GPU.
+    return values[0] + jnp.sum(slopes * jnp.clip(x[..., None] - at[:-1], 0, widths), axis=-1)

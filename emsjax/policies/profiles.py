@@ -1,0 +1,169 @@
+"""Where `emsjax profile` keeps what it measured, and which policy follows from it."""
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from emsjax.models.config import OPTConfig
+from emsjax.policies.costs import FORMAT, read_profile
+from emsjax.policies.goodput import Goodput
+from emsjax.policies.lengths import BassHeuristic, DraftLength, FixedLength
+
+POLICIES = {"fixed": FixedLength, "bass": BassHeuristic, "goodput": Goodput}
+# Of a configuration, what does not change the time of a step.
+TIMELESS = ("bos_token_id", "eos_token_id", "pad_token_id", "init_std", "max_position_embeddings")
+
+
+def device() -> str:
+    """What measurements of this process are of."""
+    first = jax.local_devices()[0]
+    return f"{first.platform} {first.device_kind}"
+
+
+def subject(config: OPTConfig, draft_config: OPTConfig | None, dtype: Any) -> dict[str, Any]:
+    """What a profile is of: the device, the shapes of the models, the dtype."""
+    shape = lambda config: {
+        name: value for name, value in dataclasses.asdict(config).items() if name not in TIMELESS
+    }
+    return {
+        "device": device(),
+        "dtype": jnp.dtype(dtype).name,
+        "model": shape(config),
+        "draft_model": None if draft_config is None else shape(draft_config),
+    }
+
+
+def folder() -> Path:
+    """`$EMSJAX_PROFILES`, or `emsjax/profiles` in the user's cache folder."""
+    if chosen := os.environ.get("EMSJAX_PROFILES"):
+        return Path(chosen)
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "emsjax" / "profiles"
+
+
+def store(profile: Mapping[str, Any]) -> Path:
+    """Keep a profile where `find` looks; returns its path.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    path = path_of(profile["subject"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+    unfinished.write_text(json.dumps(profile, indent=1))
+    os.replace(unfinished, path)
+    return path
+
+
+def find(wanted: Mapping[str, Any]) -> Path | None:
+    """The file of the stored profile of this subject, or None.
+
+    Without a draft model that of any will do: it says what the target's steps take.
+    """
+    paths = [path_of(wanted)]
+    if wanted["draft_model"] is None:
+        paths += sorted(paths[0].parent.glob(f"{paths[0].stem.split('-')[0]}-*.json"))
+    return next((path for path in paths if path.exists()), None)
+
+
+def path_of(subject: Mapping[str, Any]) -> Path:
+    """Where the profile of this subject is kept, if there is one."""
+    digest = lambda part: hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()[:16]
+    target = {name: value for name, value in subject.items() if name != "draft_model"}
+    draft = subject["draft_model"]
+    # Profiles of another format are not seen, as if there were none.
+    target["format"] = FORMAT
+    return folder() / f"{digest(target)}-{'none' if draft is None else digest(draft)}.json"
+
+
+def read_for(path: Path, wanted: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The profile that a user named.
+
+    Raises:
+        ValueError: no profile, or one of another device, dtype or model.
+    """
+    profile = read_profile(path)
+    check_subject(profile, wanted, str(path))
+    return profile
+
+
+def check_subject(profile: Mapping[str, Any], wanted: Mapping[str, Any], name: str) -> None:
+    """Whether the profile speaks of this run.
+
+    Raises:
+        ValueError: it is of another device, dtype or model.
+    """
+    if "subject" not in profile:
+        raise ValueError(f"{name} does not say what it is a profile of")
+    for what in ("device", "dtype", "model", "draft_model"):
+        found, expected = profile["subject"][what], wanted[what]
+        if found != expected and not (what == "draft_model" and expected is None):
+            values = f"{_told(found, expected)}, not {_told(expected, found)}"
+            raise ValueError(f"{name} is a profile of another {what}: {values}")
+
+
+def _told(this: Any, other: Any) -> str:
+    """A part of a subject; of a model what is not the other's."""
+    if not isinstance(this, Mapping):
+        return "none" if this is None else str(this)
+    other = other if isinstance(other, Mapping) else {"hidden_size": 0, "num_hidden_layers": 0}
+    names = [name for name in this if name in other and this[name] != other[name]]
+    return " ".join(f"{name}={this[name]}" for name in names)
+
+
+def choose(
+    request: str, wanted: Mapping[str, Any], profile: Path | None, advice: str
+) -> dict[str, Any]:
+    """What a requested draft length comes to here and now, as JSON; `policy` reads it.
+
+    Args:
+        request: "auto", "bass", "goodput" or a number.
+        wanted: the run's `subject`.
+        profile: a file to use instead of the stored one.
+        advice: the command that measures such a profile.
+
+    Returns:
+        A policy's name, all its settings, and in words why it was chosen.
+
+    Raises:
+        ValueError: "goodput" without a profile, or a profile of something else.
+    """
+    if request not in ("auto", "goodput", "bass"):
+        return _record(FixedLength, {"k": int(request)}, f"fixed at {request}")
+    if request == "bass":
+        return _record(BassHeuristic, {}, "BASS heuristic")
+    path = profile or find(wanted)
+    if path is None and request == "goodput":
+        raise ValueError(
+            "--draft-length goodput: no profile of these models on this device is stored; "
+            f"`{advice}` measures one"
+        )
+    if path is None:
+        return _record(BassHeuristic, {}, "BASS heuristic")
+    costs = read_for(path, wanted)["costs"]
+    which = "the stored profile" if profile is None else "the profile"
+    return _record(Goodput, {"costs": costs}, f"Goodput, from {which} {path}")
+
+
+def policy(record: Mapping[str, Any]) -> DraftLength:
+    """The policy that `choose` chose."""
+    kind, settings = POLICIES[record["policy"]], dict(record["settings"])
+    if kind is Goodput:
+        costs = {"format": FORMAT, "costs": settings.pop("costs")}
+        return Goodput.from_profile(costs, **settings)
+    return kind(**settings)
+
+
+def _record(kind: type, settings: Mapping[str, Any], why: str) -> dict[str, Any]:
+    """Defaults are written out: those of another version may differ."""
+    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+    defaults = {field.name: field.default for field in fields if field.name != "costs"}
+    (name,) = (name for name, policy in POLICIES.items() if policy is kind)
+    return {"policy": name, "settings": defaults | settings, "why": why}
