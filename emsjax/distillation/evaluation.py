@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 import emsjax
-from emsjax.decode.layout import UNPADDED
-from emsjax.decode.step import Flat, decode_loop
+from emsjax.decode.run import Run
+from emsjax.decode.step import decode_loop
 from emsjax.models.opt import OPT
 
 
@@ -63,19 +63,12 @@ def by_position(target: OPT, drafter: emsjax.DraftModel, groups, new_tokens: int
     """Of steps that all draft as much as they can: none is cut short by a sequence's end."""
     k = drafter.max_draft_tokens
     histogram = np.zeros(k + 1, np.int64)
-    weights = Flat.of(target), Flat.of(drafter)
+    run = Run.of(target, drafter).flat()
     for prompts in groups:
         state = emsjax.init_state(
             target, drafter, prompts, max_new_tokens=new_tokens, eos_token_ids=()
         )
-        state = decode_loop(
-            *weights,
-            state,
-            None,
-            new_tokens // (k + 1),
-            attention_implementation=None,
-            layout=UNPADDED,
-        )
+        state, _ = decode_loop(run, state, new_tokens // (k + 1))
         histogram += np.asarray(state.counters.accepted_histogram).sum(axis=0)
     return acceptance_by_position(histogram)
 

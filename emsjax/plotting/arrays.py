@@ -142,7 +142,7 @@ def _held(cache: Cache) -> np.ndarray:
     """Places that hold a token, bool [b, l]."""
     if isinstance(cache, SharedIndexCache):
         return np.asarray(cache.mask)
-    places = np.arange(cache.layers.keys[0].shape[1])
+    places = np.arange(cache.max_len)
     return places < np.asarray(cache.lengths)[:, None]
 
 

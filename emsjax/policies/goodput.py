@@ -12,16 +12,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from emsjax.checks import check_at_least
-from emsjax.decode.base import check_state
+from emsjax.decode.adapt import as_policy, check_state
+from emsjax.decode.base import DraftLength, StepView
+from emsjax.decode.draft import available_lengths
 from emsjax.decode.row_counts import row_buckets, smallest_bucket
+from emsjax.decode.state import admitted_policy_state
 from emsjax.policies.costs import LEAST_GAIN, TILE_ROWS, StepCosts
-from emsjax.policies.lengths import (
-    DraftLength,
-    StepView,
-    admitted_by_policy,
-    available_lengths,
-    check_is_policy,
-)
 from emsjax.policies.survival import Verdicts, check_estimates
 from pallas_kernels.indexing import take
 
@@ -31,7 +27,7 @@ PRIOR_RATE, PRIOR_WEIGHT, MEMORY = 0.7, 16.0, 0.98
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Goodput:
+class Goodput(DraftLength):
     """The lengths, one per sample, with which the step emits the most tokens per second.
 
     A draft token is worth the probability that it and all before it stand, estimated from
@@ -140,7 +136,7 @@ class Goodput:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class CostCapped:
+class CostCapped(DraftLength):
     """Caps another policy's lengths at the length with the highest expected tokens per second.
 
     The cap is the same for all samples and may be 0: drafting is off while it does not pay. It
@@ -167,17 +163,21 @@ class CostCapped:
         check_no_profile(self.costs, "CostCapped(policy, StepCosts.from_profile(profile))")
 
     @property
+    def _policy(self) -> DraftLength:
+        return as_policy(self.policy)
+
+    @property
     def max_draft_tokens(self) -> int | None:
-        return getattr(self.policy, "max_draft_tokens", None)
+        return self._policy.max_draft_tokens
 
     def check_settings(self) -> None:
-        check_is_policy(self.policy)
+        self._policy.check_settings()
         check_costs(self.costs)
         check_estimates(self.prior_rate, self.prior_weight, self.memory)
         check_gain(self.least_gain)
 
     def init(self, batch: int, max_draft_tokens: int) -> tuple[Any, Verdicts]:
-        return self.policy.init(batch, max_draft_tokens), Verdicts.init(batch, max_draft_tokens)
+        return self._policy.init(batch, max_draft_tokens), Verdicts.init(batch, max_draft_tokens)
 
     def lengths(self, state: tuple[Any, Verdicts], view: StepView) -> Int32[Array, "b"]:
         inner, verdicts = state
@@ -202,7 +202,7 @@ class CostCapped:
         inner, verdicts = state
         # Cut drafts say nothing about the other policy's own lengths.
         own = jnp.all(num_drafted == self._wanted(inner, view))
-        updated = self.policy.update(inner, view, num_drafted, num_accepted)
+        updated = self._policy.update(inner, view, num_drafted, num_accepted)
         check_state("the policy's", "update", inner, updated)
         inner = jax.tree.map(lambda new, old: jnp.where(own, new, old), updated, inner)
         verdicts = verdicts.update(num_drafted, num_accepted, self.memory, free=view.drafted)
@@ -210,11 +210,11 @@ class CostCapped:
 
     def admit(self, state: tuple[Any, Verdicts], fresh: Bool[Array, "b"]):
         inner, verdicts = state
-        inner = admitted_by_policy(self.policy, inner, fresh, verdicts.trials.shape[1])
+        inner = admitted_policy_state(self._policy, inner, fresh, verdicts.trials.shape[1])
         return inner, verdicts.admit(fresh)
 
     def _wanted(self, inner: Any, view: StepView) -> Int32[Array, "b"]:
-        return available_lengths(self.policy, inner, view)
+        return available_lengths(self._policy, inner, view)
 
 
 def worth(

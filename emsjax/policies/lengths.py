@@ -4,124 +4,23 @@ import dataclasses
 import numbers
 from collections.abc import Mapping
 from os import PathLike
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float, Int32
 
 from emsjax.checks import check_at_least
-from emsjax.decode.base import of_fresh_slots
+from emsjax.decode.base import DraftLength, StepView
 from emsjax.policies.costs import StepCosts, accepted_at_rate, read_profile, synergy_lengths
 from pallas_kernels.indexing import take
 
 MOST = 1 << 30  # of a length: steps of the device loop may add to it
 
 
-class StepView(NamedTuple):
-    """What a policy sees of a step before it.
-
-    Attributes:
-        active: samples that still decode.
-        lengths: tokens of each sample so far, prompt included.
-        available: draft tokens that each could use at most; where they are drafted
-            already, those that there are.
-        drafted: whether they are, so that fewer of them save no drafting. Static.
-    """
-
-    active: Bool[Array, "b"]
-    lengths: Int32[Array, "b"]
-    available: Int32[Array, "b"]
-    drafted: bool
-
-
-METHODS = ("init", "lengths", "update")  # of every policy
-
-
-@runtime_checkable
-class DraftLength(Protocol):
-    """A draft-length policy: a pytree with pure functions, run inside the device loop.
-
-    The effective limit is the smaller of the policy's and the drafter's. A policy that may
-    ask for more than drafters allow by themselves has an attribute `max_draft_tokens`: a
-    drafter whose limit nobody has set takes it over.
-
-    Where its settings can be wrong, `check_settings()` raises a ValueError; it is called before any
-    work. Where slots are refilled, `admit(state, fresh)` returns the state in which slots with
-    `fresh` [b] begin new sequences; without it they take what `init` makes, from arrays whose
-    first axis is theirs.
-    """
-
-    def init(self, batch: int, max_draft_tokens: int) -> Any:
-        """State for `batch` samples, each with up to `max_draft_tokens` in a step."""
-        ...
-
-    def lengths(self, state: Any, view: StepView) -> Int32[Array, "b"]:
-        """How many draft tokens of each sample to verify in this step; 0: none."""
-        ...
-
-    def update(
-        self,
-        state: Any,
-        view: StepView,
-        num_drafted: Int32[Array, "b"],
-        num_accepted: Int32[Array, "b"],
-    ) -> Any:
-        """State after a step that was seen so, fed `num_drafted` tokens, kept `num_accepted`."""
-        ...
-
-
-def check_is_policy(draft_length: Any) -> None:
-    """Whether it can be asked in the device loop.
-
-    Raises:
-        ValueError: it is no policy, one that is not registered as a pytree, or has wrong settings.
-    """
-    kind = type(draft_length)
-    is_class = isinstance(draft_length, type)
-    missing = [name for name in METHODS if not callable(getattr(draft_length, name, None))]
-    if is_class or missing:
-        what = f"the class {draft_length.__name__}" if is_class else kind.__name__
-        if not is_class and len(missing) < len(METHODS):
-            what += f", which has no {' and no '.join(missing)}"
-        raise ValueError(f"draft_length must be a policy such as emsjax.FixedLength(3), not {what}")
-    if jax.tree_util.all_leaves([draft_length]):
-        raise ValueError(
-            f"draft_length must be a pytree, and {kind.__name__} is none: register the class with "
-            "jax.tree_util.register_static, or with register_dataclass if it holds arrays"
-        )
-    if hasattr(draft_length, "check_settings"):
-        draft_length.check_settings()
-
-
-def admitted_by_policy(
-    policy: DraftLength, state: Any, fresh: Bool[Array, "b"], max_draft_tokens: int
-) -> Any:
-    """A policy's state where `fresh` slots begin new sequences."""
-    if hasattr(policy, "admit"):
-        return policy.admit(state, fresh)
-    return of_fresh_slots(policy.init(fresh.shape[0], max_draft_tokens), state, fresh)
-
-
-def available_lengths(policy: DraftLength, state: Any, view: StepView) -> Int32[Array, "b"]:
-    """The policy's lengths, as far as each sample could use them.
-
-    Raises:
-        ValueError: they are no integers, or not one for each sample.
-    """
-    lengths = policy.lengths(state, view)
-    shape, dtype = jnp.shape(lengths), jnp.result_type(lengths)
-    if not jnp.issubdtype(dtype, jnp.integer) or shape not in ((), view.available.shape):
-        raise ValueError(
-            f"{type(policy).__name__}.lengths must return integers [b] = {view.available.shape}, "
-            f"not {dtype}{list(shape)}"
-        )
-    return jnp.clip(jnp.asarray(lengths).astype(jnp.int32), 0, view.available)
-
-
 @jax.tree_util.register_pytree_node_class
-class FixedLength:
+class FixedLength(DraftLength):
     """Up to `k` draft tokens for every sample in every step; 0 switches drafting off.
 
     The length is traced data: another k needs no new compilation.
@@ -142,14 +41,8 @@ class FixedLength:
         (self.k,) = children
         return self
 
-    def init(self, batch, max_draft_tokens) -> tuple[()]:
-        return ()
-
     def lengths(self, state, view: StepView):
         return jnp.full(view.active.shape, self.k, jnp.int32)
-
-    def update(self, state, view, num_drafted, num_accepted):
-        return state
 
 
 class BassState(NamedTuple):
@@ -161,7 +54,7 @@ class BassState(NamedTuple):
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class BassHeuristic:
+class BassHeuristic(DraftLength):
     """One length for all samples: it grows when some sample accepted all of it, else shrinks.
 
     After a step in which some sample accepted as many tokens as the length it grows by
@@ -214,7 +107,7 @@ class BassHeuristic:
 
 
 @jax.tree_util.register_pytree_node_class
-class BatchSizeTable:
+class BatchSizeTable(DraftLength):
     """A length for every batch size, looked up by the samples that are still active.
 
     Args:
@@ -290,16 +183,10 @@ class BatchSizeTable:
         self.sizes, self.draft_lengths = children
         return self
 
-    def init(self, batch, max_draft_tokens) -> tuple[()]:
-        return ()
-
     def lengths(self, state, view: StepView):
         entry = jnp.sum(self.sizes <= jnp.sum(view.active)) - 1
         length = take(self.draft_lengths, jnp.maximum(entry, 0))
         return jnp.full(view.active.shape, length, jnp.int32)
-
-    def update(self, state, view, num_drafted, num_accepted):
-        return state
 
 
 def acceptance_curves(stats: Any) -> tuple[Float[np.ndarray, "k1"], Float[np.ndarray, "k1"]]:
