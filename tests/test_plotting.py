@@ -12,9 +12,10 @@ from matplotlib.colors import to_rgb
 from emsjax import plotting
 from emsjax.benchmarks import draft_length
 from emsjax.cli.main import main
-from emsjax.decode.cache import KeysValues, KVCache, SharedIndexCache
+from emsjax.decode.cache import KVCache, SharedIndexCache
+from emsjax.decode.kernels import resolve_kernels
 from emsjax.decode.layout import Layout
-from emsjax.decode.pack import pack
+from emsjax.decode.pack import AcceptedPath, pack
 
 WORKLOADS, BATCHES = ("llma", "poor", "mixed"), (1, 24)
 # What the legend calls them, by what the results do; an unknown one keeps its name.
@@ -239,15 +240,16 @@ def test_tokens_stand_above_their_rows_and_rejected_rows_have_a_mark_beside_the_
 @pytest.fixture
 def caches():
     """Of both methods, before and after a step."""
-    cache = KVCache.init(4, 64, num_layers=1, num_heads=1, head_dim=1, dtype=jnp.float32)
+    cache = KVCache.init(4, 64, num_layers=1, kv_heads=1, head_dim=1, dtype=jnp.float32)
     cache = dataclasses.replace(cache, lengths=jnp.array(STARTS))
     layouts = {"unpadded": Layout(), "padded": Layout(pad_inputs=True, pad_kv_cache=True)}
     before = {name: layout.arrange(cache) for name, layout in layouts.items()}
     assert isinstance(before["padded"], SharedIndexCache)
-    fresh = KeysValues(
-        *((jnp.ones((16, 1, 1)),),) * 2  # keys and values of a layer
-    )
-    after = {name: of.commit(fresh, ROWS[name], jnp.array(KEPT)) for name, of in before.items()}
+    fresh = (jnp.ones((16, 3, 1)),)
+    after = {}
+    for name, of in before.items():
+        path = AcceptedPath.prefix(ROWS[name], jnp.array(KEPT))
+        after[name] = of.commit(fresh, ROWS[name], path, resolve_kernels(None).update)
     return before, after
 
 

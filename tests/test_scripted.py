@@ -56,7 +56,7 @@ def assert_says_text(out):
 
 @jax.jit
 def forward(model, *fed) -> tuple[jax.Array, jax.Array]:
-    hidden, _ = model(*fed)
+    hidden = model(*fed).hidden
     return hidden, model.logits(hidden)
 
 

@@ -23,7 +23,7 @@ def check_is_model(name: str, model: Any) -> None:
     if isinstance(model, type) or missing or not callable(model):
         kind = model.__name__ if isinstance(model, type) else type(model).__name__
         raise ValueError(
-            f"{name} must be a model such as emsjax.OPT (see OPT.from_pretrained), not {kind}"
+            f"{name} must be an emsjax.OPT (see OPT.from_pretrained) or another model, not {kind}"
         )
 
 
@@ -61,9 +61,9 @@ def _delegate(protocol: type, name: str):
 
 @jax.tree_util.register_pytree_node_class
 class _AdaptedDrafter(_Adapted, Drafter):
-    for name in ("init", "propose", "observe", "commit", "fork", "admit", "check_target"):
+    for name in ("init", "propose", "observe", "commit", "admit", "check_target"):
         vars()[name] = _delegate(Drafter, name)
-    for name in ("state_bytes", "free", "taps", "max_draft_tokens"):
+    for name in ("state_bytes", "free", "taps", "fork", "max_draft_tokens"):
         vars()[name] = _delegate(Drafter, name)
     del name
 

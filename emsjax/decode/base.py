@@ -8,7 +8,7 @@ Axis legend: see `emsjax.decode.pack`.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int32, Key
 from emsjax.sampling import Sampling
 
 
+@runtime_checkable
 class ModelConfig(Protocol):
     """The part of a model's configuration that decoding reads."""
 
@@ -43,6 +44,7 @@ class ModelOutput:
     taps: tuple[Float[Array, "r e"], ...] = ()
 
 
+@runtime_checkable
 class Model(Protocol):
     """A decoder-only language model, as a pytree.
 
@@ -141,11 +143,15 @@ class Drafter:
         free: whether proposing costs next to nothing and draws no tokens. A draft-length policy
             is then asked after `propose` and chooses among the tokens that were found.
         taps: static; the layers of the target whose hidden states `observe` wants: see `Model`.
+        fork: for an expensive `init`, a method fork(state, samples) that returns the state in
+            which slot i starts from samples[i]'s state. None: `init` sees the prompt of every
+            slot, also those that several sequences share.
     """
 
     max_draft_tokens: int
     free = False
     taps: tuple[int, ...] = ()
+    fork: Callable[[Any, Int32[Array, "n"]], Any] | None = None
 
     def init(
         self, prompts: Int32[Array, "b t"], prompt_lengths: Int32[Array, "b"], max_len: int
@@ -188,13 +194,6 @@ class Drafter:
         tokens[s, :lengths[s]] were accepted.
         """
         return state
-
-    def fork(self, state: Any, samples: Int32[Array, "n"]) -> Any:
-        """The state in which slot i starts from samples[i]'s state, after an expensive `init`.
-
-        None, the default, means that `init` sees the prompt of every slot instead.
-        """
-        return None
 
     def admit(
         self,

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int32, Key
 
 from emsjax.decode.base import choose_slots, merge_fresh
@@ -109,7 +110,7 @@ class StepInfo:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sequences:
-    """Sequences before their first step, n of them.
+    """Sequences before their first step, n of them, on the device or the host.
 
     Attributes:
         tokens: prompts, padded.
@@ -120,10 +121,10 @@ class Sequences:
         sampling: one value for each, or None when all decode greedily.
     """
 
-    tokens: Int32[Array, "n t"]
-    prompt_lengths: Int32[Array, "n"]
-    max_new_tokens: Int32[Array, "n"]
-    sequence_ids: Int32[Array, "n"]
+    tokens: Int32[Array | np.ndarray, "n t"]
+    prompt_lengths: Int32[Array | np.ndarray, "n"]
+    max_new_tokens: Int32[Array | np.ndarray, "n"]
+    sequence_ids: Int32[Array | np.ndarray, "n"]
     keys: Key[Array, "n"]
     sampling: Sampling | None
 

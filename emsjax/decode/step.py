@@ -8,7 +8,7 @@ Axis legend: see `emsjax.decode.pack`.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,10 +37,10 @@ from pallas_kernels.indexing import take, take_in_rows
 
 def step(
     model: Model,
-    drafter: Drafter | None,
+    drafter: Drafter | Any | None,
     state: DecodeState,
     *,
-    draft_length: DraftLength | None = None,
+    draft_length: DraftLength | Any | None = None,
     attention_implementation: str | Callable | None = None,
     layout: Layout = UNPADDED,
     num_sequences: Int32[Array, ""] | None = None,

@@ -186,9 +186,9 @@ class DraftModel(Drafter):
 
     def state_bytes(self, max_len: int) -> int:
         """Bytes per sample: the cache, and the distributions of one step's drafts."""
-        cache = jax.eval_shape(lambda: self.draft_model.init_cache(1, max_len))
+        leaves = lambda: jax.tree.leaves(self.draft_model.init_cache(1, max_len).layers)
         probs = 2 * self.max_draft_tokens * self.draft_model.config.vocab_size * 4
-        return tree_bytes(cache.layers) + probs
+        return tree_bytes(jax.eval_shape(leaves)) + probs
 
     def _forward(self, cache: KVCache, tokens, counts) -> tuple[Array, KVCache]:
         """Feed each sample's next `counts` tokens; float32 logits [b, v] behind the last one."""

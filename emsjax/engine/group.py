@@ -46,9 +46,7 @@ def begin_group(
     for row, prompt in enumerate(requests.prompts[index] for index in held):
         tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
     idle = np.arange(slots) >= len(group)
-    sequences = Sequences(
-        tokens,
-        lengths,
+    of_slots = (
         requests.max_new_tokens[prompt_of_slot],
         np.where(idle, -1, served).astype(np.int32),
         keys_at(requests.keys, served),
@@ -69,7 +67,9 @@ def begin_group(
         )
         observed = None
     without_model = dataclasses.replace(run, model=None)
-    return _begun(without_model, cache, sequences, slot_prompts, observed, requests.end_token_ids)
+    prompts = (tokens, lengths)
+    end_token_ids = requests.end_token_ids
+    return _begun(without_model, cache, prompts, slot_prompts, of_slots, observed, end_token_ids)
 
 
 @functools.partial(jax.jit, static_argnames=("cache_length", "kernels"))
@@ -109,29 +109,28 @@ def _prefilled_observed(run: Run, tokens, prompt_lengths, *, cache_length: int):
 
 @functools.partial(jax.jit, donate_argnames=("cache",))
 def _begun(
-    run: Run, cache: KVCache, sequences: Sequences, prompt_of_slot, drafter_state, end_token_ids
+    run: Run, cache: KVCache, prompts, prompt_of_slot, of_slots, drafter_state, end_token_ids
 ) -> DecodeState:
     """The state with the target's cache in it; drafters and policies begin.
 
     Args:
         run: its model may be left out.
-        sequences: with the prompts of `prompt_of_slot`, where that is not None.
+        prompts: tokens and lengths, of each slot or of those that `prompt_of_slot` names.
+        of_slots: the other fields of the slots' `Sequences`.
         drafter_state: what the drafter has seen of the prompts; None: nothing yet.
     """
-    prompts, max_len = (sequences.tokens, sequences.prompt_lengths), sequences.tokens.shape[1]
+    max_len, own = prompts[0].shape[1], prompts
     if prompt_of_slot is not None:
-        tokens, lengths = (take(x, prompt_of_slot) for x in prompts)
-        sequences = dataclasses.replace(sequences, tokens=tokens, prompt_lengths=lengths)
+        own = tuple(take(x, prompt_of_slot) for x in prompts)
     if run.drafter is None:
         drafter_state = ()
     elif drafter_state is None:
-        if prompt_of_slot is not None:
+        if prompt_of_slot is not None and run.drafter.fork is not None:
             begun = run.drafter.init(*prompts, max_len)
             drafter_state = run.drafter.fork(begun, prompt_of_slot)
-        if drafter_state is None:
-            of_slots = (sequences.tokens, sequences.prompt_lengths)
-            drafter_state = run.drafter.init(*of_slots, max_len)
-    return begin(run, sequences, end_token_ids, cache, drafter_state)
+        else:
+            drafter_state = run.drafter.init(*own, max_len)
+    return begin(run, Sequences(*own, *of_slots), end_token_ids, cache, drafter_state)
 
 
 @functools.partial(jax.jit, static_argnames=("max_len",), donate_argnames=("cache",))

@@ -5,40 +5,46 @@ Sizes come from the model itself, by tracing it for shapes.
 
 import bisect
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from emsjax.decode.base import Model
 from emsjax.decode.kernels import resolve_kernels
-from emsjax.decode.pack import PackedRows
+from emsjax.decode.pack import pack
 from emsjax.decode.row_counts import chunk_rows, prompt_row_counts, row_buckets
 from emsjax.device import available_bytes, readable, tree_bytes
 
 
-@dataclasses.dataclass(frozen=True)
-class RowBytes:
-    """Bytes of what a model keeps of one packed row.
+class Sizes(NamedTuple):
+    """Sizes of what a model keeps of its tokens, found by tracing it; nothing is computed.
 
     Attributes:
-        fresh: queries, keys and values of all layers.
-        query_heads: of a layer.
+        row_bytes: queries, keys and values of one packed row in all layers.
+        token_bytes: one cached token in all layers.
+        layer_token_bytes: one cached token in one layer.
+        query_heads: heads of a layer's queries.
     """
 
-    fresh: int
+    row_bytes: int
+    token_bytes: int
+    layer_token_bytes: int
     query_heads: int
 
     @classmethod
-    def of(cls, model: Model) -> "RowBytes":
-        """Found by tracing one row; nothing is computed."""
-        one = jax.ShapeDtypeStruct((1,), jnp.int32)
-        rows = PackedRows(one, one, one, one)
-        cache = jax.eval_shape(lambda: model.init_cache(1, 1))
+    def of(cls, model: Model) -> "Sizes":
         attention = resolve_kernels("reference").attention
-        call = lambda ids, rows, cache: model(ids, rows, cache, attention=attention).fresh
-        fresh = jax.eval_shape(call, one, rows, cache)
-        kv_heads = cache.layers[0].keys.shape[2]
-        return cls(tree_bytes(fresh), fresh[0].shape[1] - 2 * kv_heads)
+
+        def trace(model: Model):
+            cache, one = model.init_cache(1, 1), jnp.ones(1, jnp.int32)
+            rows = pack(cache.lengths, one, 1)
+            fresh = model(one, rows, cache, attention=attention).fresh
+            return fresh, [jax.tree.leaves(layer) for layer in cache.layers]
+
+        fresh, layers = jax.eval_shape(trace, model)
+        query_heads = fresh[0].shape[1] - 2 * layers[0][0].shape[2]
+        return cls(tree_bytes(fresh), tree_bytes(layers), tree_bytes(layers[0]), query_heads)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,25 +90,24 @@ class MemoryPlan:
             drafter_bytes_per_slot: the drafter's `state_bytes`.
             refilled: steps feed prompts beside drafts.
         """
-        row = RowBytes.of(model)
-        layers = jax.eval_shape(lambda: model.init_cache(1, 1)).layers
-        per_token, layer_token = tree_bytes(layers), tree_bytes(layers[0])
+        sizes = Sizes.of(model)
+        per_row = sizes.row_bytes + model.row_bytes
         # The prompts' caches and their fork to more sequences exist side by side.
         cached = slots if prompt_slots == slots else slots + prompt_slots
         chunk = chunk_rows(prompt_slots, max_len)
         k1 = max_draft_tokens + 1
         rows = row_buckets(slots, k1)[-1]
         fed = prompt_row_counts(slots, k1, max_len)[-1] if refilled else rows
-        scores = fed * row.query_heads * max_len * 4
+        scores = fed * sizes.query_heads * max_len * 4
         return cls(
             weights=tree_bytes(model),
-            caches=cached * max_len * per_token,
-            prefill_chunk=chunk * (row.fresh + model.row_bytes),
+            caches=cached * max_len * sizes.token_bytes,
+            prefill_chunk=chunk * per_row,
             # Logits, their log-softmax, the step's fresh rows and activations.
-            logits=rows * 2 * model.config.vocab_size * 4 + fed * (row.fresh + model.row_bytes),
+            logits=rows * 2 * model.config.vocab_size * 4 + fed * per_row,
             # One layer's keys and values, masked and transposed, and its scores, three
             # times over: what the XLA implementation was seen to hold.
-            attention=2 * slots * max_len * layer_token + 3 * scores,
+            attention=2 * slots * max_len * sizes.layer_token_bytes + 3 * scores,
             drafter=cached * drafter_bytes_per_slot,
         )
 
