@@ -9,8 +9,9 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import result_tables as tables
-from result_tables import Results
+import device_tables
+import result_tables
+from markdown_tables import Results
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 DOCUMENT, MARK = "benchmarks", "<!-- results -->"
@@ -22,119 +23,124 @@ class Kind:
 
     Attributes:
         title: of its section.
-        command: what in a file's command tells that it is of this kind.
+        commands: a file is of this kind if its command contains one of these.
         about: what was measured, in Markdown.
         body: the settings and tables of a file, in Markdown.
     """
 
     title: str
-    command: str
+    commands: tuple[str, ...]
     about: str
     body: Callable[[Results], Sequence[str]]
+
+
+def benchmark(module: str) -> tuple[str, ...]:
+    """Both forms of the command that runs a benchmark."""
+    return f"emsjax.benchmarks.{module}", f"emsjax bench {module.replace('_', '-')}"
 
 
 KINDS = (
     Kind(
         "EMS-SD beside padding",
-        "bench ems-sd",
+        benchmark("ems_sd"),
         "Plain decoding, batched speculation with padding (`vanilla`), with either half of it "
         "(`unpad-kv`, `unpad-inputs`) and without (`ems`), with the same prompts and drafts: see "
         "[padding](concepts/padding.md).",
-        tables.ems_sd,
+        result_tables.ems_sd,
     ),
     Kind(
         "Beside transformers",
-        "bench peers",
+        benchmark("peers"),
         "The same weights and prompts through `emsjax.generate` and through `generate` of "
         "transformers, which drafts for one sample at a time only.",
-        tables.peers,
+        result_tables.peers,
     ),
     Kind(
         "Draft lengths",
-        "bench draft-length",
+        benchmark("draft_length"),
         "Policies beside every fixed length. The target says a known text, and drafts are that "
         "text with wrong tokens mixed in. `llma`: prompt lookup that finds nothing three times in "
         "ten and otherwise 7 tokens, half of the time all right. `draft-model`: a draft model, "
         "each token right with probability 0.8; `poor` and `poor-draft-model`: 0.2. `mixed`: "
         "copies, right with probability 0.95 in half of the samples and 0.1 in the others, timed "
         "as long as all of them run.",
-        tables.draft_length,
+        result_tables.draft_length,
     ),
     Kind(
         "Slots that refill",
-        "emsjax.benchmarks.refill",
+        benchmark("refill"),
         "A set of prompts in batches that end with their last sequence, and in as many slots that "
         "take the next prompt when a sequence has finished; whole calls, prefill included.",
-        tables.refill,
+        result_tables.refill,
     ),
     Kind(
         "Decoding steps",
-        "emsjax.benchmarks.step",
+        benchmark("step"),
         "One step of the device loop (draft, forward, verify, commit), all drafts rejected. The "
         "floor reads every weight and every committed key and value once, or computes where that "
         "takes longer.",
-        tables.step,
+        device_tables.step,
     ),
     Kind(
         "Costs of a step",
-        "emsjax profile",
+        ("emsjax profile",),
         "What `emsjax profile` measures for [draft-length policies](concepts/draft-lengths.md).",
-        tables.profile,
+        device_tables.profile,
     ),
     Kind(
         "Row buckets",
-        "emsjax.benchmarks.buckets",
+        benchmark("buckets"),
         "Steps whose rows are rounded up to a compiled row count, beside the same steps compiled "
         "for exactly their rows.",
-        tables.buckets,
+        device_tables.buckets,
     ),
     Kind(
         "What sampling, drafting and the loop cost",
-        "emsjax.benchmarks.overheads",
+        benchmark("overheads"),
         "`plain`: the loop with `drafter=None` beside one without speculation in it. `drafting`: "
         "a draft model's tokens beside given ones. `sampling`: sampled steps beside greedy ones.",
-        tables.overheads,
+        device_tables.overheads,
     ),
     Kind(
         "Products",
-        "pallas_kernels.benchmark.products",
+        ("pallas_kernels.benchmark.products",),
         "Packed rows times the weights of a layer, by each implementation that takes so many rows. "
         "`default` is what a model uses.",
-        tables.products,
+        device_tables.products,
     ),
     Kind(
         "Kernels",
-        "pallas_kernels.benchmark",
+        ("pallas_kernels.benchmark",),
         "Attention of packed rows and the commit of keys and values. `cudnn` is the padded "
         "attention of cuDNN through `jax.nn.dot_product_attention`.",
-        tables.kernels,
+        device_tables.kernels,
     ),
     Kind(
         "The first call",
-        "emsjax.benchmarks.first_call",
+        benchmark("first_call"),
         "Seconds of two calls of `emsjax.generate` in a new process: the first one compiles.",
-        tables.first_call,
+        device_tables.first_call,
     ),
     Kind(
         "Where 16-bit decoding parts",
-        "emsjax.benchmarks.divergences",
+        benchmark("divergences"),
         "Greedy sequences that are not those of plain decoding, and by what margin float32 decides "
         "between the two tokens: see [losslessness](concepts/losslessness.md).",
-        tables.divergences,
+        result_tables.divergences,
     ),
     Kind(
         "Training steps",
-        "emsjax.benchmarks.training",
+        benchmark("training"),
         "A step of distillation beside the rate of a large matrix product.",
-        tables.training,
+        device_tables.training,
     ),
     Kind(
         "Distilled draft models",
-        "emsjax distil",
+        ("emsjax distil",),
         "What `emsjax distil` measures at its end: decoding plainly, with the draft model that "
         "training began with, and with the trained one. Position: of the draft tokens there, all "
         "before which stood, how many stood.",
-        tables.distillation,
+        result_tables.distillation,
     ),
 )
 
@@ -175,9 +181,9 @@ def page(folder: Path = FOLDER) -> str:
 
 
 def kind_of(results: Results) -> Kind | None:
-    """The first kind whose command is that of the file."""
+    """The first kind that the file's command belongs to."""
     command = results.get("command", "")
-    return next((kind for kind in KINDS if kind.command in command), None)
+    return next((kind for kind in KINDS if any(of in command for of in kind.commands)), None)
 
 
 def fill_in(app, docname: str, source: list[str]) -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from emsjax.cli.arguments import make_parser
-from emsjax.cli.main import run_options
+from emsjax.benchmarks.registry import BENCHMARKS
+from emsjax.cli.generate_arguments import run_options
+from emsjax.cli.main import make_parser
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -74,9 +75,10 @@ def check_command(command: str) -> None:
         if parsed.command == "generate":
             run_options(parsed)
     elif [program, *arguments[:1]] == ["python", "-m"]:
-        module = importlib.import_module(arguments[1])
-        if hasattr(module, "make_parser"):
-            module.make_parser().parse_args(arguments[2:])
+        importlib.import_module(arguments[1])
+        for benchmark in BENCHMARKS.values():
+            if arguments[1] == f"emsjax.benchmarks.{benchmark.module}":
+                benchmark.make_parser().parse_args(arguments[2:])
     elif [program, *arguments[:1]] == ["pip", "install"]:
         extras = re.findall(r"\[(.*)\]", command)
         known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerFast
 
 import emsjax
 from emsjax import streaming
-from emsjax.cli.drafting import read_config
 from emsjax.policies import profiles as profile_store
 from emsjax.policies.costs import FORMAT
+from emsjax.terminal.models import load_config
 
 END, POSITIONS = 2, 64
 TEXTS = ["def f(x):\n    return x", "for i in range(3):", "a", "print('hello, world')", "x = 1"]
@@ -59,7 +59,7 @@ def save_tiny_model(folder):
 def profile_of(model, draft_model=None, dtype="float32", row_ms=None, draft_ms=0.0):
     """What `emsjax profile` could have measured for these folders: by default drafts pay."""
     configs = [
-        None if folder is None else read_config(folder, None) for folder in (model, draft_model)
+        None if folder is None else load_config(folder, None) for folder in (model, draft_model)
     ]
     row_ms = {1: 1.0, 1000: 1.1} if row_ms is None else row_ms
     return {

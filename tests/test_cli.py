@@ -268,7 +268,7 @@ def test_a_token_that_is_none_of_the_models_names_its_record(
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 4}))
     code = main(command(folder, paths))
-    assert_error(capsys, code, "record 'one' (line 1): the tokenizer's token", "the model's 4")
+    assert_error(capsys, code, "record 'one' (line 1): the tokenizer's token", "vocabulary of 4")
     assert not paths.output.exists()
 
 
@@ -296,7 +296,10 @@ def test_a_token_that_is_none_of_the_models_names_its_record(
         (["--keep", "last"], ["--keep needs --max-prompt-tokens"]),
         (["--drafter", "model"], ["--drafter model", "--draft-model"]),
         (["--drafter", "tree"], ["--drafter", "prompt-lookup"]),
-        (["--drafter", "model", "--draft-model", "./none"], ["--draft-model", "none is no folder"]),
+        (
+            ["--drafter", "model", "--draft-model", "./none"],
+            ["--draft-model", "none is not a folder"],
+        ),
         (["--draft-model", "d"], ["--draft-model", "--drafter model"]),
         (["--draft-model", "d", "--drafter", "prompt-lookup"], ["--draft-model", "model"]),
         (["--draft-revision", "main"], ["--draft-revision", "--drafter model"]),

@@ -9,7 +9,7 @@ import pytest
 from jsonl import assert_error
 
 from emsjax.benchmarks import draft_length, policy_runs, step_costs, workloads
-from emsjax.cli.draft_length import find_models
+from emsjax.benchmarks.draft_length_command import find_models
 from emsjax.cli.main import main
 from emsjax.policies import profiles as profile_store
 from emsjax.policies.costs import FORMAT, StepCosts

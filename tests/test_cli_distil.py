@@ -17,8 +17,7 @@ from transformers import AutoTokenizer
 import emsjax
 from emsjax import distillation
 from emsjax.cli import distil as command
-from emsjax.cli.arguments import make_parser
-from emsjax.cli.main import main
+from emsjax.cli.main import main, make_parser
 from emsjax.distillation.texts import read_texts
 
 LINES = [{"text": TEXTS[i % 5] * (1 + i % 4)} for i in range(14)]
@@ -236,7 +235,7 @@ def test_texts_that_cannot_be_trained_on_are_named(
         (["--temperature", "-1"], "--temperature must be finite and >= 0, not -1.0"),
         (["--learning-rate", "0"], "--learning-rate must be finite and > 0, not 0.0"),
         (["--weight-decay", "inf"], "--weight-decay must be finite and >= 0, not inf"),
-        (["--target", "./none"], "--target: none is no folder"),
+        (["--target", "./none"], "--target: none is not a folder"),
         (["--data", "none.jsonl"], "none.jsonl"),
         (["--text-template", "{"], "{"),
     ],
@@ -293,7 +292,7 @@ def test_an_output_that_holds_something_else_is_left_alone(tiny_model, data, tmp
     (tmp_path / "mine.txt").write_text("mine")
     assert_error(capsys, main(arguments(tiny_model, data, tmp_path)), "holds something else")
     file = tmp_path / "mine.txt"
-    assert_error(capsys, main(arguments(tiny_model, data, file)), "is no folder")
+    assert_error(capsys, main(arguments(tiny_model, data, file)), "is not a folder")
     assert file.read_text() == "mine"
 
 

@@ -14,7 +14,9 @@ from toy import tiny_model
 
 import emsjax
 from emsjax.benchmarks import draft_length as bench
-from emsjax.benchmarks import policy_runs, resume, runs, workloads
+from emsjax.benchmarks import policy_runs, runs, workloads
+from emsjax.benchmarks.results import resume
+from emsjax.benchmarks.shapes import MODELS
 from emsjax.benchmarks.workloads import ScriptedModels, Workload, source_of
 from emsjax.decode.step import decode_loop
 from emsjax.policies.costs import FORMAT, synergy_lengths
@@ -55,7 +57,7 @@ class OwnDrafts(ScriptedModels):
 def small(unchecked_annotations):
     """What makes a comparison small: the shape of the models, prompts, repeats."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(runs.MODELS, "small", tiny_model(num_hidden_layers=1).config)
+        patch.setitem(MODELS, "small", tiny_model(num_hidden_layers=1).config)
         patch.setattr(workloads, "PROMPT_TOKENS", (5, 9))
         patch.setattr(bench, "SEQUENCES", BATCH * REPEATS)
         patch.setattr(bench, "DRAWS", (1, REPEATS))
@@ -63,8 +65,12 @@ def small(unchecked_annotations):
         yield
 
 
+def asked(new_tokens: int | None, draws: int | None = None) -> bench.Asked:
+    return bench.Asked((BATCH,), WORKLOADS, K, new_tokens, draws=draws)
+
+
 def start(models, draws: int | None = None) -> bench.Bench:
-    return bench.Bench(models, BATCH, COSTS, K, NEW_TOKENS, None, draws)
+    return bench.Bench(models, BATCH, COSTS, asked(NEW_TOKENS, draws))
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +78,7 @@ def measured(small):
     """Entries by workload, the compilations of each, and how often prompts were prefilled."""
     comparison, compiled, entries = start(ScriptedModels("small", "small")), [], {}
     prefill = mock.Mock(side_effect=emsjax.init_state)
-    with mock.patch.object(emsjax, "init_state", prefill):
+    with mock.patch.object(bench, "init_state", prefill):
         for name in WORKLOADS:
             before = decode_loop._cache_size()
             entries[name] = comparison.measure(name)
@@ -102,7 +108,7 @@ def test_workloads_of_other_lengths_start_at_the_same_prompts(small, monkeypatch
         monkeypatch.setitem(workloads.SCRIPTED, name, workload)
     for name in workloads.SCRIPTED.keys() - lengths:
         monkeypatch.delitem(workloads.SCRIPTED, name)
-    comparison = bench.Bench(ScriptedModels("small", "small"), BATCH, COSTS, K, None, None)
+    comparison = bench.Bench(ScriptedModels("small", "small"), BATCH, COSTS, asked(None))
     entries = [comparison.measure(name) for name in lengths]
     assert [entry["new_tokens"] for entry in entries] == list(lengths.values())
     assert bench.all_identical({"entries": entries})
@@ -281,13 +287,8 @@ def run(results, output, measured, said):
         return bench.run(
             SimpleNamespace(workloads=workloads.SCRIPTED),
             PROFILE,
+            bench.Asked((1, 8), ("llma", "draft-model", "mixed"), K),
             results,
-            batch_sizes=(1, 8),
-            workloads=("llma", "draft-model", "mixed"),
-            max_draft_tokens=K,
-            max_new_tokens=None,
-            attention=None,
-            draws=None,
             output=output,
             say=said.append,
         )

@@ -13,13 +13,13 @@ from jsonl import save_random_model
 
 import emsjax
 from emsjax import plotting
-from emsjax.benchmarks import Rates, ems_sd, sources, workloads
+from emsjax.benchmarks import ems_sd, sources, workloads
+from emsjax.benchmarks.ems_sd_command import rates_of, scripted, texts
+from emsjax.benchmarks.rates import Rates
 from emsjax.benchmarks.scripted import CopyAcceptance, TokenAcceptance
 from emsjax.benchmarks.sources import Scripted
 from emsjax.benchmarks.step import floor_ms
-from emsjax.cli.arguments import make_parser
-from emsjax.cli.ems_sd import rates_of, scripted, texts
-from emsjax.cli.main import main
+from emsjax.cli.main import main, make_parser
 from emsjax.models.config import OPTConfig
 
 NEW, BATCH, RATES = 10, 3, Rates(1e12, 1e14)

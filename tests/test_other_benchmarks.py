@@ -6,7 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from emsjax.benchmarks import buckets, first_call, refill, runs, training
+from emsjax.benchmarks import buckets, first_call, refill, training
+from emsjax.benchmarks.registry import BENCHMARKS
+from emsjax.benchmarks.shapes import MODELS
 from emsjax.models.config import OPTConfig
 
 
@@ -28,7 +30,7 @@ def test_both_sides_feed_the_same_rows(tmp_path, capsys):
     path = tmp_path / "buckets.json"
     options = ["--model", "tiny", "--batch-sizes", "6", "--context", "20"]
     with jax.numpy_dtype_promotion("standard"):
-        buckets.main([*options, "--commit", "abc", "--output", str(path)])
+        assert BENCHMARKS["buckets"].main([*options, "--commit", "abc", "--output", str(path)]) == 0
     results = json.loads(path.read_bytes())
     (entry,) = results["batches"]
     assert (results["commit"], entry["batch"]) == ("abc", 6)
@@ -60,7 +62,8 @@ def test_a_warm_call_finds_what_the_cold_one_compiled(tmp_path, monkeypatch, cap
     monkeypatch.setattr(first_call.tempfile, "tempdir", str(tmp_path))
     output = tmp_path / "first.json"
     options = ["--model", "tiny", "--drafter", "none", "--batch-size", "2"]
-    first_call.main([*options, "--commit", "abc", "--output", str(output)])
+    options += ["--commit", "abc", "--output", str(output)]
+    assert BENCHMARKS["first-call"].main(options) == 0
     results = json.loads(output.read_bytes())
     assert results["commit"] == "abc"
     assert caches[0] == caches[1]
@@ -76,7 +79,7 @@ def test_slots_that_refill_are_beside_static_batches(tmp_path, capsys):
     options = ["--model", "tiny", "--prompts", "14", "--batch-size", "4", "--shortest", "5"]
     options += ["--longest", "30", "--max-new-tokens", "16", "--repeats", "1"]
     with jax.numpy_dtype_promotion("standard"):
-        assert refill.main([*options, "--commit", "abc", "--output", str(path)]) == 0
+        assert BENCHMARKS["refill"].main([*options, "--commit", "abc", "--output", str(path)]) == 0
     results = json.loads(path.read_bytes())
     static, refilled, prompts = results["runs"]
     assert [run["side"] for run in results["runs"]] == ["static", "refilled", "prompts"]
@@ -106,14 +109,15 @@ def test_training_flops_are_six_per_weight_and_token():
 def test_training_is_timed_with_and_without_a_target(tmp_path, capsys):
     path = tmp_path / "training.json"
     options = ["--model", "tiny", "--target", "tiny", "--batch-size", "2"]
-    training.main([*options, "--sequence-length", "16", "--commit", "abc", "--output", str(path)])
+    options += ["--sequence-length", "16", "--commit", "abc", "--output", str(path)]
+    assert BENCHMARKS["training"].main(options) == 0
     results = json.loads(path.read_bytes())
     assert results["commit"] == "abc"
     assert [list(of["losses"]) for of in results["entries"]] == [
         ["cross-entropy"],
         ["forward-kl", "cross-entropy"],
     ]
-    flops = training.training_flops(runs.MODELS["tiny"], 2, 16)
+    flops = training.training_flops(MODELS["tiny"], 2, 16)
     for of in results["entries"]:
         median = np.median(of["steps_s"])
         assert of["tokens_per_s"] == pytest.approx(32 / median)

@@ -44,7 +44,7 @@ def test_ours_says_the_text_and_drafts_most_of_it(subject, monkeypatch):
         outputs.append(generate(*args, **options))
         return outputs[-1]
 
-    monkeypatch.setattr(emsjax, "generate", spy)
+    monkeypatch.setattr(peers, "generate", spy)
     for method in subject.methods:
         run(subject, peers.ours(subject), method, 3)
     plain, *drafted = (out.stats.mean_acceptance_length for out in outputs)

@@ -121,7 +121,7 @@ def bench(tmp_path, monkeypatch):
     """`emsjax bench draft-length` of a measured figure's results, with a plot."""
     measured = []
 
-    def run(models, profile, results, **options):
+    def run(models, profile, asked, results, **options):
         measured.append(results)
         live = {"live_tokens_per_s": None, "mean_acceptance_length": 1.0}
         for entry in (entry_of("llma", 1), entry_of("poor", 1)):
@@ -133,7 +133,7 @@ def bench(tmp_path, monkeypatch):
     costs = {"row_ms": {"1": 1.0}, "token_ms": 0.0, "reread": 0.0, "draft_ms": {"1": 0.0}}
     output.write_text(json.dumps({"settings": {"costs": costs}}))
     monkeypatch.setattr(
-        "emsjax.cli.draft_length.resume", lambda s, results, o: results.update(entries=[])
+        "emsjax.benchmarks.results.resume", lambda s, results, o: results.update(entries=[])
     )
     arguments = ["bench", "draft-length", "--shape", "tiny", "--draft-shape", "tiny"]
     arguments += ["--output", str(output)]

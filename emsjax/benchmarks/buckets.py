@@ -13,21 +13,17 @@ mean best times.
 
 import argparse
 import dataclasses
-import shlex
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-import emsjax
-from emsjax.benchmarks import save, surroundings
+from emsjax.benchmarks.registry import BENCHMARKS
+from emsjax.benchmarks.results import add_entry, begin
 from emsjax.benchmarks.runs import (
     LONG,
     MAX_NEW_TOKENS,
-    MODELS,
     REPETITIONS,
     SHORT,
     LoopRun,
@@ -36,8 +32,10 @@ from emsjax.benchmarks.runs import (
     time_steps,
 )
 from emsjax.benchmarks.scripted import CopyAcceptance
-from emsjax.cli.types import positive_int, positive_ints
+from emsjax.benchmarks.shapes import MODELS
 from emsjax.decode.layout import UNPADDED, Layout
+from emsjax.generation import init_state
+from emsjax.models.opt import OPT
 
 PROFILE = CopyAcceptance()
 POINTS, DRAWS = 5, 4096
@@ -80,7 +78,7 @@ def typical_drafts(batch: int, points: int = POINTS) -> list[tuple[np.ndarray, f
     return [(counts[:, middles[i]], n / points) for i, n in zip(first, times, strict=True)]
 
 
-def measure(model: emsjax.OPT, batch: int, context: int) -> dict[str, Any]:
+def measure(model: OPT, batch: int, context: int) -> dict[str, Any]:
     """The entry of this batch size."""
     vocab, k = model.config.vocab_size, PROFILE.max_draft_tokens
     drafts = typical_drafts(batch)
@@ -88,7 +86,7 @@ def measure(model: emsjax.OPT, batch: int, context: int) -> dict[str, Any]:
     length = context - (SHORT + LONG) // 2 + 2
     prompts = np.random.default_rng(1).integers(5, vocab - 1, (batch, length))
     drafter = RejectedDrafter(vocab - 1, k, counts=jnp.asarray(drafts[0][0]))
-    state = emsjax.init_state(
+    state = init_state(
         model, drafter, list(prompts), max_new_tokens=MAX_NEW_TOKENS, eos_token_ids=()
     )
     run = LoopRun(model, drafter, state, None)
@@ -117,41 +115,19 @@ def measure(model: emsjax.OPT, batch: int, context: int) -> dict[str, Any]:
     }
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m emsjax.benchmarks.buckets",
-        description="What rounding row counts up to compiled ones costs, with random weights.",
-    )
-    add = parser.add_argument
-    add("--model", choices=MODELS, default="opt-6.7b", help="default: %(default)s")
-    add("--batch-sizes", type=positive_ints, default=(1, 8, 24, 64), metavar="N,N,...")
-    add("--context", type=positive_int, default=900, metavar="N", help="default: %(default)s")
-    add("--output", type=Path, metavar="FILE", help="JSON file that grows with each batch size")
-    add("--commit", help="of the measured code (default: the checkout's)")
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    options = make_parser().parse_args(arguments)
-    results = {
-        "command": shlex.join(["python", "-m", "emsjax.benchmarks.buckets", *arguments]),
-        **surroundings(options.commit),
-        "settings": {
-            "model": options.model,
-            "dtype": "bfloat16",
-            "context": options.context,
-            "acceptance": dataclasses.asdict(PROFILE),
-            "repetitions": REPETITIONS,
-        },
-        "batches": [],
+def run(options: argparse.Namespace, command: str) -> int:
+    settings = {
+        "model": options.model,
+        "dtype": "bfloat16",
+        "context": options.context,
+        "acceptance": dataclasses.asdict(PROFILE),
+        "repetitions": REPETITIONS,
     }
-    save(results, options.output)  # a place that cannot be written shows before the work
+    results = begin(options, command, settings, entries="batches")
     model = random_model(MODELS[options.model])
     for batch in options.batch_sizes:
         entry = measure(model, batch, options.context)
-        results["batches"].append(entry)
-        save(results, options.output)
+        add_entry(entry, results, options.output, "batches")
         shown = ", ".join(
             "{rows} in {bucket}: {0:.3f} / {1:.3f} ms".format(
                 *(of["best_ms"] for of in point["times"].values()), **point
@@ -159,7 +135,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for point in entry["points"]
         )
         print(f"batch {batch}, bucketed / exact rows: {entry['ratio']:.3f} ({shown})", flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(BENCHMARKS["buckets"].main())

@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 
-import emsjax
-from emsjax.benchmarks import add_entry
 from emsjax.benchmarks.policy_runs import (
     ALL_STEPS,
     compile_loops,
@@ -24,10 +22,12 @@ from emsjax.benchmarks.policy_runs import (
     policies,
     time_policies,
 )
+from emsjax.benchmarks.results import add_entry
 from emsjax.benchmarks.runs import LoopRun
 from emsjax.benchmarks.workloads import EmbeddedModels, ScriptedModels, Workload
 from emsjax.decode.base import is_free
 from emsjax.decode.step import Counters
+from emsjax.generation import init_state
 from emsjax.policies.costs import StepCosts, read_profile, synergy_lengths
 
 SEQUENCES = 64  # behind a figure, if that takes no more batches than the most and no fewer
@@ -35,15 +35,32 @@ DRAWS = (2, 16)  # than the least
 Models = ScriptedModels | EmbeddedModels
 
 
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What to compare.
+
+    Attributes:
+        max_draft_tokens: the longest fixed length.
+        max_new_tokens: None: the number of each workload.
+        attention: the implementation; None: the device's default.
+        draws: batches per figure, each with acceptance drawn anew; None: enough for `SEQUENCES`
+            sequences, within `DRAWS`.
+    """
+
+    batch_sizes: Sequence[int]
+    workloads: Sequence[str]
+    max_draft_tokens: int
+    max_new_tokens: int | None = None
+    attention: str | None = None
+    draws: int | None = None
+
+
 class Bench:
     """The comparison at one batch size.
 
     Args:
-        models: what is decoded.
-        costs: of its steps here.
-        k: the longest draft.
-        max_new_tokens: None: the workload's own.
-        draws: batches behind a figure; None: enough for `SEQUENCES`, within `DRAWS`.
+        models: the models to decode with.
+        costs: the costs of their steps on this device.
     """
 
     def __init__(
@@ -51,15 +68,12 @@ class Bench:
         models: Models,
         batch: int,
         costs: StepCosts,
-        k: int,
-        max_new_tokens: int | None,
-        attention: str | None,
-        draws: int | None = None,
+        asked: Asked,
     ):
-        self.models, self.batch, self.costs, self.k = models, batch, costs, k
-        self.max_new_tokens, self.attention = max_new_tokens, attention
-        self.repeats = draws or int(np.clip(SEQUENCES // batch, *DRAWS))
-        self.longest = max_new_tokens or max(
+        self.models, self.batch, self.costs, self.k = models, batch, costs, asked.max_draft_tokens
+        self.max_new_tokens, self.attention = asked.max_new_tokens, asked.attention
+        self.repeats = asked.draws or int(np.clip(SEQUENCES // batch, *DRAWS))
+        self.longest = asked.max_new_tokens or max(
             workload.max_new_tokens for workload in models.workloads.values()
         )
         self.prompts = models.prompts(batch, self.longest)
@@ -100,7 +114,7 @@ class Bench:
         if workload.source not in self.runs:
             self.runs.clear()  # two runs' caches need not exist at once
             policy = policies["fixed 0"]
-            state = emsjax.init_state(
+            state = init_state(
                 self.models.model,
                 drafter,
                 self.prompts,
@@ -183,14 +197,9 @@ def all_identical(results: Mapping[str, Any]) -> bool:
 def run(
     models: Models,
     profile: Mapping[str, Any] | str | Path,
+    asked: Asked,
     results: dict[str, Any],
     *,
-    batch_sizes: Sequence[int],
-    workloads: Sequence[str],
-    max_draft_tokens: int,
-    max_new_tokens: int | None,
-    attention: str | None,
-    draws: int | None,
     output: Path | None,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
@@ -198,11 +207,11 @@ def run(
     costs = StepCosts.from_profile(read_profile(profile))
     done = {(entry["workload"], entry["batch"]) for entry in results["entries"]}
     by_source = lambda name: (models.workloads[name].source, list(models.workloads).index(name))
-    for batch in batch_sizes:
-        missing = [name for name in workloads if (name, batch) not in done]
+    for batch in asked.batch_sizes:
+        missing = [name for name in asked.workloads if (name, batch) not in done]
         if not missing:
             continue
-        bench = Bench(models, batch, costs, max_draft_tokens, max_new_tokens, attention, draws)
+        bench = Bench(models, batch, costs, asked)
         for name in sorted(missing, key=by_source):
             entry = bench.measure(name)
             for line in describe(entry):

@@ -17,13 +17,15 @@ from typing import Any
 import jax
 import numpy as np
 
-import emsjax
-from emsjax.benchmarks import Rates, add_entry, at_once
 from emsjax.benchmarks.policy_runs import ALL_STEPS
+from emsjax.benchmarks.rates import Rates
+from emsjax.benchmarks.results import add_entry
+from emsjax.benchmarks.runs import at_once
 from emsjax.benchmarks.sources import Source, Task
 from emsjax.benchmarks.step import floor_ms, products
 from emsjax.decode.layout import UNPADDED, Layout
 from emsjax.decode.step import Flat, decode_loop
+from emsjax.generation import init_state
 
 GREEDY = "greedy"
 METHODS: dict[str, Layout] = {
@@ -139,7 +141,7 @@ class Bench:
 
     def start(self, method: str, task: Task):
         """The prompts prefilled."""
-        state = emsjax.init_state(
+        state = init_state(
             self.source.model,
             drafter_of(method, task),
             task.prompts,

@@ -19,10 +19,8 @@ GPU profiles of both sides.
 import argparse
 import dataclasses
 import functools
-import shlex
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -30,11 +28,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-import emsjax
-from emsjax.benchmarks import save, surroundings
+from emsjax.benchmarks.registry import BENCHMARKS
+from emsjax.benchmarks.results import add_entry, begin
 from emsjax.benchmarks.runs import (
     LONG,
-    MODELS,
     REPETITIONS,
     Run,
     StepRun,
@@ -42,13 +39,16 @@ from emsjax.benchmarks.runs import (
     random_model,
     time_steps,
 )
-from emsjax.cli.arguments import positive_int
+from emsjax.benchmarks.shapes import MODELS
 from emsjax.decode.cache import KVCache
 from emsjax.decode.kernels import resolve_kernels
 from emsjax.decode.pack import PackedRows
 from emsjax.decode.step import DecodeState
+from emsjax.drafters import DraftModel
+from emsjax.models.opt import OPT
+from emsjax.sampling import Sampling
 
-SAMPLED = emsjax.Sampling(temperature=0.8, top_p=0.9)
+SAMPLED = Sampling(temperature=0.8, top_p=0.9)
 SAMPLING_SHAPE = (24, 8)
 DRAFTED_BATCH, DRAFT_TOKENS = 8, 4
 PLAIN_BATCHES = (1, 8, 24)
@@ -71,7 +71,7 @@ class PlainState:
 
 
 @functools.partial(jax.jit, static_argnames="attention", donate_argnames="state")
-def plain_loop(model: emsjax.OPT, state: PlainState, max_steps, *, attention) -> PlainState:
+def plain_loop(model: OPT, state: PlainState, max_steps, *, attention) -> PlainState:
     """Greedy decoding with a row for every sample: no drafts, buckets, verdicts or counts."""
     kernels, batch = resolve_kernels(attention), state.lengths.shape[0]
     slots = jnp.arange(batch, dtype=jnp.int32)
@@ -111,7 +111,7 @@ def plain_loop(model: emsjax.OPT, state: PlainState, max_steps, *, attention) ->
 class PlainRun(Run):
     """`plain_loop` from the state that the library's own loop would start from."""
 
-    def __init__(self, model: emsjax.OPT, state: DecodeState, attention):
+    def __init__(self, model: OPT, state: DecodeState, attention):
         names = [field.name for field in dataclasses.fields(PlainState)]
         shared = {name: getattr(state, name) for name in names if hasattr(state, name)}
         super().__init__(model, PlainState(**shared, num_steps=jnp.int32(0)), attention)
@@ -133,7 +133,7 @@ def compare(base: str, runs: Mapping[str, Run]) -> dict[str, Any]:
 
 
 def compare_sampling(model, context: int, attention) -> dict[str, Any]:
-    start = functools.partial(StepRun, model, *SAMPLING_SHAPE, context, attention)
+    start = functools.partial(StepRun, model, SAMPLING_SHAPE, context, attention)
     runs = {"greedy": start(), "sampled": start(sampling=SAMPLED)}
     entry = {"comparison": "sampling", "shape": SAMPLING_SHAPE} | compare("greedy", runs)
     return entry | {"fed": {name: run.fed() for name, run in runs.items()}}
@@ -141,8 +141,8 @@ def compare_sampling(model, context: int, attention) -> dict[str, Any]:
 
 def compare_drafting(model, draft_model, context: int, attention) -> dict[str, Any]:
     shape = (DRAFTED_BATCH, DRAFT_TOKENS + 1)
-    start = functools.partial(StepRun, model, *shape, context, attention)
-    drafter = emsjax.DraftModel(draft_model, DRAFT_TOKENS, attention_implementation=attention)
+    start = functools.partial(StepRun, model, shape, context, attention)
+    drafter = DraftModel(draft_model, DRAFT_TOKENS, attention_implementation=attention)
     runs = {"given": start(), "drafted": start(source=drafter)}
     entry = {"comparison": "drafting", "shape": shape} | compare("given", runs)
     given, drafted = (entry["times"][name]["best_ms"] for name in ("given", "drafted"))
@@ -154,29 +154,9 @@ def compare_drafting(model, draft_model, context: int, attention) -> dict[str, A
 
 
 def compare_plain(model, batch: int, context: int, attention) -> dict[str, Any]:
-    start = functools.partial(StepRun, model, batch, 1, context, attention)
+    start = functools.partial(StepRun, model, (batch, 1), context, attention)
     runs = {"bare": PlainRun(model, start().state, attention), "plain": start()}
     return {"comparison": "plain", "shape": (batch, 1)} | compare("bare", runs)
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m emsjax.benchmarks.overheads",
-        description="What sampling, drafting and the loop itself cost, with random weights.",
-    )
-    add = parser.add_argument
-    add("--model", choices=MODELS, default="opt-6.7b", help="default: %(default)s")
-    add("--draft-model", choices=MODELS, default="opt-125m", help="default: %(default)s")
-    add(
-        "--context",
-        type=positive_int,
-        default=900,
-        help="mean cached tokens of a sample (default: 900)",
-    )
-    add("--attention", choices=("triton", "xla"), help="default: the device's")
-    add("--output", type=Path, help="JSON file")
-    add("--commit", help="of the measured code (default: the checkout's)")
-    return parser
 
 
 def describe(entry: Mapping[str, Any]) -> str:
@@ -189,23 +169,16 @@ def describe(entry: Mapping[str, Any]) -> str:
     return line
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    options = make_parser().parse_args(arguments)
-    results = {
-        "command": shlex.join(["python", "-m", "emsjax.benchmarks.overheads", *arguments]),
-        **surroundings(options.commit),
-        "settings": {
-            "model": options.model,
-            "draft_model": options.draft_model,
-            "dtype": "bfloat16",
-            "context": options.context,
-            "repetitions": REPETITIONS,
-            "sampling": dataclasses.asdict(SAMPLED),
-        },
-        "comparisons": [],
+def run(options: argparse.Namespace, command: str) -> int:
+    settings = {
+        "model": options.model,
+        "draft_model": options.draft_model,
+        "dtype": "bfloat16",
+        "context": options.context,
+        "repetitions": REPETITIONS,
+        "sampling": dataclasses.asdict(SAMPLED),
     }
-    save(results, options.output)  # a place that cannot be written shows before the work
+    results = begin(options, command, settings, entries="comparisons")
     model = random_model(MODELS[options.model])
     draft_model = random_model(MODELS[options.draft_model])
     rest = options.context, options.attention
@@ -213,10 +186,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     comparisons.append(functools.partial(compare_drafting, model, draft_model, *rest))
     comparisons.append(functools.partial(compare_sampling, model, *rest))
     for measure in comparisons:
-        results["comparisons"].append(measure())
+        add_entry(measure(), results, options.output, "comparisons")
         print(describe(results["comparisons"][-1]), flush=True)
-        save(results, options.output)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(BENCHMARKS["overheads"].main())

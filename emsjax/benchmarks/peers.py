@@ -16,16 +16,18 @@ from typing import Any
 import jax
 import numpy as np
 
-import emsjax
-from emsjax.benchmarks import add_entry
+from emsjax.benchmarks.results import add_entry
 from emsjax.benchmarks.scripted import miscopied, scripted_model
 from emsjax.benchmarks.workloads import ScriptedModels
+from emsjax.drafters import DraftModel, PromptLookup
+from emsjax.generation import generate
 from emsjax.models.checkpoint import stored_tensors, weights_of
+from emsjax.models.opt import OPT
 
 LOOKUP_TOKENS, MATCH_LENGTH, DRAFT_TOKENS = 7, 2, 4
 MISCOPIED = 0.2  # of a scripted prompt's reference, and of what a scripted draft model says
 METHODS = ("plain", "prompt-lookup", "draft-model")
-Generate = Callable[[str, Sequence[np.ndarray], int], list[np.ndarray]]
+Decode = Callable[[str, Sequence[np.ndarray], int], list[np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +40,8 @@ class Subject:
         end_token_ids: None: the model's own.
     """
 
-    model: emsjax.OPT
-    draft_model: emsjax.OPT | None
+    model: OPT
+    draft_model: OPT | None
     prompts: Callable[[int], Sequence[np.ndarray]]
     new_tokens: int
     expected: Callable[[Sequence[np.ndarray]], np.ndarray | None] = lambda prompts: None
@@ -73,17 +75,17 @@ def scripted_subject(shape: str, draft_shape: str, new_tokens: int) -> Subject:
     return Subject(models.model, draft, prompts, new_tokens, expected, end_token_ids=())
 
 
-def ours(subject: Subject) -> Generate:
+def ours(subject: Subject) -> Decode:
     """`emsjax.generate`."""
     drafters = {
         "plain": None,
-        "prompt-lookup": emsjax.PromptLookup(MATCH_LENGTH, LOOKUP_TOKENS, search_generated=True),
+        "prompt-lookup": PromptLookup(MATCH_LENGTH, LOOKUP_TOKENS, search_generated=True),
     }
     if subject.draft_model is not None:
-        drafters["draft-model"] = emsjax.DraftModel(subject.draft_model, DRAFT_TOKENS)
+        drafters["draft-model"] = DraftModel(subject.draft_model, DRAFT_TOKENS)
 
-    def generate(method: str, prompts: Sequence[np.ndarray], new_tokens: int):
-        out = emsjax.generate(
+    def decode(method: str, prompts: Sequence[np.ndarray], new_tokens: int):
+        out = generate(
             subject.model,
             prompts,
             drafters[method],
@@ -92,7 +94,7 @@ def ours(subject: Subject) -> Generate:
         )
         return [row[:length] for row, length in zip(out.tokens, out.lengths, strict=True)]
 
-    return generate
+    return decode
 
 
 def torch_device() -> str:
@@ -111,7 +113,7 @@ def torch_device() -> str:
     return device
 
 
-def theirs(subject: Subject) -> Generate:
+def theirs(subject: Subject) -> Decode:
     """`generate` of transformers, on the device that JAX uses.
 
     Raises:
@@ -139,7 +141,7 @@ def theirs(subject: Subject) -> Generate:
     ends = config.eos_token_ids if subject.end_token_ids is None else subject.end_token_ids
     padding = config.pad_token_id or 0
 
-    def generate(method: str, prompts: Sequence[np.ndarray], new_tokens: int):
+    def decode(method: str, prompts: Sequence[np.ndarray], new_tokens: int):
         width = max(map(len, prompts))
         ids = np.full((len(prompts), width), padding, np.int64)
         mask = np.zeros_like(ids)
@@ -158,10 +160,10 @@ def theirs(subject: Subject) -> Generate:
             )
         return [up_to_end(row[width:], ends) for row in out.cpu().numpy()]
 
-    return generate
+    return decode
 
 
-def to_torch(model: emsjax.OPT, device: str):
+def to_torch(model: OPT, device: str):
     """The model of transformers with the same weights, on the same device where it can."""
     import torch
     from transformers import OPTConfig, OPTForCausalLM
@@ -186,24 +188,24 @@ def up_to_end(tokens: np.ndarray, ends: Sequence[int]) -> np.ndarray:
 
 
 def measure(
-    subject: Subject, libraries: Mapping[str, Generate], batch: int, repeats: int, say
+    subject: Subject, libraries: Mapping[str, Decode], batch: int, repeats: int, say
 ) -> dict[str, Any]:
     """The entry of this batch size, as it stands in the JSON file; all take turns."""
     prompts = subject.prompts(batch)
     expected = subject.expected(prompts)
     runs = {
-        (library, method): functools.partial(generate, method, prompts)
-        for library, generate in libraries.items()
+        (library, method): functools.partial(decode, method, prompts)
+        for library, decode in libraries.items()
         for method in subject.methods
         if batch == 1 or method == "plain" or library == "emsjax"
     }
     seconds = {name: {1: [], subject.new_tokens: []} for name in runs}
     tokens, identical = {}, dict.fromkeys(runs, True)
     for repeat in range(repeats + 1):
-        for name, generate in runs.items():
+        for name, decode in runs.items():
             for count, times in seconds[name].items():
                 begin = time.perf_counter()
-                new = generate(count)
+                new = decode(count)
                 if repeat:  # the first time compiles, or warms up
                     times.append(time.perf_counter() - begin)
             if expected is None:
@@ -232,7 +234,7 @@ def measure(
 
 def run(
     subject: Subject,
-    libraries: Mapping[str, Generate],
+    libraries: Mapping[str, Decode],
     results: dict[str, Any],
     *,
     batch_sizes: Sequence[int],

@@ -11,22 +11,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import emsjax
-from emsjax.benchmarks import at_once
-from emsjax.benchmarks.runs import LoopRun
+from emsjax.benchmarks.runs import LoopRun, at_once
 from emsjax.policies.costs import StepCosts
+from emsjax.policies.goodput import CostCapped, Goodput
+from emsjax.policies.lengths import (
+    BassHeuristic,
+    BatchSizeTable,
+    FixedLength,
+    acceptance_curves,
+)
 
 ALL_STEPS = np.iinfo(np.int32).max // 2
 
 
 def policies(k: int, costs: StepCosts, lengths: Mapping[int, int]) -> dict[str, Any]:
     """What is compared, by name."""
-    bass = emsjax.BassHeuristic()
-    return {f"fixed {n}": emsjax.FixedLength(n) for n in range(k + 1)} | {
+    bass = BassHeuristic()
+    return {f"fixed {n}": FixedLength(n) for n in range(k + 1)} | {
         "bass": bass,
-        "bass, cost-capped": emsjax.CostCapped(bass, costs),
-        "synergy": emsjax.BatchSizeTable(lengths),
-        "goodput": emsjax.Goodput(costs),
+        "bass, cost-capped": CostCapped(bass, costs),
+        "synergy": BatchSizeTable(lengths),
+        "goodput": Goodput(costs),
     }
 
 
@@ -143,4 +148,4 @@ def measured_acceptance(run: LoopRun, drafter, policy: Any):
         accepted_histogram=np.asarray(counters.accepted_histogram),
         num_drafted=np.asarray(counters.num_drafted),
     )
-    return emsjax.policies.lengths.acceptance_curves(stats)
+    return acceptance_curves(stats)

@@ -9,7 +9,8 @@ import abc
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -18,38 +19,29 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-import emsjax
-from emsjax.benchmarks import kernel_times, kernels_per_step
+from emsjax.benchmarks.device_times import kernel_times, kernels_per_step
 from emsjax.decode.base import state_after_commit
 from emsjax.decode.cache import KVCache
 from emsjax.decode.layout import UNPADDED
 from emsjax.decode.row_counts import round_up_length
 from emsjax.decode.step import DecodeState, Flat, decode_loop
+from emsjax.drafters import Draft, DraftModel
 from emsjax.drafters.replay import Overriding
+from emsjax.generation import init_state
 from emsjax.models.config import OPTConfig
+from emsjax.models.opt import OPT
+from emsjax.policies.lengths import FixedLength
+from emsjax.sampling import Sampling
 
 SHORT, LONG = 3, 13  # steps of the two runs whose difference is timed
 REPETITIONS = 7
 MAX_NEW_TOKENS = 128  # the cache has room for a whole completion, as in real use
 
 
-def opt_shape(size: int, layers: int, heads: int) -> OPTConfig:
-    return OPTConfig(
-        hidden_size=size, ffn_dim=4 * size, num_hidden_layers=layers, num_attention_heads=heads
-    )
-
-
-MODELS = {
-    "opt-125m": OPTConfig(),
-    "opt-1.3b": opt_shape(2048, 24, 32),
-    "opt-2.7b": opt_shape(2560, 32, 32),
-    "opt-6.7b": opt_shape(4096, 32, 32),
-    "opt-13b": opt_shape(5120, 40, 40),
-    "opt-30b": opt_shape(7168, 48, 56),
-    "tiny": OPTConfig(
-        vocab_size=128, hidden_size=64, ffn_dim=256, num_hidden_layers=2, num_attention_heads=4
-    ),
-}
+def at_once(function: Callable, arguments: Iterable[Any]) -> list[Any]:
+    """The function's values, computed in threads: compilation takes most of their time."""
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(function, arguments))
 
 
 @jax.tree_util.register_dataclass
@@ -70,13 +62,13 @@ class RejectedDrafter(Overriding):
         shape = (lengths.shape[0], self.max_draft_tokens)
         if self.counts is not None:
             draft_lengths = jnp.minimum(draft_lengths, self.counts)
-        return emsjax.Draft(jnp.full(shape, self.token_id, jnp.int32), draft_lengths)
+        return Draft(jnp.full(shape, self.token_id, jnp.int32), draft_lengths)
 
 
-def random_model(config: OPTConfig, dtype=jnp.bfloat16) -> emsjax.OPT:
+def random_model(config: OPTConfig, dtype=jnp.bfloat16) -> OPT:
     """Random weights under which the last token id is never the likeliest."""
     # Not under jit: that compiles the random draws of every layer anew, for longer than they take.
-    model = emsjax.OPT(config, rngs=nnx.Rngs(0), dtype=dtype)
+    model = OPT(config, rngs=nnx.Rngs(0), dtype=dtype)
     table = model.embed_tokens.embedding
     # A zero embedding has logit 0, below the largest of the others, and loses a tie.
     table[...] = table[...].at[-1].set(0)
@@ -94,7 +86,7 @@ class Run(abc.ABC):
 
     long = LONG
 
-    def __init__(self, model: emsjax.OPT, state: Any, attention):
+    def __init__(self, model: OPT, state: Any, attention):
         self.model, self.state, self.attention = model, state, attention
         self.lengths = np.asarray(state.lengths)
 
@@ -184,33 +176,33 @@ class StepRun(LoopRun):
 
     def __init__(
         self,
-        model: emsjax.OPT,
-        batch: int,
-        rows: int,
+        model: OPT,
+        shape: tuple[int, int],
         context: int,
         attention,
         *,
         source: Any = None,
-        sampling: emsjax.Sampling | None = None,
-        draft_length: emsjax.FixedLength | None = None,
-        max_new_tokens: int = MAX_NEW_TOKENS,
+        sampling: Sampling | None = None,
+        draft_length: FixedLength | None = None,
         long: int = LONG,
     ):
-        self.long = long
+        self.shape, self.long = shape, long
+        batch, rows = shape
         vocab = model.config.vocab_size
         # The middle of the timed steps, which follow SHORT others, is to have this context.
         length = context - (SHORT + long) // 2 + 2
         if length < 1:
             raise ValueError(f"--context must be at least {context + 1 - length}, not {context}")
         prompts = np.random.default_rng(0).integers(5, vocab - 1, (batch, length))
-        self.shape = (batch, rows)
         drafter = RejectedDrafter(vocab - 1, rows - 1, source) if rows > 1 else None
-        state = emsjax.init_state(
+        # Where fewer rows may be fed, many runs exist at once: each has room for its steps alone.
+        room = long + rows if draft_length is not None else max(MAX_NEW_TOKENS, long + rows)
+        state = init_state(
             model,
             drafter,
             list(prompts),
             draft_length=draft_length,
-            max_new_tokens=max(max_new_tokens, long + rows),
+            max_new_tokens=room,
             sampling=sampling,
             key=jax.random.key(0),
             eos_token_ids=(),
@@ -224,7 +216,7 @@ class StepRun(LoopRun):
         To be used where the run was made with a `draft_length`.
         """
         self.shape = (self.shape[0], rows)
-        self.draft_length = emsjax.FixedLength(rows - 1)
+        self.draft_length = FixedLength(rows - 1)
 
     def fed(self) -> dict[str, Any]:
         """What the counters say of the last run's steps, and the contexts of the timed ones.
@@ -270,7 +262,7 @@ class DraftRun(Run):
         context: cached tokens of a sample; what they hold is left open.
     """
 
-    def __init__(self, drafter: emsjax.DraftModel, batch: int, context: int):
+    def __init__(self, drafter: DraftModel, batch: int, context: int):
         self.drafter = drafter
         model, width = drafter.draft_model, context + 1 + drafter.max_draft_tokens
         size = (batch, round_up_length(width))
@@ -284,7 +276,7 @@ class DraftRun(Run):
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
-def _draft(drafter: emsjax.DraftModel, state: Drafting, steps) -> Drafting:
+def _draft(drafter: DraftModel, state: Drafting, steps) -> Drafting:
     def step(_, state: Drafting) -> Drafting:
         most = jnp.full_like(state.lengths, drafter.max_draft_tokens)
         draft, cache = drafter.propose(

@@ -13,17 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-import emsjax
 from emsjax.checks import as_token_ids, check_at_least
 from emsjax.drafters.replay import Replay
 from emsjax.models.config import POSITION_OFFSET, OPTConfig
+from emsjax.models.opt import OPT
 
 SIGNAL = 4  # of a position's entry, to all that is added to it
 
 
 def scripted_model(
     config: OPTConfig, text: Sequence[int], *, dtype=jnp.bfloat16, seed: int = 0
-) -> emsjax.OPT:
+) -> OPT:
     """Random weights that say `text` [t], greedily and whatever has been said before.
 
     After position p comes text[p + 1]; from position t - 1 on, anything. The likeliest token's
@@ -40,7 +40,7 @@ def scripted_model(
     if len(text) > limit:
         raise ValueError(f"text must have at most {limit} tokens, not {len(text)}")
     # Not under jit: see `random_model`.
-    model = emsjax.OPT(config, rngs=nnx.Rngs(seed), dtype=dtype)
+    model = OPT(config, rngs=nnx.Rngs(seed), dtype=dtype)
     embedding, table = model.embed_tokens.embedding[...], model.embed_positions.embedding
     entries = jnp.asarray(_multiple(config), dtype) * embedding[text[1:]]
     first = POSITION_OFFSET

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-import emsjax
 from emsjax.benchmarks.workloads import ScriptedModels, Workload
+from emsjax.models.opt import OPT
 
 SEQUENCES_PER_ROUND = 8  # at least: acceptance is drawn, and differs from one to the next
 
@@ -31,7 +31,7 @@ class Scripted:
         self.new_tokens = workload.max_new_tokens
 
     @property
-    def model(self) -> emsjax.OPT:
+    def model(self) -> OPT:
         return self.models.model
 
     def rounds(self, batch: int, count: int) -> list[list[Task]]:
@@ -50,7 +50,7 @@ class Scripted:
 class Texts:
     """Prompts of a model's user, all of them in every round."""
 
-    model: emsjax.OPT
+    model: OPT
     drafter: Any
     prompts: Sequence[Sequence[int]]
     new_tokens: int

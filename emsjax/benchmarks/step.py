@@ -17,32 +17,29 @@ and on a GPU a `profile` of device time per step by kernel class.
 
 import argparse
 import dataclasses
-import re
-import shlex
 import sys
 import time
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from emsjax.benchmarks import MEASURED_RATES, Rates, measured_rates, save, surroundings
+from emsjax.benchmarks.device_times import measured_rates
+from emsjax.benchmarks.rates import Rates
+from emsjax.benchmarks.registry import BENCHMARKS
+from emsjax.benchmarks.results import add_entry, begin
 from emsjax.benchmarks.runs import (
     LONG,
-    MODELS,
     REPETITIONS,
     StepRun,
     profile,
     random_model,
     time_steps,
 )
-from emsjax.cli.types import positive_float, positive_int
+from emsjax.benchmarks.shapes import MODELS
 from emsjax.decode.kernels import resolve_kernels
 from emsjax.models.config import OPTConfig
 
 ITEM_BYTES = 2  # bfloat16
-H200 = MEASURED_RATES["NVIDIA H200"]
 
 
 def products(config: OPTConfig) -> list[tuple[int, int]]:
@@ -66,7 +63,7 @@ def floor_ms(config: OPTConfig, batch: int, rows: float, context: float, rates: 
 def measure(model, shape, context, attention, rates: dict[str, Rates], top: int) -> dict[str, Any]:
     """Everything about one shape, as it stands in the JSON file."""
     start = time.perf_counter()
-    run = StepRun(model, *shape, context, attention)
+    run = StepRun(model, shape, context, attention)
     run.advance(LONG)  # compiles
     setup = time.perf_counter() - start
     times = time_steps({"step": run})["step"]
@@ -92,40 +89,6 @@ def measure(model, shape, context, attention, rates: dict[str, Rates], top: int)
     }
 
 
-def shapes(text: str) -> list[tuple[int, int]]:
-    """Batch and rows per sample of each shape in, for instance, "8x1,24x8"."""
-    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*(,[1-9]\d*x[1-9]\d*)*", text, re.ASCII):
-        raise argparse.ArgumentTypeError(
-            f"must be like 8x1,24x8 (batch x rows per sample, both at least 1), not {text!r}"
-        )
-    return [tuple(map(int, part.split("x"))) for part in text.split(",")]
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m emsjax.benchmarks.step",
-        description="Time of a decoding step with random weights, beside its floor.",
-    )
-    add = parser.add_argument
-    add("--shapes", type=shapes, default="1x1,1x8,8x1,8x8,24x1,24x8", help="default: %(default)s")
-    add("--model", choices=MODELS, default="opt-6.7b", help="default: %(default)s")
-    add("--layers", type=positive_int, help="of another depth; the floor is that model's")
-    add(
-        "--context",
-        type=positive_int,
-        default=900,
-        help="mean cached tokens of a sample (default: 900)",
-    )
-    add("--attention", choices=("None", "triton", "xla"), default="None", help="default: None")
-    known = "of the floor (default: an H200's, %(default)g)"
-    add("--read-rate", type=positive_float, default=H200.read / 1e12, help="TB/s " + known)
-    add("--matmul-rate", type=positive_float, default=H200.matmul / 1e12, help="TFLOP/s " + known)
-    add("--profile-top", type=int, default=25, help="kernels listed (default: 25; 0: no profile)")
-    add("--output", type=Path, help="JSON file")
-    add("--commit", help="of the measured code (default: the checkout's)")
-    return parser
-
-
 def report(entry: dict[str, Any]) -> None:
     """One shape's figures, as text."""
     print(
@@ -146,7 +109,7 @@ def report(entry: dict[str, Any]) -> None:
             line(f"{kernel['name'][:90]} ({kernel['class']})", kernel)
 
 
-def run(options: argparse.Namespace, command: str) -> None:
+def run(options: argparse.Namespace, command: str) -> int:
     """Measure and print every shape; the JSON file grows with each.
 
     Raises:
@@ -169,23 +132,15 @@ def run(options: argparse.Namespace, command: str) -> None:
         "repetitions": REPETITIONS,
         "attention": resolve_kernels(attention).attention.keywords["implementation"],
     }
-    results = {"command": command, **surroundings(options.commit), "settings": settings}
+    results = begin(options, command, settings, entries="shapes")
     results["rates"] = {name: rate.describe() for name, rate in rates.items()}
-    results["shapes"] = []
-    save(results, options.output)  # a place that cannot be written shows before the work
     model = random_model(config)
     for shape in options.shapes:
         entry = measure(model, shape, options.context, attention, rates, options.profile_top)
         report(entry)
-        results["shapes"].append(entry)
-        save(results, options.output)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    options = make_parser().parse_args(arguments)
-    run(options, shlex.join(["python", "-m", "emsjax.benchmarks.step", *arguments]))
+        add_entry(entry, results, options.output, "shapes")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(BENCHMARKS["step"].main())

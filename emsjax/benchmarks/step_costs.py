@@ -17,12 +17,22 @@ from typing import Any
 import numpy as np
 import scipy.optimize
 
-import emsjax
-from emsjax.benchmarks import at_once
-from emsjax.benchmarks.runs import LONG, SHORT, DraftRun, Run, StepRun, random_model, time_steps
+from emsjax.benchmarks.runs import (
+    LONG,
+    SHORT,
+    DraftRun,
+    Run,
+    StepRun,
+    at_once,
+    random_model,
+    time_steps,
+)
 from emsjax.decode.row_counts import row_buckets
+from emsjax.drafters import DraftModel
 from emsjax.models.config import OPTConfig
+from emsjax.models.opt import OPT
 from emsjax.policies.costs import FORMAT, TILE_ROWS, StepCosts, accepted_at_rate, synergy_lengths
+from emsjax.policies.lengths import FixedLength
 
 SLICES = (2, 6)  # layers
 # Of a run, if there is room. A GPU takes a while to slow down to what its power allows: slices
@@ -92,15 +102,13 @@ class Measurement:
                 )
         return points, draft_ms
 
-    def start(self, model: emsjax.OPT, batch: int) -> StepRun:
+    def start(self, model: OPT, batch: int) -> StepRun:
         return StepRun(
             model,
-            batch,
-            self.max_draft_tokens + 1,
+            (batch, self.max_draft_tokens + 1),
             self.context,
             self.attention,
-            draft_length=emsjax.FixedLength(self.max_draft_tokens),
-            max_new_tokens=self.steps + self.max_draft_tokens + 1,
+            draft_length=FixedLength(self.max_draft_tokens),
             long=self.steps,
         )
 
@@ -134,7 +142,7 @@ class Measurement:
         """Milliseconds that each token of a draft takes, by batch size."""
         draft_model = random_model(self.draft_config, self.dtype)
         tokens = min(DRAFTED, self.max_draft_tokens)
-        drafter = emsjax.DraftModel(draft_model, tokens, attention_implementation=self.attention)
+        drafter = DraftModel(draft_model, tokens, attention_implementation=self.attention)
         start = lambda batch: DraftRun(drafter, batch, self.context)
 
         def measure(batches: Sequence[int]) -> dict[int, float]:

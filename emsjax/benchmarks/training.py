@@ -12,23 +12,23 @@ longest kernels of a step.
 """
 
 import argparse
-import shlex
 import sys
 import time
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from emsjax.benchmarks import Rates, kernel_times, measured_rates, save, surroundings
+from emsjax.benchmarks.device_times import kernel_times, measured_rates
 from emsjax.benchmarks.ems_sd import step_flops
-from emsjax.benchmarks.runs import MODELS, random_model
-from emsjax.cli.distil_arguments import LOSSES
-from emsjax.cli.types import positive_int
+from emsjax.benchmarks.rates import Rates
+from emsjax.benchmarks.registry import BENCHMARKS
+from emsjax.benchmarks.results import add_entry, begin
+from emsjax.benchmarks.runs import random_model
+from emsjax.benchmarks.shapes import MODELS
 from emsjax.distillation import PackedSequences, Trainer, make_optimizer
+from emsjax.terminal.options import DISTILLATION_LOSSES
 
 WARM_UP, STEPS = 3, 10
 KERNELS_LISTED = 16
@@ -75,54 +75,25 @@ def measure(trainer: Trainer, config, sequences: int, length: int, rates: Rates)
     return entry
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m emsjax.benchmarks.training",
-        description="A training step beside the rate of a large product, with random weights.",
-    )
-    add = parser.add_argument
-    add("--model", choices=MODELS, default="opt-125m", help="default: %(default)s")
-    add("--target", choices=MODELS, default="opt-1.3b", help="default: %(default)s")
-    add("--batch-size", type=positive_int, default=32, metavar="N", help="default: %(default)s")
-    add(
-        "--sequence-length",
-        type=positive_int,
-        default=1024,
-        metavar="N",
-        help="default: %(default)s",
-    )
-    add("--output", type=Path, metavar="FILE", help="JSON file")
-    add("--commit", help="of the measured code (default: the checkout's)")
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    options = make_parser().parse_args(arguments)
+def run(options: argparse.Namespace, command: str) -> int:
     size = (options.batch_size, options.sequence_length)
     rates = measured_rates(large=jax.default_backend() == "gpu")
-    results = {
-        "command": shlex.join(["python", "-m", "emsjax.benchmarks.training", *arguments]),
-        **surroundings(options.commit),
-        "settings": {
-            "model": options.model,
-            "target": options.target,
-            "dtype": "bfloat16",
-            "batch_size": size[0],
-            "sequence_length": size[1],
-        },
-        "rates": rates.describe(),
-        "entries": [],
+    settings = {
+        "model": options.model,
+        "target": options.target,
+        "dtype": "bfloat16",
+        "batch_size": size[0],
+        "sequence_length": size[1],
     }
-    save(results, options.output)  # a place that cannot be written shows before the work
+    results = begin(options, command, settings)
+    results["rates"] = rates.describe()
     model = random_model(MODELS[options.model])
-    for losses in ({"cross-entropy": 1.0}, LOSSES):
+    for losses in ({"cross-entropy": 1.0}, DISTILLATION_LOSSES):
         optimizer = make_optimizer(1000, 1e-3, warm_up=100, weight_decay=0.1)
         target = random_model(MODELS[options.target]) if len(losses) > 1 else None
         trainer = Trainer(model, optimizer, losses, target=target, dtype=jnp.bfloat16)
         entry = {"losses": losses, **measure(trainer, model.config, *size, rates)}
-        results["entries"].append(entry)
-        save(results, options.output)
+        add_entry(entry, results, options.output)
         print(
             f"{', '.join(losses)}: {1e3 * np.median(entry['steps_s']):.1f} ms a step, "
             f"{entry['tokens_per_s']:.0f} tokens/s, {entry['tflop_per_s']:.1f} TFLOP/s, "
@@ -132,7 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for kernel in entry["kernels"]:
             print("{ms:10.3f} ms {launches:5d}x  {name:.90}".format(**kernel))
         del trainer
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(BENCHMARKS["training"].main())

@@ -9,8 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-import emsjax
-from emsjax.benchmarks.runs import MODELS, random_model
+from emsjax.benchmarks.runs import random_model
 from emsjax.benchmarks.scripted import (
     CopyAcceptance,
     Mixed,
@@ -19,8 +18,11 @@ from emsjax.benchmarks.scripted import (
     replay,
     scripted_model,
 )
-from emsjax.demo import DRAFT, PROMPTS, TARGET
+from emsjax.benchmarks.shapes import MODELS
+from emsjax.drafters import DraftModel, PromptLookup
+from emsjax.embedded import DRAFT, PROMPTS, TARGET
 from emsjax.models.config import OPTConfig
+from emsjax.models.opt import OPT
 
 PROMPT_TOKENS = (700, 1100)  # of a scripted model's prompts: 900 on average
 CALIBRATION_SEED, CALIBRATION_DRAWS = 2**31, 4096
@@ -84,11 +86,11 @@ class ScriptedModels:
         return np.random.default_rng(1).integers(5, self.config.vocab_size, size)
 
     @functools.cached_property
-    def model(self) -> emsjax.OPT:
+    def model(self) -> OPT:
         return scripted_model(self.config, self.text, dtype=self.dtype)
 
     @functools.cached_property
-    def draft_model(self) -> emsjax.OPT:
+    def draft_model(self) -> OPT:
         return random_model(self.draft_config, self.dtype)
 
     def prompts(self, batch: int, max_new_tokens: int) -> list[np.ndarray]:
@@ -145,12 +147,12 @@ class EmbeddedModels:
         self.describe = {"shape": "embedded", "draft_shape": "embedded"}
 
     @functools.cached_property
-    def model(self) -> emsjax.OPT:
-        return emsjax.OPT.from_pretrained(TARGET, dtype=self.dtype)
+    def model(self) -> OPT:
+        return OPT.from_pretrained(TARGET, dtype=self.dtype)
 
     @functools.cached_property
-    def draft_model(self) -> emsjax.OPT:
-        return emsjax.OPT.from_pretrained(DRAFT, dtype=self.dtype)
+    def draft_model(self) -> OPT:
+        return OPT.from_pretrained(DRAFT, dtype=self.dtype)
 
     @property
     def config(self) -> OPTConfig:
@@ -180,5 +182,5 @@ class EmbeddedModels:
 def source_of(workload: Workload, k: int, models) -> Any:
     """The drafter whose work is done."""
     if workload.source == "prompt-lookup":
-        return emsjax.PromptLookup(max_draft_tokens=k)
-    return emsjax.DraftModel(models.draft_model, k)
+        return PromptLookup(max_draft_tokens=k)
+    return DraftModel(models.draft_model, k)

@@ -14,18 +14,19 @@ import jax
 import numpy as np
 from flax import nnx
 
-import emsjax
 from emsjax import distillation, plotting
-from emsjax.benchmarks import surroundings
-from emsjax.cli.drafting import read_config, revision_of
-from emsjax.cli.reporting import line, make_console, progress
+from emsjax.benchmarks.results import surroundings
 from emsjax.distillation.losses import check_losses
 from emsjax.distillation.model_card import gains, model_card
 from emsjax.distillation.pruning import PROJECTED, num_parameters, pruned_config
 from emsjax.distillation.sequences import MIN_TOKENS
 from emsjax.distillation.texts import hold_out, read_texts, tokenize
 from emsjax.models.config import OPTConfig
+from emsjax.models.opt import OPT
 from emsjax.records.output import write_atomically
+from emsjax.terminal.models import load_config, revision_of
+from emsjax.terminal.options import flag
+from emsjax.terminal.reporting import line, make_console, progress
 
 RECORD = "distillation.json"  # settings of the run, and when it is done its results
 GENERATIONS, CHECKPOINTS, FIGURE = "generations.json", "checkpoints", "distillation.png"
@@ -46,7 +47,7 @@ def distil(options: argparse.Namespace, command: str) -> int:
     if len(files) == 2 and files[0].resolve() == files[1].resolve():
         raise ValueError("--held-out-data is --data: its texts would be trained on")
     texts = {path: read_texts(path, options.text_template) for path in files}
-    config = read_config(options.target, options.revision)
+    config = load_config(options.target, options.revision)
     draft_config = check_draft(options, config)
     held_out, training = prepare(options, texts, config, draft_config)
     record = open_output(options)
@@ -87,7 +88,7 @@ def check_draft(options: argparse.Namespace, config: OPTConfig) -> OPTConfig:
             raise ValueError(f"--{name}: --draft-model has its own")
     if options.start == "random":
         raise ValueError("--start random: --draft-model is what training starts with")
-    draft = read_config(options.draft_model, options.draft_revision)
+    draft = load_config(options.draft_model, options.draft_revision)
     for name in ("vocab_size", "max_position_embeddings"):
         sizes = [getattr(one, name) for one in (draft, config)]
         if sizes[0] != sizes[1]:
@@ -103,7 +104,7 @@ def check_draft(options: argparse.Namespace, config: OPTConfig) -> OPTConfig:
 
 def size_of(config: OPTConfig) -> int:
     """Parameters of a model of this architecture."""
-    return num_parameters(nnx.eval_shape(lambda: emsjax.OPT(config, rngs=nnx.Rngs(0))))
+    return num_parameters(nnx.eval_shape(lambda: OPT(config, rngs=nnx.Rngs(0))))
 
 
 def prepare(
@@ -122,8 +123,7 @@ def prepare(
     for name, least in (("sequence_length", MIN_TOKENS), ("max_new_tokens", 1)):
         value, most = getattr(options, name), positions - (name == "max_new_tokens")
         if not least <= value <= most:
-            option = "--" + name.replace("_", "-")
-            raise ValueError(f"{option} must be in {least}..{most}, not {value}")
+            raise ValueError(f"{flag(name)} must be in {least}..{most}, not {value}")
     if options.draft_tokens >= options.max_new_tokens:
         raise ValueError(
             f"--draft-tokens must be below --max-new-tokens {options.max_new_tokens}, not "
@@ -132,8 +132,8 @@ def prepare(
     for name, zero in (("learning_rate", False), ("weight_decay", True), ("temperature", True)):
         value = getattr(options, name)
         if not (math.isfinite(value) and (value > 0 or (zero and value == 0))):
-            option, least = "--" + name.replace("_", "-"), ">= 0" if zero else "> 0"
-            raise ValueError(f"{option} must be finite and {least}, not {value}")
+            least = ">= 0" if zero else "> 0"
+            raise ValueError(f"{flag(name)} must be finite and {least}, not {value}")
     devices = len(jax.local_devices())
     if options.batch_size % devices:
         raise ValueError(
@@ -187,7 +187,7 @@ def open_output(options: argparse.Namespace) -> dict[str, Any]:
         return record
     unfinished = {RECORD + ".tmp"}  # of a run that was killed as it began
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--output: {folder} is no folder")
+        raise ValueError(f"--output: {folder} is not a folder")
     folder.mkdir(parents=True, exist_ok=True)
     if {path.name for path in folder.iterdir()} - unfinished:
         raise ValueError(f"--output: {folder} holds something else")
@@ -203,12 +203,12 @@ def run(
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Train, save and evaluate."""
-    load = emsjax.OPT.from_pretrained
+    load = OPT.from_pretrained
     target = load(options.target, dtype=options.dtype, revision=options.revision)
     if options.draft_model is not None:
         start = load(options.draft_model, dtype="float32", revision=options.draft_revision)
     elif options.start == "random":
-        start = emsjax.OPT(draft_config, rngs=nnx.Rngs(options.seed), dtype="float32")
+        start = OPT(draft_config, rngs=nnx.Rngs(options.seed), dtype="float32")
     else:
         sizes = (options.layers, options.width, options.embeddings)
         start = distillation.prune(target, *sizes, documents=training)
@@ -235,9 +235,7 @@ def run(
     return results
 
 
-def generations(
-    options: argparse.Namespace, target: emsjax.OPT, training: Documents, say
-) -> Documents:
+def generations(options: argparse.Namespace, target: OPT, training: Documents, say) -> Documents:
     """The target's own continuations; those that the output folder holds already."""
     path = options.output / GENERATIONS
     if not options.generations:

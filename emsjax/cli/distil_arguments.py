@@ -3,9 +3,13 @@
 import argparse
 from pathlib import Path
 
-from emsjax.cli.types import DTYPES, count, loss_weights, positive_int
-
-LOSSES = {"forward-kl": 0.9, "cross-entropy": 0.1}
+from emsjax.terminal.options import (
+    DISTILLATION_LOSSES,
+    DTYPES,
+    count,
+    loss_weights,
+    positive_int,
+)
 
 
 def add_distil_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +56,7 @@ def add_distil_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--losses",
         type=loss_weights,
-        default=LOSSES,
+        default=DISTILLATION_LOSSES,
         metavar="NAME=WEIGHT,...",
         help="of cross-entropy, forward-kl, reverse-kl, total-variation "
         "(default: forward-kl=0.9,cross-entropy=0.1)",

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,16 +10,19 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from emsjax import plotting
-from emsjax.benchmarks import draft_length, resume, surroundings
+from emsjax.benchmarks import draft_length
+from emsjax.benchmarks.device_profile import fitting_measurement, measure_and_store
+from emsjax.benchmarks.options import ACCEPTANCE_RATE, EMBEDDED
+from emsjax.benchmarks.registry import BENCHMARKS
+from emsjax.benchmarks.results import begin
+from emsjax.benchmarks.subjects import check_shapes
 from emsjax.benchmarks.workloads import EmbeddedModels, ScriptedModels
-from emsjax.cli.profile import measure_and_store
-from emsjax.cli.reporting import check_writable, make_console, progress
-from emsjax.cli.subjects import check_shapes
 from emsjax.policies import profiles as profile_store
 from emsjax.policies.costs import FORMAT
+from emsjax.terminal.reporting import check_writable, make_console, progress
 
 
-def bench_draft_length(options: argparse.Namespace, command: str) -> int:
+def run(options: argparse.Namespace, command: str) -> int:
     """Compare draft-length policies; exit code 1 unless all tokens are identical.
 
     Raises:
@@ -46,21 +50,16 @@ def bench_draft_length(options: argparse.Namespace, command: str) -> int:
         "max_new_tokens": options.max_new_tokens,
         "costs": costs,
     }
-    results = {"command": command, **surroundings(options.commit)}
-    resume(settings, results, options.output)
-    draft_length.run(
-        models,
-        {"format": FORMAT, "costs": costs},
-        results,
-        batch_sizes=options.batch_sizes or models.batch_sizes,
-        workloads=options.workloads or tuple(models.workloads),
-        max_draft_tokens=options.max_draft_tokens,
-        max_new_tokens=options.max_new_tokens,
-        attention=None,
+    results = begin(options, command, settings)
+    asked = draft_length.Asked(
+        options.batch_sizes or models.batch_sizes,
+        options.workloads or tuple(models.workloads),
+        options.max_draft_tokens,
+        options.max_new_tokens,
         draws=options.draws,
-        output=options.output,
-        say=say,
     )
+    profile = {"format": FORMAT, "costs": costs}
+    draft_length.run(models, profile, asked, results, output=options.output, say=say)
     console = make_console()
     for entry in results["entries"]:
         console.print(comparison(entry))
@@ -71,11 +70,11 @@ def bench_draft_length(options: argparse.Namespace, command: str) -> int:
 
 def find_models(shape: str, draft_shape: str | None) -> draft_length.Models:
     """The models by their shapes' names; raises a ValueError for others."""
-    if shape == "embedded":
+    if shape == EMBEDDED:
         if draft_shape is not None:
             raise ValueError("--draft-shape is an option of other shapes than --shape embedded")
         return EmbeddedModels()
-    return ScriptedModels(shape, check_shapes(shape, draft_shape, "embedded"))
+    return ScriptedModels(shape, check_shapes(shape, draft_shape, EMBEDDED))
 
 
 def find_costs(
@@ -100,9 +99,8 @@ def find_costs(
     if path is not None:
         say(f"Step costs: from the stored profile {path}")
         return profile_store.read_for(path, wanted)["costs"]
-    measured, path = measure_and_store(
-        models.config, models.draft_config, models.dtype, command=command, say=say
-    )
+    measurement = fitting_measurement(models.config, models.draft_config, models.dtype)
+    measured, path = measure_and_store(measurement, ACCEPTANCE_RATE, command=command, say=say)
     say(f"Step costs: measured, and stored in {path}")
     return measured["costs"]
 
@@ -134,3 +132,7 @@ def comparison(entry: Mapping[str, Any]) -> Table:
             cells += [f"{of[which]:.0f}", f"{of[which] / speed:.3f}"]
         table.add_row(name, *cells, f"{of['mean_acceptance_length']:.2f}")
     return table
+
+
+if __name__ == "__main__":
+    sys.exit(BENCHMARKS["draft-length"].main())

@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,17 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 from rich.table import Table
 
-from emsjax.benchmarks import peers, resume, surroundings
+from emsjax.benchmarks import peers
+from emsjax.benchmarks.registry import BENCHMARKS
+from emsjax.benchmarks.results import begin
+from emsjax.benchmarks.subjects import OF_TRAINED, check_absent, check_shapes, read_trained
 from emsjax.benchmarks.workloads import ScriptedModels
-from emsjax.cli.reporting import check_writable, line, make_console, make_table, progress
-from emsjax.cli.subjects import OF_TRAINED, check_absent, check_shapes, read_trained
 from emsjax.policies import profiles as profile_store
+from emsjax.terminal.reporting import check_writable, line, make_console, make_table, progress
 
 BATCH_SIZES = (1, 8, 24)
 Make = Callable[[], peers.Subject]
 
 
-def bench_peers(options: argparse.Namespace, command: str) -> int:
+def run(options: argparse.Namespace, command: str) -> int:
     """Compare; exit code 1 unless all tokens are identical.
 
     Where transformers cannot run, a message says why and our own figures stand alone.
@@ -45,8 +48,7 @@ def bench_peers(options: argparse.Namespace, command: str) -> int:
         "libraries": list(libraries),
     }
     versions = ("transformers", "torch") if "transformers" in libraries else ()
-    results = {"command": command, **surroundings(options.commit, *versions)}
-    resume(settings, results, options.output)
+    results = begin(options, command, settings, packages=versions)
     if missing is not None:
         say(f"transformers is left out: {missing}")
     subject = make()
@@ -112,3 +114,7 @@ def speeds(results: Mapping[str, Any]) -> Table:
                 cells.append("-" if speed is None else f"{speed:.0f}")
             table.add_row(str(entry["batch"]), method, *cells)
     return table
+
+
+if __name__ == "__main__":
+    sys.exit(BENCHMARKS["peers"].main())

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,16 +10,19 @@ import jax
 import jax.numpy as jnp
 from rich.table import Table
 
-import emsjax
 from emsjax import plotting
-from emsjax.benchmarks import MEASURED_RATES, Rates, ems_sd, resume, surroundings
+from emsjax.benchmarks import ems_sd
+from emsjax.benchmarks.rates import MEASURED_RATES, Rates
+from emsjax.benchmarks.registry import BENCHMARKS
+from emsjax.benchmarks.results import begin
 from emsjax.benchmarks.scripted import PROFILES
 from emsjax.benchmarks.sources import Scripted, Texts
+from emsjax.benchmarks.subjects import OF_TRAINED, check_absent, check_shapes, read_trained
 from emsjax.benchmarks.workloads import ScriptedModels, Workload
-from emsjax.cli.arguments import flag
-from emsjax.cli.reporting import check_writable, make_console, make_table, progress
-from emsjax.cli.subjects import OF_TRAINED, check_absent, check_shapes, read_trained
+from emsjax.drafters import DraftModel, PromptLookup
 from emsjax.policies import profiles as profile_store
+from emsjax.terminal.options import flag
+from emsjax.terminal.reporting import check_writable, make_console, make_table, progress
 
 OF_DRAFT = {
     "llma": ("prompt-lookup", PROFILES["llma"], ("draft_tokens", "miss", "whole", "decay")),
@@ -26,7 +30,7 @@ OF_DRAFT = {
 }
 
 
-def bench_ems_sd(options: argparse.Namespace, command: str) -> int:
+def run(options: argparse.Namespace, command: str) -> int:
     """Compare the methods; exit code 1 unless all tokens are identical.
 
     Raises:
@@ -56,8 +60,7 @@ def bench_ems_sd(options: argparse.Namespace, command: str) -> int:
         "repeats": options.repeats,
         "rates": rates and rates.describe(),
     }
-    results = {"command": command, **surroundings(options.commit)}
-    resume(settings, results, options.output)
+    results = begin(options, command, settings)
     ems_sd.run(
         make(),
         results,
@@ -126,9 +129,9 @@ def texts(options: argparse.Namespace) -> tuple[Callable[[], Texts], dict[str, A
 
     def make() -> Texts:
         if found.load_draft is None:
-            drafter = emsjax.PromptLookup(max_draft_tokens=options.draft_tokens or 7)
+            drafter = PromptLookup(max_draft_tokens=options.draft_tokens or 7)
         else:
-            drafter = emsjax.DraftModel(found.load_draft(), options.draft_tokens or 4)
+            drafter = DraftModel(found.load_draft(), options.draft_tokens or 4)
         return Texts(found.load(), drafter, found.prompts, options.max_new_tokens)
 
     return make, {**found.describe, "draft_tokens": options.draft_tokens}
@@ -174,3 +177,7 @@ def details(results: Mapping[str, Any]) -> Table:
                 f"{of['compile_s']:.0f}",
             )
     return table
+
+
+if __name__ == "__main__":
+    sys.exit(BENCHMARKS["ems-sd"].main())
