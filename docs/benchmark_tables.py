@@ -1,7 +1,7 @@
 """The benchmarks page: tables of the JSON files in `benchmarks/`, written when the site is built.
 
-What a file holds is told by its command. A kind of file that is not there has no section, and a
-file of an unknown kind is listed without a table.
+A file's command tells its kind. A kind without files has no section, and a file of an unknown kind
+is listed without a table.
 """
 
 import dataclasses
@@ -22,10 +22,10 @@ class Kind:
     """One kind of results.
 
     Attributes:
-        title: of its section.
+        title: the title of its section.
         commands: a file is of this kind if its command contains one of these.
-        about: what was measured, in Markdown.
-        body: the settings and tables of a file, in Markdown.
+        about: a description of the measurement, in Markdown.
+        body: makes the settings and tables of a file, in Markdown.
     """
 
     title: str
@@ -52,18 +52,18 @@ KINDS = (
         "Beside transformers",
         benchmark("peers"),
         "The same weights and prompts through `emsjax.generate` and through `generate` of "
-        "transformers, which drafts for one sample at a time only.",
+        "transformers, which drafts for batches of one sample only.",
         result_tables.peers,
     ),
     Kind(
         "Draft lengths",
         benchmark("draft_length"),
-        "Policies beside every fixed length. The target says a known text, and drafts are that "
-        "text with wrong tokens mixed in. `llma`: prompt lookup that finds nothing three times in "
-        "ten and otherwise 7 tokens, half of the time all right. `draft-model`: a draft model, "
-        "each token right with probability 0.8; `poor` and `poor-draft-model`: 0.2. `mixed`: "
-        "copies, right with probability 0.95 in half of the samples and 0.1 in the others, timed "
-        "as long as all of them run.",
+        "Policies beside every fixed length. The target is scripted to output a known text, and "
+        "drafts are that text with some wrong tokens. `llma`: prompt lookup that drafts nothing "
+        "with probability 0.3 and otherwise 7 tokens, which are all right with probability 0.5. "
+        "`draft-model`: a draft model whose tokens are right with probability 0.8; `poor` and "
+        "`poor-draft-model`: 0.2. `mixed`: copies whose tokens are right with probability 0.95 in "
+        "half of the samples and 0.1 in the others, timed while all samples are live.",
         result_tables.draft_length,
     ),
     Kind(
@@ -84,7 +84,8 @@ KINDS = (
     Kind(
         "Costs of a step",
         ("emsjax profile",),
-        "What `emsjax profile` measures for [draft-length policies](concepts/draft-lengths.md).",
+        "The measurements of `emsjax profile` for [draft-length "
+        "policies](concepts/draft-lengths.md).",
         device_tables.profile,
     ),
     Kind(
@@ -95,7 +96,7 @@ KINDS = (
         device_tables.buckets,
     ),
     Kind(
-        "What sampling, drafting and the loop cost",
+        "Costs of sampling, drafting and the loop",
         benchmark("overheads"),
         "`plain`: the loop with `drafter=None` beside one without speculation in it. `drafting`: "
         "a draft model's tokens beside given ones. `sampling`: sampled steps beside greedy ones.",
@@ -104,7 +105,8 @@ KINDS = (
     Kind(
         "Products",
         ("pallas_kernels.benchmark.products",),
-        "Packed rows times the weights of a layer, by each implementation that takes so many rows. "
+        "Packed rows times the weights of a layer, by each implementation that supports the number "
+        "of rows. "
         "`default` is what a model uses.",
         device_tables.products,
     ),
@@ -122,10 +124,10 @@ KINDS = (
         device_tables.first_call,
     ),
     Kind(
-        "Where 16-bit decoding parts",
+        "Where 16-bit decoding differs",
         benchmark("divergences"),
-        "Greedy sequences that are not those of plain decoding, and by what margin float32 decides "
-        "between the two tokens: see [losslessness](concepts/losslessness.md).",
+        "Greedy sequences that differ from plain decoding, and the margin between the two tokens "
+        "in float32: see [losslessness](concepts/losslessness.md).",
         result_tables.divergences,
     ),
     Kind(
@@ -137,21 +139,20 @@ KINDS = (
     Kind(
         "Distilled draft models",
         ("emsjax distil",),
-        "What `emsjax distil` measures at its end: decoding plainly, with the draft model that "
-        "training began with, and with the trained one. Position: of the draft tokens there, all "
-        "before which stood, how many stood.",
+        "Decoding plainly, with the draft model before training, and with the trained one. "
+        "Position: the share of draft tokens at that position that were accepted, if all before them were.",
         result_tables.distillation,
     ),
 )
 
 
 def surroundings(name: str, results: Results) -> str:
-    """Where, with what and how a file was measured."""
+    """Hardware, versions, commit and command of a file."""
     hardware, versions = results.get("hardware", {}), results.get("versions", {})
     device = hardware.get("device") or hardware.get("device_kind") or "an unknown device"
     packages = ", ".join(f"{package} {of}" for package, of in versions.items() if of)
     last = results.get("commit") or "unknown"
-    # A resumed run may have gone on with other code.
+    # A resumed run may have continued at another commit.
     commits = {entry.get("commit") or last for entry in results.get("entries", [])} or {last}
     commits = ", ".join(f"`{commit}`" for commit in sorted(commits))
     where = f"`benchmarks/{name}`: {device}; {packages}; commit {commits}."
@@ -160,7 +161,7 @@ def surroundings(name: str, results: Results) -> str:
 
 
 def picture(results: Path) -> list[str]:
-    """The figure beside a file of results, if there is one."""
+    """The figure beside a file of results, if it exists."""
     image = results.with_suffix(".png")
     return [f"![{image.stem}](../benchmarks/{image.name})"] if image.exists() else []
 
@@ -187,12 +188,12 @@ def kind_of(results: Results) -> Kind | None:
 
 
 def fill_in(app, docname: str, source: list[str]) -> None:
-    """The page's source with the tables in the place of the mark."""
+    """Replace the mark in the page's source by the tables."""
     if docname == DOCUMENT:
         source[0] = source[0].replace(MARK, page())
 
 
 def setup(app) -> dict[str, bool]:
     app.connect("source-read", fill_in)
-    app.connect("env-get-outdated", lambda *_: [DOCUMENT])  # files may come and go
+    app.connect("env-get-outdated", lambda *_: [DOCUMENT])  # files may have been added or removed
     return {"parallel_read_safe": True, "parallel_write_safe": True}

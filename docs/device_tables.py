@@ -1,4 +1,4 @@
-"""Tables of what steps and kernels cost on a device, for the benchmarks page."""
+"""Tables of steps and kernels on a device, for the benchmarks page."""
 
 import statistics
 from typing import Any

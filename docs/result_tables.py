@@ -1,4 +1,4 @@
-"""Tables of what decoding achieves: speeds, draft lengths, identical tokens."""
+"""Tables of decoding, for the benchmarks page: speeds, draft lengths, acceptance."""
 
 from markdown_tables import Results, number, table
 
@@ -31,7 +31,7 @@ def draft_length(results: Results) -> list[str]:
     head = ["drafts", "batch", "mean prompt tokens", "new tokens", "plain decoding, tokens/s"]
     return [
         f"Target {settings['shape']}, draft model {settings['draft_shape']}, {settings['dtype']}. "
-        "All but plain decoding is speed over that of plain decoding, with the length in brackets.",
+        "Speeds are relative to plain decoding; the best fixed length is in brackets.",
         table([*head, "best fixed length", *names.values()], rows),
     ]
 
@@ -92,9 +92,9 @@ def peers(results: Results) -> list[str]:
 
 
 def subject(settings: Results) -> str:
-    """What `emsjax bench ems-sd` and `emsjax bench peers` decode."""
+    """The models of `emsjax bench ems-sd` and `emsjax bench peers`."""
     if "shape" in settings:
-        what = f"Shape of {settings['shape']}, random weights that say a known text"
+        what = f"Shape of {settings['shape']}, random weights, scripted to output a known text"
         what += f", draft model {settings['draft_shape']}"
         if "acceptance" in settings:
             odds = ", ".join(f"{name} {of}" for name, of in settings["acceptance"].items())
@@ -148,10 +148,10 @@ def divergences(results: Results) -> list[str]:
             ]
         )
     settings = results["settings"]
-    head = ["model", "batch", "drafts", "mean acceptance length", "sequences that part"]
+    head = ["model", "batch", "drafts", "mean acceptance length", "sequences that differ"]
     return [
         f"{settings['dtype']}, {settings['max_new_tokens']} new tokens.",
-        table([*head, "largest margin, of a near-tie's"], rows),
+        table([*head, "largest margin / near-tie margin"], rows),
     ]
 
 

@@ -62,12 +62,12 @@ def commands(path: Path) -> list[str]:
 
 
 def check_command(command: str) -> None:
-    """Whether the program's own parser takes it.
+    """Check that the program's own parser accepts the command.
 
     Raises:
-        SystemExit: it does not.
+        SystemExit: the parser refuses it.
         ValueError: options that do not go together.
-        AssertionError: an extra that there is not, or an unknown program.
+        AssertionError: an unknown extra or program.
     """
     program, *arguments = shlex.split(command)
     if program == "emsjax":

@@ -1,4 +1,4 @@
-"""What rounding row counts costs, what a process's first call does, and training steps."""
+"""The benchmarks of row buckets, first calls, refilled slots and training steps."""
 
 import json
 
@@ -12,7 +12,7 @@ from emsjax.benchmarks.shapes import MODELS
 from emsjax.models.config import OPTConfig
 
 
-def test_typical_steps_stand_for_equal_shares():
+def test_typical_steps_represent_equal_shares():
     drafts = buckets.typical_drafts(24)
     assert len(drafts) == buckets.POINTS
     assert all(share == 1 / buckets.POINTS for _, share in drafts)
@@ -44,12 +44,12 @@ def test_both_sides_feed_the_same_rows(tmp_path, capsys):
     assert "bucketed / exact rows" in capsys.readouterr().out
 
 
-def test_exact_rows_are_one_program_of_these():
+def test_exact_rows_compile_one_row_count():
     assert buckets.ExactRows(num_rows=37).row_counts(24, 8) == (37,)
 
 
 def test_a_warm_call_finds_what_the_cold_one_compiled(tmp_path, monkeypatch, capsys):
-    """The second process compiles nothing anew: the first has left it in the cache."""
+    """The second process adds nothing to the compilation cache of the first."""
     counts, caches, in_new_process = [], [], first_call.in_new_process
 
     def spy(arguments, cache):
@@ -74,7 +74,7 @@ def test_a_warm_call_finds_what_the_cold_one_compiled(tmp_path, monkeypatch, cap
 
 
 @pytest.mark.usefixtures("few_row_counts", "two_row_counts")
-def test_slots_that_refill_are_beside_static_batches(tmp_path, capsys):
+def test_slots_that_refill_are_compared_with_static_batches(tmp_path, capsys):
     path = tmp_path / "refill.json"
     options = ["--model", "tiny", "--prompts", "14", "--batch-size", "4", "--shortest", "5"]
     options += ["--longest", "30", "--max-new-tokens", "16", "--repeats", "1"]
@@ -91,7 +91,7 @@ def test_slots_that_refill_are_beside_static_batches(tmp_path, capsys):
     assert results["speedup"] == pytest.approx(ratio)
     assert results["prompt_share"] == pytest.approx(prompts["seconds"] / static["seconds"])
     assert "x static batches" in capsys.readouterr().out
-    # A token of the text that the model does not say is found out.
+    # A wrong token is noticed.
     bench = refill.Bench("tiny", 3, (5, 9), 6, 2)
     bench.expected[2, 3] += 1
     assert not bench.run("refilled")["identical"]

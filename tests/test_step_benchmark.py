@@ -55,7 +55,7 @@ def results(tmp_path_factory):
     return json.loads(path.read_text())
 
 
-def test_file_says_what_was_measured_and_where(results):
+def test_the_file_describes_the_measurement_and_the_machine(results):
     assert results["commit"] == "abc"
     assert results["command"].startswith("python -m emsjax.benchmarks.step --model tiny")
     assert results["hardware"]["platform"] == jax.default_backend()
@@ -77,7 +77,7 @@ def test_steps_feed_exactly_the_rows_of_their_shape(results):
         assert entry["cache_length"] >= 20 + runs.LONG
 
 
-def test_times_and_floors_belong_together(results):
+def test_times_floors_and_ratios_are_consistent(results):
     config = OPTConfig(**results["settings"]["config"])
     for entry in results["shapes"]:
         runs = entry["runs_ms"]
@@ -178,7 +178,7 @@ def test_kernel_classes(name, kind):
     assert device_times.kernel_class(name) == kind
 
 
-def test_kernels_per_step_leave_out_what_runs_once_per_call():
+def test_kernels_that_run_once_per_call_do_not_count():
     short = {"MemcpyD2D": (4, 90.0), "nvjet": (6, 60.0), "loop_fusion": (3, 3.0)}
     long = {"MemcpyD2D": (4, 80.0), "nvjet": (26, 260.0), "loop_fusion": (13, 13.0)}
     found = device_times.kernels_per_step(short, long, 10, top=1)

@@ -1,14 +1,14 @@
-"""`python -m emsjax.benchmarks.buckets`: what rounding row counts up to compiled ones costs.
+"""`emsjax bench buckets`: the cost of rounding row counts up to compiled ones.
 
-A step feeds as many rows as its drafts ask for, rounded up to a bucket. Here steps of a batch
-whose drafts follow the profile `llma` are timed beside the same steps compiled for exactly
-their rows, at row counts that stand for equal shares of such steps; the sides take turns within
-one run. Weights are random, bfloat16, and drafts always rejected.
+The number of rows of a step depends on its drafts and is rounded up to a bucket. This benchmark
+times steps whose drafts follow the acceptance profile `llma` beside the same steps compiled for
+exactly their row count. The row counts are quantiles of such steps, each with an equal share of
+them. Both sides take turns within one process. Weights are random and bfloat16, and all drafts
+are rejected.
 
-The JSON file holds `command`, `hardware`, `versions`, `commit`, `settings`, and an entry of
-`batches` for each batch size: its `buckets`, the `points` with `rows`, `share` of all steps,
-`bucket`, and times of both sides in ms (see `emsjax.benchmarks.runs`), and the `ratio` of the
-mean best times.
+The JSON file has an entry of `batches` for each batch size: its `buckets`; the `points` with
+`rows`, `share` of all steps, `bucket`, and times of both sides in ms (see
+`emsjax.benchmarks.runs`); and the `ratio` of the mean best times.
 """
 
 import argparse
@@ -43,7 +43,7 @@ POINTS, DRAWS = 5, 4096
 
 @dataclasses.dataclass(frozen=True)
 class ExactRows(Layout):
-    """Steps compiled for just these rows."""
+    """Steps compiled for exactly `num_rows` rows."""
 
     num_rows: int = 0
 
@@ -53,7 +53,7 @@ class ExactRows(Layout):
 
 @dataclasses.dataclass
 class Side:
-    """A run with another layout; it shares the run's state with other sides."""
+    """A run with a layout of its own; both sides share the state of one run."""
 
     run: LoopRun
     layout: Layout
@@ -65,10 +65,10 @@ class Side:
 
 
 def typical_drafts(batch: int, points: int = POINTS) -> list[tuple[np.ndarray, float]]:
-    """Draft tokens of each sample, [b], of typical steps, and each one's share of all steps.
+    """Typical steps: the draft tokens of each sample, [b], and the share of all steps.
 
-    The steps are the middles of equally large parts when all are sorted by their rows; those
-    with as many rows are one.
+    All steps are sorted by their rows and divided into equal parts, and the middle of each part
+    is taken. Steps with the same number of rows are merged.
     """
     counts, _ = PROFILE.draw(np.random.default_rng(0), batch, DRAWS)
     totals = counts.sum(axis=0)
@@ -79,10 +79,10 @@ def typical_drafts(batch: int, points: int = POINTS) -> list[tuple[np.ndarray, f
 
 
 def measure(model: OPT, batch: int, context: int) -> dict[str, Any]:
-    """The entry of this batch size."""
+    """Measure the entry of one batch size."""
     vocab, k = model.config.vocab_size, PROFILE.max_draft_tokens
     drafts = typical_drafts(batch)
-    # As in `StepRun`: the middle of the timed steps has this context.
+    # As in `StepRun`, the middle of the timed steps has this context.
     length = context - (SHORT + LONG) // 2 + 2
     prompts = np.random.default_rng(1).integers(5, vocab - 1, (batch, length))
     drafter = RejectedDrafter(vocab - 1, k, counts=jnp.asarray(drafts[0][0]))
@@ -95,7 +95,7 @@ def measure(model: OPT, batch: int, context: int) -> dict[str, Any]:
         rows = batch + int(counts.sum())
         run.drafter = dataclasses.replace(drafter, counts=jnp.asarray(counts))
         sides = {"bucketed": Side(run, UNPADDED), "exact": Side(run, ExactRows(num_rows=rows))}
-        fed = {}  # padding included
+        fed = {}  # rows per step, padding included
         for name, side in sides.items():
             side.advance(LONG)  # compiles
             real, padding = (

@@ -1,16 +1,15 @@
-"""`python -m emsjax.benchmarks.divergences`: where 16-bit speculation leaves plain decoding.
+"""`emsjax bench divergences`: where 16-bit speculative decoding differs from plain decoding.
 
-Models with real margins between tokens, not scripted ones, decode greedily in bfloat16: the
-embedded pair, and random weights of a model's shape, whose tokens are often nearly tied. Every
-first difference from plain decoding is listed with the margin that the two tokens have in
-float32. Exit code 1 if one is more than a near-tie (see `emsjax.testing.divergence`).
+Models with real margins between tokens decode greedily in bfloat16: the embedded pair, and random
+weights of a model's shape, whose tokens are often nearly tied. The benchmark lists the first
+difference of each sequence from plain decoding, with the margin between the two tokens in float32.
+The exit code is 1 if one of them is more than a near-tie (see `emsjax.testing.divergence`).
 
-Drafts are looked up, those of a draft model, and plain decoding's own tokens with wrong ones
-among them, so that much is accepted where the two others find nothing.
+There are three drafters: prompt lookup, a draft model, and a replay of plain decoding's own tokens
+with wrong ones among them, which has many drafts accepted where the two others find nothing.
 
-The JSON file holds `command`, `hardware`, `versions`, `commit`, `settings`, and an entry of
-`entries` for each model, batch size and drafter: sequences, mean acceptance length, and the
-`divergences`, each with its `share` of the largest margin of a near-tie.
+The JSON file has one of the `entries` for each model, batch size and drafter: the mean acceptance
+length and the `divergences`, each with its `share` of the largest margin of a near-tie.
 """
 
 import argparse
@@ -38,7 +37,7 @@ DTYPE = jnp.bfloat16
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """What decodes, and the prompts of a batch size."""
+    """The models that decode, and the prompts for a batch size."""
 
     model: OPT
     draft_model: OPT
@@ -46,7 +45,7 @@ class Subject:
 
 
 def find_subject(name: str, draft_shape: str, new_tokens: int) -> Subject:
-    """The embedded pair, or random weights of a shape."""
+    """The embedded pair, or models of random weights."""
     if name == EMBEDDED:
         models = EmbeddedModels()
         model, draft = (one.astype(DTYPE) for one in (models.model, models.draft_model))
@@ -57,7 +56,7 @@ def find_subject(name: str, draft_shape: str, new_tokens: int) -> Subject:
 
 
 def measure(subject: Subject, batch: int, new_tokens: int, say) -> list[dict[str, Any]]:
-    """An entry for each drafter."""
+    """Measure the entry of each drafter."""
     model, prompts = subject.model, subject.prompts(batch)
     decode = lambda drafter: generate(
         model, prompts, drafter, max_new_tokens=new_tokens, eos_token_ids=()

@@ -1,4 +1,4 @@
-"""`emsjax bench draft-length`: policies beside every fixed length, as a command."""
+"""The command `emsjax bench draft-length`: see `emsjax.benchmarks.draft_length`."""
 
 import argparse
 import json
@@ -26,8 +26,8 @@ def run(options: argparse.Namespace, command: str) -> int:
     """Compare draft-length policies; exit code 1 unless all tokens are identical.
 
     Raises:
-        ValueError: unknown names, a profile that does not suit, results of another run, a place
-            that cannot be written, or what does not fit into the models' positions.
+        ValueError: unknown names, an unsuitable profile, results of another run, a file that
+            cannot be written, or sequences that exceed the models' positions.
         ImportError: a plot without matplotlib.
     """
     models = find_models(options.shape, options.draft_shape)
@@ -69,7 +69,7 @@ def run(options: argparse.Namespace, command: str) -> int:
 
 
 def find_models(shape: str, draft_shape: str | None) -> draft_length.Models:
-    """The models by their shapes' names; raises a ValueError for others."""
+    """The models of these shapes; raises a ValueError for unknown ones."""
     if shape == EMBEDDED:
         if draft_shape is not None:
             raise ValueError("--draft-shape is an option of other shapes than --shape embedded")
@@ -84,7 +84,7 @@ def find_costs(
     command: str,
     say: Callable[[str], None],
 ) -> Mapping[str, Any]:
-    """Of the profile given, of the results to be gone on with, as stored, or measured now."""
+    """Step costs from `--profile`, from the results to resume, as stored, or measured now."""
     if options.profile is not None:
         return profile_store.read_for(options.profile, wanted)["costs"]
     output = options.output
@@ -106,10 +106,10 @@ def find_costs(
 
 
 def comparison(entry: Mapping[str, Any]) -> Table:
-    """One workload at one batch size."""
+    """A table of one entry."""
     table = Table(
         title=f"{entry['workload']}, batch {entry['batch']}",
-        caption="of best: of the fastest fixed length's speed",
+        caption="of best: relative to the fastest fixed length",
         box=SIMPLE_HEAD,
         show_edge=False,
     )
@@ -122,7 +122,7 @@ def comparison(entry: Mapping[str, Any]) -> Table:
         table.add_column("of\nbest", justify="right")
     table.add_column("mean acceptance\nlength", justify="right")
     best = {which: draft_length.best_fixed(policies, which) for which in speeds}
-    # Plain decoding has all samples live to its end: one token each in every step.
+    # In plain decoding all samples are live to its end, with one token each in every step.
     plain = dict.fromkeys(speeds, entry["plain"]["tokens_per_s"]) | {"mean_acceptance_length": 1.0}
     shown = {"plain": plain} | {name: policies[name] for name, _ in best.values()}
     shown |= {name: of for name, of in policies.items() if not name.startswith("fixed ")}

@@ -1,10 +1,11 @@
-"""`python -m emsjax.benchmarks.first_call`: seconds until the first call of a process returns.
+"""`emsjax bench first-call`: seconds until the first call of a process returns.
 
-One process decodes a batch twice with an empty compilation cache, another one does the same
-with what the first has left there. Weights are random, bfloat16; making them is not counted.
+One process decodes a batch twice with an empty compilation cache; a second process does the same
+with the cache that the first one has filled. Weights are random and bfloat16; the time to create
+them is left out.
 
-The JSON file holds `command`, `hardware`, `versions`, `commit`, `settings`, and of `cold` and
-`warm` the seconds of either call of `emsjax.generate` (`calls_s`).
+The JSON file has, under `cold` and `warm`, the seconds of both calls of `emsjax.generate`
+(`calls_s`).
 """
 
 import argparse
@@ -32,7 +33,7 @@ PROMPT_TOKENS, NEW_TOKENS = 900, 128
 
 
 def decode_twice(options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of each call, and where they were spent."""
+    """Seconds of each call, and this process's versions and hardware."""
     model = random_model(MODELS[options.model])
     drafter = None
     if options.drafter == "prompt-lookup":
@@ -52,7 +53,7 @@ def decode_twice(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def in_new_process(arguments: Sequence[str], cache: str) -> dict[str, Any]:
-    """What `decode_twice` says in a process with this compilation cache."""
+    """The result of `decode_twice` in a new process with this compilation cache."""
     command = [sys.executable, "-m", "emsjax.benchmarks.first_call", *arguments, "--in-process"]
     settings = {
         "JAX_COMPILATION_CACHE_DIR": cache,
@@ -66,7 +67,7 @@ def run(options: argparse.Namespace, command: str) -> int:
     if options.in_process:
         print(json.dumps(decode_twice(options)))
         return 0
-    # The surroundings are those of the other processes: this one leaves the device to them.
+    # This process leaves the device to the others, which report versions and hardware.
     results: dict[str, Any] = {"command": command}
     names = ("model", "draft_model", "drafter", "batch_size")
     settings = {name: getattr(options, name) for name in names}

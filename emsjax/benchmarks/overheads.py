@@ -1,19 +1,18 @@
-"""`python -m emsjax.benchmarks.overheads`: what sampling, drafting and the loop itself cost.
+"""`emsjax bench overheads`: the cost of sampling, of drafting and of the loop itself.
 
-Three comparisons on random bfloat16 weights, the sides of each taking turns within one run:
+There are three comparisons on random bfloat16 weights; the sides of each take turns within one
+process:
 
-- `sampling`: steps that sample with temperature 0.8 and top-p 0.9 beside greedy ones, at
-  24 samples x 8 rows, deterministic drafts;
-- `drafting`: steps in which a draft model proposes 4 tokens beside steps whose drafts come
-  for nothing, at 8 samples, greedy; the draft model's work is real, its tokens are replaced by
-  rejected ones;
-- `plain`: `drafter=None` beside a decode loop that has nothing of speculation in it, at 1, 8
-  and 24 samples.
+- `sampling`: steps that sample with temperature 0.8 and top-p 0.9, beside greedy steps, at
+  24 samples x 8 rows with deterministic drafts;
+- `drafting`: steps in which a draft model proposes 4 tokens, beside steps whose drafts cost
+  nothing, at 8 samples and greedy. The draft model does all its work, and its tokens are replaced
+  by rejected ones;
+- `plain`: `drafter=None` beside a decode loop without any speculation, at 1, 8 and 24 samples.
 
-The JSON file holds `command`, `hardware`, `versions`, `commit`, `settings` and one entry of
-`comparisons` each: the shape, times of both sides in ms (see `emsjax.benchmarks.runs`), the
-`ratio` of the best times, of drafting also `draft_step_ms` and its `share` of a step, and on a
-GPU profiles of both sides.
+The JSON file has an entry of `comparisons` for each: the shape, times of both sides in ms (see
+`emsjax.benchmarks.runs`), the `ratio` of the best times, for drafting also `draft_step_ms` and its
+`share` of a step, and on a GPU the profiles of both sides.
 """
 
 import argparse
@@ -35,7 +34,7 @@ from emsjax.benchmarks.runs import (
     REPETITIONS,
     Run,
     StepRun,
-    profile,
+    kernel_profile,
     random_model,
     time_steps,
 )
@@ -58,7 +57,7 @@ KERNELS_LISTED = 12
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PlainState:
-    """All that greedy decoding needs: see `emsjax.DecodeState`."""
+    """The part of `emsjax.DecodeState` that plain greedy decoding needs."""
 
     tokens: Int32[Array, "b t"]
     logprobs: Float[Array, "b t"]
@@ -72,7 +71,7 @@ class PlainState:
 
 @functools.partial(jax.jit, static_argnames="attention", donate_argnames="state")
 def plain_loop(model: OPT, state: PlainState, max_steps, *, attention) -> PlainState:
-    """Greedy decoding with a row for every sample: no drafts, buckets, verdicts or counts."""
+    """Greedy decoding with one row per sample: no drafts, buckets, verification or counters."""
     kernels, batch = resolve_kernels(attention), state.lengths.shape[0]
     slots = jnp.arange(batch, dtype=jnp.int32)
 
@@ -109,7 +108,7 @@ def plain_loop(model: OPT, state: PlainState, max_steps, *, attention) -> PlainS
 
 
 class PlainRun(Run):
-    """`plain_loop` from the state that the library's own loop would start from."""
+    """`plain_loop`, started from the same state as the library's loop."""
 
     def __init__(self, model: OPT, state: DecodeState, attention):
         names = [field.name for field in dataclasses.fields(PlainState)]
@@ -121,13 +120,13 @@ class PlainRun(Run):
 
 
 def compare(base: str, runs: Mapping[str, Run]) -> dict[str, Any]:
-    """Times of both runs, and the ratio of the other's best to that of `base`."""
+    """Times of both runs, and the ratio of the other run's best time to that of `base`."""
     for run in runs.values():
         run.advance(LONG)  # compiles
     times = time_steps(runs)
     (other,) = runs.keys() - {base}
     on_gpu = jax.default_backend() == "gpu"
-    profiles = {name: profile(run, KERNELS_LISTED) for name, run in runs.items() if on_gpu}
+    profiles = {name: kernel_profile(run, KERNELS_LISTED) for name, run in runs.items() if on_gpu}
     ratio = times[other]["best_ms"] / times[base]["best_ms"]
     return {"ratio": ratio, "times": times, "profiles": profiles}
 

@@ -1,9 +1,9 @@
 """`emsjax bench peers`: the same prompts through `emsjax.generate` and through transformers.
 
-Both decode greedily with the same weights, and draft alike: by prompt lookup of up to 7 tokens
-behind a match of 2, and with the same draft model, 4 tokens at a time. transformers refuses to
-draft for more than one sample, so for more it decodes plainly. A figure is of whole calls, the
-host's part included; prefill is left out as the time of a call for one token.
+Both decode greedily with the same weights, and draft in the same way: by prompt lookup of up to 7
+tokens after a match of 2, and with the same draft model, 4 tokens at a time. transformers does not
+draft for more than one sample, so larger batches are decoded plainly there. Figures are of whole
+calls, including the host's work; the time of a call for one token is subtracted as prefill.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from emsjax.models.checkpoint import stored_tensors, weights_of
 from emsjax.models.opt import OPT
 
 LOOKUP_TOKENS, MATCH_LENGTH, DRAFT_TOKENS = 7, 2, 4
-MISCOPIED = 0.2  # of a scripted prompt's reference, and of what a scripted draft model says
+MISCOPIED = 0.2  # share of wrong tokens in scripted prompts and scripted draft models
 METHODS = ("plain", "prompt-lookup", "draft-model")
 Decode = Callable[[str, Sequence[np.ndarray], int], list[np.ndarray]]
 
@@ -35,8 +35,8 @@ class Subject:
     """Models and prompts of a comparison.
 
     Attributes:
-        prompts: those of a batch size.
-        expected: what must come out for the prompts, [b, n]; None: what plain decoding says.
+        prompts: the prompts for a batch size.
+        expected: the expected tokens for given prompts, [b, n]; None: those of plain decoding.
         end_token_ids: None: the model's own.
     """
 
@@ -53,9 +53,9 @@ class Subject:
 
 
 def scripted_subject(shape: str, draft_shape: str, new_tokens: int) -> Subject:
-    """Models of random weights that say nearly the same text; prompts hold it nearly right too.
+    """Models of random weights, scripted to output nearly the same text, which the prompts contain.
 
-    So both drafters really find what they draft, and one token in five of it is wrong.
+    Both drafters therefore really find their drafts, and one token in five of these is wrong.
     """
     models = ScriptedModels(shape, draft_shape)
     vocab = models.config.vocab_size
@@ -98,10 +98,10 @@ def ours(subject: Subject) -> Decode:
 
 
 def torch_device() -> str:
-    """What torch calls the device that JAX uses.
+    """The name in torch of the device that JAX uses.
 
     Raises:
-        ImportError: there is no torch, or it cannot use that device; the message says so.
+        ImportError: torch is missing or cannot use that device.
     """
     try:
         import torch
@@ -117,7 +117,7 @@ def theirs(subject: Subject) -> Decode:
     """`generate` of transformers, on the device that JAX uses.
 
     Raises:
-        ImportError: as `torch_device` says.
+        ImportError: see `torch_device`.
     """
     device = torch_device()
     import torch
@@ -132,7 +132,7 @@ def theirs(subject: Subject) -> Decode:
     }
     if subject.draft_model is not None:
         assistant = to_torch(subject.draft_model, device)
-        # Otherwise it drafts more or fewer tokens as it goes.
+        # By default the number of draft tokens changes as decoding proceeds.
         assistant.generation_config.num_assistant_tokens = DRAFT_TOKENS
         assistant.generation_config.num_assistant_tokens_schedule = "constant"
         assistant.generation_config.assistant_confidence_threshold = 0
@@ -164,7 +164,7 @@ def theirs(subject: Subject) -> Decode:
 
 
 def to_torch(model: OPT, device: str):
-    """The model of transformers with the same weights, on the same device where it can."""
+    """A model of transformers with the same weights, shared where torch can use them."""
     import torch
     from transformers import OPTConfig, OPTForCausalLM
 
@@ -182,7 +182,7 @@ def to_torch(model: OPT, device: str):
 
 
 def up_to_end(tokens: np.ndarray, ends: Sequence[int]) -> np.ndarray:
-    """Tokens up to the first end token, which is one of them."""
+    """Tokens up to and including the first end token."""
     found = np.flatnonzero(np.isin(tokens, ends))
     return tokens[: found[0] + 1] if found.size else tokens
 
@@ -190,7 +190,7 @@ def up_to_end(tokens: np.ndarray, ends: Sequence[int]) -> np.ndarray:
 def measure(
     subject: Subject, libraries: Mapping[str, Decode], batch: int, repeats: int, say
 ) -> dict[str, Any]:
-    """The entry of this batch size, as it stands in the JSON file; all take turns."""
+    """Measure the entry of one batch size; libraries and methods take turns."""
     prompts = subject.prompts(batch)
     expected = subject.expected(prompts)
     runs = {
@@ -206,7 +206,7 @@ def measure(
             for count, times in seconds[name].items():
                 begin = time.perf_counter()
                 new = decode(count)
-                if repeat:  # the first time compiles, or warms up
+                if repeat:  # the first time includes compilation
                     times.append(time.perf_counter() - begin)
             if expected is None:
                 expected = new
@@ -219,7 +219,7 @@ def measure(
         figures = {
             "library": library,
             "method": method,
-            # Less than the clocks' noise where hardly anything is decoded.
+            # None where the difference is within the noise of the clock.
             "tokens_per_s": (tokens[library, method] - batch) / spent if spent > 0 else None,
             "prefill_s": float(np.median(times[1])),
             "seconds": {str(count): of for count, of in times.items()},
@@ -242,7 +242,7 @@ def run(
     output: Path | None,
     say: Callable[[str], None],
 ) -> None:
-    """Measure the batch sizes that `results["entries"]` does not hold; the file grows with each."""
+    """Measure the batch sizes that are missing in `results`, and write the file after each."""
     done = {entry["batch"] for entry in results["entries"]}
     for batch in batch_sizes:
         if batch not in done:

@@ -1,15 +1,16 @@
-"""`python -m emsjax.benchmarks.refill`: slots that refill beside static batches.
+"""`emsjax bench refill`: slots that refill beside static batches.
 
-The same prompts of 500 to 1500 tokens, 128 new tokens each, through `emsjax.generate`: in batches
-that end with their last sequence, and in as many slots that refill. The model is a scripted one
-with random bfloat16 weights, drafts follow the profile `llma` upon prompt lookup's work, and all
-tokens are compared with the text. The sides take turns; prefill is included in both. What no
-schedule saves is timed, too: the same prompts in batches, for one new token each.
+The same prompts of 500 to 1500 tokens are completed by 128 tokens each: in batches that end with
+their last sequence, and in the same number of slots that refill. The model is a scripted one with
+random bfloat16 weights, prompt lookup does its work, the drafts follow the acceptance profile
+`llma`, and all tokens are compared with the script. The sides take turns, and both include
+prefill. The part that no schedule can save is timed as well: the same prompts in batches, with one
+new token each.
 
-The JSON file holds `command`, `hardware`, `versions`, `commit`, `settings`, and `runs`: of each
-side (`static`, `refilled`, `prompts`) `seconds`, `tokens_per_s`, `model_calls`, rows, whether all
-was `identical`, and of refilled slots the `idle_share`; `speedup` is the ratio of the best of the
-two sides, `prompt_share` the time of the prompts over that of static batches.
+The JSON file has `runs` of each side (`static`, `refilled`, `prompts`): `seconds`, `tokens_per_s`,
+`model_calls`, `identical` (whether all tokens are those of the script), and for refilled slots the
+`idle_share`. `speedup` is the ratio of the best times of both sides, and `prompt_share` the time of
+the prompts over that of static batches.
 """
 
 import argparse
@@ -35,7 +36,7 @@ PROFILE = CopyAcceptance()
 
 
 class Bench:
-    """Prompts of the scripted model, decoded either way."""
+    """Prompts of the scripted model, and both ways to decode them."""
 
     def __init__(self, shape: str, prompts: int, tokens: tuple[int, int], new: int, batch: int):
         config = MODELS[shape]
@@ -80,7 +81,7 @@ class Bench:
         return out.tokens, slots.counts() | {"idle_share": slots.idle_share}
 
     def run(self, side: str) -> dict[str, Any]:
-        """All prompts."""
+        """Decode all prompts."""
         start = time.perf_counter()
         tokens, counted = SIDES[side](self, self.prompts)
         seconds = time.perf_counter() - start

@@ -1,8 +1,8 @@
-"""The device loop at a fixed shape and context, run again and again to be timed.
+"""The device loop at a fixed shape and context, run repeatedly to be timed.
 
-Weights are random and drafts always rejected, so every step feeds the same number of rows
-and emits one token per sample. The state is put back before every run, so all runs work at
-the same contexts; the time of a step is that of a long run less that of a short one.
+Weights are random and drafts always rejected, so every step feeds the same number of rows and
+emits one token per sample. The state is reset before every run, so all runs have the same
+contexts. The time of a step follows from the difference between a long and a short run.
 """
 
 import abc
@@ -47,10 +47,12 @@ def at_once(function: Callable, arguments: Iterable[Any]) -> list[Any]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RejectedDrafter(Overriding):
-    """Always proposes as many tokens as it may, all of them `token_id`.
+    """Always proposes the most tokens that it may, all of them `token_id`.
 
-    With a `source` its time is paid, and the target sees the same rows as without it. With
-    `counts` [b] it proposes no more than these.
+    Attributes:
+        source: a drafter that does its work in every step; the target's rows are the same as
+            without it.
+        counts: the most tokens of each sample, [b]; None: `max_draft_tokens` of each.
     """
 
     token_id: int = dataclasses.field(metadata={"static": True})
@@ -66,22 +68,22 @@ class RejectedDrafter(Overriding):
 
 
 def random_model(config: OPTConfig, dtype=jnp.bfloat16) -> OPT:
-    """Random weights under which the last token id is never the likeliest."""
-    # Not under jit: that compiles the random draws of every layer anew, for longer than they take.
+    """A model of random weights whose most likely token is never the last token id."""
+    # Not under jit: compiling the random draws of every layer takes longer than the draws.
     model = OPT(config, rngs=nnx.Rngs(0), dtype=dtype)
     table = model.embed_tokens.embedding
-    # A zero embedding has logit 0, below the largest of the others, and loses a tie.
+    # A zero embedding has logit 0, which is below the largest of the others and loses a tie.
     table[...] = table[...].at[-1].set(0)
     return model
 
 
 class Run(abc.ABC):
-    """A decode loop that starts at the same prompts every time.
+    """A decode loop that starts from the same prompts every time.
 
     Attributes:
         state: has `lengths` and a `cache`, as `emsjax.DecodeState` does.
-        lengths: of the prompts.
-        long: steps of the longer one of two runs whose difference is timed.
+        lengths: the prompts' lengths in tokens, [b].
+        long: steps of the longer of the two runs whose difference is timed.
     """
 
     long = LONG
@@ -92,28 +94,27 @@ class Run(abc.ABC):
 
     @abc.abstractmethod
     def call(self, steps: int) -> tuple[Callable, tuple[Any, ...], dict[str, Any]]:
-        """A compiled function that makes so many steps of the state it is given, its arguments
-        and its options."""
+        """A jitted function that runs this many steps, its arguments and its options."""
 
     def decode(self, steps: int) -> Any:
-        """The state after so many steps; the old one is given away."""
+        """The state after this many steps; the old state is donated."""
         function, arguments, options = self.call(steps)
         return function(*arguments, **options)
 
     def compile(self) -> None:
-        """Compile the loop, for `decode` as well; nothing runs on the device meanwhile."""
+        """Compile the loop, which `decode` uses as well; nothing runs on the device meanwhile."""
         function, arguments, options = self.call(SHORT)
         function.lower(*arguments, **options).compile()
 
     def rewind(self) -> Any:
-        """The state back at the prompts: what a cache holds beyond its lengths does not count."""
+        """The state reset to the prompts: cache entries beyond its lengths are never read."""
         cache = dataclasses.replace(self.state.cache, lengths=jnp.array(self.lengths - 1))
         return dataclasses.replace(self.state, lengths=jnp.array(self.lengths), cache=cache)
 
     def advance(self, steps: int) -> float:
-        """Run so many steps from the prompts on; seconds."""
+        """Run this many steps from the prompts on; returns the seconds."""
         self.state = jax.block_until_ready(self.rewind())
-        # Outside the time: `generate` takes a model apart once, and not for each of its calls.
+        # Before the clock starts: `generate` flattens a model once, and not in each of its calls.
         function, arguments, options = self.call(steps)
         start = time.perf_counter()
         self.state = jax.block_until_ready(function(*arguments, **options))
@@ -124,9 +125,9 @@ class LoopRun(Run):
     """The library's own loop.
 
     Args:
-        state: from `emsjax.init_state`, with this drafter and policy or one like it.
-        draft_length: the policy; it may be replaced between two runs, as the drafter and the
-            layout may.
+        state: from `emsjax.init_state`, with this drafter and this policy or one of its kind.
+        draft_length: the policy. It may be replaced between two runs, and so may the drafter and
+            the layout.
     """
 
     layout = UNPADDED
@@ -163,15 +164,16 @@ class StepRun(LoopRun):
     """The device loop of one shape: `rows` rows of each of `batch` samples.
 
     Args:
-        context: mean cached tokens of a sample in the timed steps.
-        source: what drafts, at a cost; None: drafts come for nothing.
+        shape: samples, and rows of each sample in every step.
+        context: mean cached tokens per sample in the timed steps.
+        source: a drafter whose work is done in every step; None: drafts cost nothing.
         sampling: None: greedy.
-        draft_length: makes fewer rows possible: see `feed`.
-        max_new_tokens: a sample's room in the cache, beside the prompt.
+        draft_length: allows for fewer rows, see `feed`. The cache then has room for `long` steps
+            only, as several such runs exist at once.
         long: see `Run`.
 
     Raises:
-        ValueError: too short a context, or what `emsjax.init_state` refuses.
+        ValueError: the context is too short, or `emsjax.init_state` refuses the arguments.
     """
 
     def __init__(
@@ -189,13 +191,12 @@ class StepRun(LoopRun):
         self.shape, self.long = shape, long
         batch, rows = shape
         vocab = model.config.vocab_size
-        # The middle of the timed steps, which follow SHORT others, is to have this context.
+        # The middle of the timed steps, which follow SHORT others, has this context.
         length = context - (SHORT + long) // 2 + 2
         if length < 1:
             raise ValueError(f"--context must be at least {context + 1 - length}, not {context}")
         prompts = np.random.default_rng(0).integers(5, vocab - 1, (batch, length))
         drafter = RejectedDrafter(vocab - 1, rows - 1, source) if rows > 1 else None
-        # Where fewer rows may be fed, many runs exist at once: each has room for its steps alone.
         room = long + rows if draft_length is not None else max(MAX_NEW_TOKENS, long + rows)
         state = init_state(
             model,
@@ -211,19 +212,19 @@ class StepRun(LoopRun):
         super().__init__(model, drafter, state, attention, draft_length)
 
     def feed(self, rows: int) -> None:
-        """From now on so many rows of each sample: no more than at first, and no new compilation.
+        """Feed this many rows of each sample from now on, without a new compilation.
 
-        To be used where the run was made with a `draft_length`.
+        The run must have been created with a `draft_length` and with at least as many rows.
         """
         self.shape = (self.shape[0], rows)
         self.draft_length = FixedLength(rows - 1)
 
     def fed(self) -> dict[str, Any]:
-        """What the counters say of the last run's steps, and the contexts of the timed ones.
+        """Rows of the last run's steps by the loop's counters, and the timed steps' context.
 
         Raises:
-            RuntimeError: a step fed other rows than the shape says, or drafts were accepted
-                (when sampling, more than one in a hundred).
+            RuntimeError: a step fed another number of rows than the shape has, or drafts were
+                accepted (when sampling, more than one in a hundred).
         """
         batch, rows = self.shape
         counters = self.state.counters
@@ -248,7 +249,7 @@ class StepRun(LoopRun):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Drafting:
-    """What a draft model continues."""
+    """The texts that a draft model continues, and its cache."""
 
     tokens: Any
     lengths: Any
@@ -256,10 +257,10 @@ class Drafting:
 
 
 class DraftRun(Run):
-    """A draft model alone: in each step as many tokens of each sample as it may draft.
+    """A draft model alone, which drafts as many tokens as it may of each sample in every step.
 
     Args:
-        context: cached tokens of a sample; what they hold is left open.
+        context: cached tokens per sample; their keys and values are arbitrary.
     """
 
     def __init__(self, drafter: DraftModel, batch: int, context: int):
@@ -282,7 +283,7 @@ def _draft(drafter: DraftModel, state: Drafting, steps) -> Drafting:
         draft, cache = drafter.propose(
             state.cache, state.tokens, state.lengths, most, keys=None, sampling=None
         )
-        # Kept, or nothing would need the last of them.
+        # Stored, so that the compiler cannot drop the last draft token.
         tokens = state.tokens.at[:, -draft.tokens.shape[1] :].set(draft.tokens)
         cache = state_after_commit(drafter, cache, state.lengths)
         return dataclasses.replace(state, tokens=tokens, cache=cache)
@@ -291,11 +292,11 @@ def _draft(drafter: DraftModel, state: Drafting, steps) -> Drafting:
 
 
 def time_steps(runs: Mapping[Any, Run], repetitions: int = REPETITIONS) -> dict[Any, dict]:
-    """Milliseconds of a step of each run, which take turns; they must have been compiled.
+    """Milliseconds of a step of each run. The runs take turns, and must have been compiled.
 
     Returns:
-        By name: `runs_ms`, the times by steps; `best_ms`, of a step, from the fastest runs;
-        `median_ms`, the median of the differences.
+        By name: `runs_ms`, the times by number of steps; `best_ms`, the time of a step from the
+        fastest runs; `median_ms`, the same from the median of the differences.
     """
     seconds = {name: [] for name in runs}
     for _ in range(repetitions):
@@ -306,7 +307,7 @@ def time_steps(runs: Mapping[Any, Run], repetitions: int = REPETITIONS) -> dict[
 
 def _step_times(seconds: np.ndarray, long: int) -> dict[str, Any]:
     ms, steps = 1e3 * seconds, long - SHORT
-    # Not the least difference: a slow short run would make that too small.
+    # Not the least difference, which one slow short run would make too small.
     return {
         "runs_ms": {str(n): ms[:, i].tolist() for i, n in enumerate((SHORT, long))},
         "best_ms": float(np.diff(ms.min(axis=0))[0]) / steps,
@@ -314,7 +315,7 @@ def _step_times(seconds: np.ndarray, long: int) -> dict[str, Any]:
     }
 
 
-def profile(run: Run, top: int) -> dict[str, Any]:
+def kernel_profile(run: Run, top: int) -> dict[str, Any]:
     """Device time of a step by kernel class, and its `top` longest kernels."""
     short, long = (kernel_times(lambda n=n: run.advance(n)) for n in (SHORT, run.long))
     return kernels_per_step(short, long, run.long - SHORT, top)

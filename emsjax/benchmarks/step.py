@@ -1,18 +1,18 @@
-"""`python -m emsjax.benchmarks.step`: time of a decoding step beside the least the device allows.
+"""`emsjax bench step`: the time of a decoding step beside the least that the device allows.
 
-A step is draft, forward, verify and commit of the library's own device loop, here with random
-bfloat16 weights and a drafter whose proposals are always rejected: at a shape BxR every step
-feeds R rows of each of B samples and emits one token per sample. The state is put back before
-every run, so all runs work at the same contexts; the time of a step is that of 13 steps less
-that of 3, over 10. The floor counts what no step can avoid: every product takes the longer of
-reading its weights and computing, and the committed keys and values are read once.
+A step consists of draft, forward, verify and commit in the library's own device loop, here with
+random bfloat16 weights and drafts that are always rejected: at a shape BxR every step feeds R rows
+of each of B samples and emits one token per sample. The state is reset before every run, so that
+all runs have the same contexts. The time of a step is a tenth of the difference between runs of 13
+and of 3 steps. The floor counts the work that no step can avoid: every product takes the time to
+read its weights or to compute, whichever is longer, and the committed keys and values are read
+once.
 
-The JSON file holds `command`, `hardware`, `versions`, `xla_flags`, `commit`, `settings`, `rates`
-and one entry of `shapes` per shape: the runs' times in ms by steps (`runs_ms`), those of a step
-(`best_ms`: of the fastest runs; `median_ms`: of the differences), the floor in ms and the times
-over it at the reference and the measured rates (`floor_ms`, `best_ratio`, `median_ratio`), what
-the loop's counters say of the rows really fed, seconds of prefill and compilation (`setup_s`),
-and on a GPU a `profile` of device time per step by kernel class.
+The JSON file has the `rates` and an entry of `shapes` for each shape: the runs' times in ms by
+number of steps (`runs_ms`), the time of a step (`best_ms` from the fastest runs, `median_ms` from
+the differences), the floor in ms and the ratios to it at the reference and at the measured rates
+(`floor_ms`, `best_ratio`, `median_ratio`), the loop's counts of rows, seconds of prefill and
+compilation (`setup_s`), and on a GPU a `profile` of device time per step by kernel class.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from emsjax.benchmarks.runs import (
     LONG,
     REPETITIONS,
     StepRun,
-    profile,
+    kernel_profile,
     random_model,
     time_steps,
 )
@@ -43,14 +43,14 @@ ITEM_BYTES = 2  # bfloat16
 
 
 def products(config: OPTConfig) -> list[tuple[int, int]]:
-    """Inputs and outputs of every product with weights that a row goes through."""
+    """Numbers of inputs and outputs of every matrix product with weights in a forward pass."""
     size, ffn = config.hidden_size, config.ffn_dim
     layer = [(size, 3 * size), (size, size), (size, ffn), (ffn, size)]
     return layer * config.num_hidden_layers + [(config.word_embed_proj_dim, config.vocab_size)]
 
 
 def floor_ms(config: OPTConfig, batch: int, rows: float, context: float, rates: Rates) -> float:
-    """The least time of a step: `rows` rows of each of `batch` samples with `context` tokens."""
+    """The least time of a step with `rows` rows of each of `batch` samples of `context` tokens."""
     seconds = sum(
         max(n * m * ITEM_BYTES / rates.read, 2 * batch * rows * n * m / rates.matmul)
         for n, m in products(config)
@@ -61,7 +61,7 @@ def floor_ms(config: OPTConfig, batch: int, rows: float, context: float, rates: 
 
 
 def measure(model, shape, context, attention, rates: dict[str, Rates], top: int) -> dict[str, Any]:
-    """Everything about one shape, as it stands in the JSON file."""
+    """Measure the entry of one shape."""
     start = time.perf_counter()
     run = StepRun(model, shape, context, attention)
     run.advance(LONG)  # compiles
@@ -85,12 +85,12 @@ def measure(model, shape, context, attention, rates: dict[str, Rates], top: int)
         "floor_ms": floors,
         **ratios,
         "setup_s": setup,
-        "profile": profile(run, top) if top and jax.default_backend() == "gpu" else None,
+        "profile": kernel_profile(run, top) if top and jax.default_backend() == "gpu" else None,
     }
 
 
 def report(entry: dict[str, Any]) -> None:
-    """One shape's figures, as text."""
+    """Print the figures of one shape."""
     print(
         f"{entry['shape']:>6}  best {entry['best_ms']:.3f} ms, median {entry['median_ms']:.3f} ms"
         + "".join(
@@ -113,7 +113,7 @@ def run(options: argparse.Namespace, command: str) -> int:
     """Measure and print every shape; the JSON file grows with each.
 
     Raises:
-        ValueError: a model, context or shape that the library refuses.
+        ValueError: the library refuses the model, context or shape.
         RuntimeError: a step did not feed the rows of its shape.
     """
     config = MODELS[options.model]

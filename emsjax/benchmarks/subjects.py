@@ -1,4 +1,4 @@
-"""What `emsjax bench` decodes: checked shapes, or a trained model and the prompts of a file."""
+"""Models and prompts that options name: shapes, or a trained model and a file of prompts."""
 
 import argparse
 import itertools
@@ -14,11 +14,11 @@ from emsjax.terminal.models import load_config, load_tokenizer
 from emsjax.terminal.options import flag
 
 DRAFT_SHAPE = "opt-125m"
-OF_TRAINED = ("data", "revision", "draft_model", "draft_revision", "dtype")  # options
+OF_TRAINED = ("data", "revision", "draft_model", "draft_revision", "dtype")  # need --model
 
 
 class Trained(NamedTuple):
-    """Tokenized prompts, what settings tell of them and of the models, and what loads these."""
+    """Tokenized prompts, their description for the settings, and functions that load the models."""
 
     prompts: list[list[int]]
     describe: dict[str, Any]
@@ -27,14 +27,14 @@ class Trained(NamedTuple):
 
 
 def check_absent(options: argparse.Namespace, names: Iterable[str], needed: str) -> None:
-    """Raises a ValueError if one of these options, which are some other's, was given."""
+    """Raise a ValueError if one of these options, which need another one, was given."""
     for name in names:
         if getattr(options, name) is not None:
             raise ValueError(f"{flag(name)} needs {needed}")
 
 
 def check_shapes(shape: str, draft_shape: str | None, *others: str) -> str:
-    """The draft model's shape; raises a ValueError for a name that is none of these."""
+    """The draft model's shape; raises a ValueError for an unknown name."""
     draft_shape = draft_shape or DRAFT_SHAPE
     for option, name, known in (
         ("--shape", shape, [*others, *MODELS]),
@@ -49,8 +49,8 @@ def read_trained(options: argparse.Namespace, max_prompts: int, largest_batch: i
     """`--model`, `--draft-model` if given, and the first prompts of `--data`.
 
     Raises:
-        ValueError: no data, bad records, a revision of no model, prompts that do not fit, or
-            fewer than the largest batch has.
+        ValueError: missing data, bad records, a revision without its model, prompts that do not
+            fit, or fewer prompts than the largest batch needs.
     """
     if options.data is None:
         raise ValueError("--model needs --data")

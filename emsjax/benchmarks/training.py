@@ -1,14 +1,13 @@
-"""`python -m emsjax.benchmarks.training`: a training step beside the rate of a large product.
+"""`emsjax bench training`: a training step beside the rate of a large matrix product.
 
-A model of random weights is trained on random tokens, by cross-entropy alone and by the
-distribution of a target as well. Counted are the model's own operations: two for each weight and
-token of the forward, twice as many of the backward, and those of causal attention; neither the
-target's, nor what is computed a second time to save memory.
+A model of random weights is trained on random tokens, with cross-entropy alone and with the
+distribution of a target as well. The count of operations is the model's own: two for each weight
+and token in the forward pass, twice as many in the backward pass, and those of causal attention.
+It includes neither the target's operations nor those that are repeated to save memory.
 
-The JSON file holds `command`, `hardware`, `versions`, `commit`, `settings`, `rates` as measured,
-and an entry of `entries` for each way to train: seconds of each step, of which the median gives
-`tokens_per_s`, `tflop_per_s` and its `share` of the measured product's rate, and on a GPU the
-longest kernels of a step.
+The JSON file has the measured `rates`, and one of the `entries` for each way to train: seconds of
+each step, whose median gives `tokens_per_s`, `tflop_per_s` and its `share` of the measured
+product's rate, and on a GPU the longest kernels of a step.
 """
 
 import argparse
@@ -35,12 +34,12 @@ KERNELS_LISTED = 16
 
 
 def training_flops(config, sequences: int, length: int) -> float:
-    """Of a step: see the module."""
+    """Floating-point operations of a step, counted as the module's docstring says."""
     return 3 * step_flops(config, sequences * length, (length + 1) / 2)
 
 
 def measure(trainer: Trainer, config, sequences: int, length: int, rates: Rates) -> dict[str, Any]:
-    """The entry of one way to train."""
+    """Measure the entry of one way to train."""
     rng = np.random.default_rng(0)
     documents = [rng.integers(5, config.vocab_size, length) for _ in range(sequences)]
     batch = PackedSequences(documents, length, sequences)[0]

@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     options = make_parser(own_version()).parse_args(arguments)
-    # `run` and `resumes` are no options: what is stored of the options must not contain them.
+    # These two are not options, and must not be stored among them.
     values = vars(options)
     run, resumes = values.pop("run"), values.pop("resumes") and values.get("output") is not None
     command = shlex.join(["emsjax", *arguments])

@@ -1,4 +1,4 @@
-"""`emsjax demo`: the same prompts completed plainly and speculatively, side by side."""
+"""`emsjax demo`: complete the same prompts by plain and by speculative decoding, and compare."""
 
 import dataclasses
 import json
@@ -23,20 +23,21 @@ from emsjax.models.opt import OPT
 from emsjax.sampling import Sampling
 
 MAX_NEW_TOKENS = 128
-SAMPLED_PROMPTS, MAX_SAMPLED_TOKENS = 4, 32  # fewer of both: the demo stays short
+SAMPLED_PROMPTS, MAX_SAMPLED_TOKENS = 4, 32  # few, to keep the demo short
 SHOWN_PROMPT_LINES = 6
 
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A row of the table: a way of decoding, and the row above that its tokens must equal.
+    """A way to decode, which is a row of the table.
 
     Attributes:
-        name: in the table.
-        drafter: makes it.
-        options: of `emsjax.generate`, but for the drafter.
-        expected: the name of the row above; None: this is a reference itself.
-        num_prompts: how many, from the first on; None: all.
+        name: its name in the table.
+        drafter: makes the drafter.
+        options: makes the other options of `emsjax.generate`.
+        expected: the name of the method above whose tokens it must produce; None: this method is
+            a reference itself.
+        num_prompts: number of prompts to decode, from the first on; None: all.
     """
 
     name: str
@@ -76,12 +77,12 @@ METHODS = (
         num_prompts=SAMPLED_PROMPTS,
     ),
 )
-SHOWN = "draft model"  # whose completions are printed
+SHOWN = "draft model"  # the method whose completions are printed
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a method generated, and the wall time of a second, compiled call."""
+    """A method's output, and the wall time of a second call, which does not compile."""
 
     generated: Any
     seconds: float
@@ -126,7 +127,7 @@ def show_completions(console: Console, prompts: list[dict], tokenizer, generated
 
 
 def abbreviate(prompt: str) -> str:
-    """The end of a long prompt: what the completion goes on from."""
+    """The last lines of a long prompt."""
     lines = prompt.split("\n")
     if len(lines) <= SHOWN_PROMPT_LINES:
         return prompt
