@@ -12,6 +12,7 @@ from flax import nnx
 
 import emsjax
 from emsjax.benchmarks import divergences
+from emsjax.benchmarks.registry import BENCHMARKS
 from emsjax.decode.pack import pack
 from emsjax.demo import DRAFT
 from emsjax.models.config import OPTConfig
@@ -114,7 +115,9 @@ def test_a_near_tie_is_relative_to_the_largest_logit():
 
 def bench(path, *options):
     arguments = ["--models", "tiny", "--draft-shape", "tiny", "--batch-sizes", "2"]
-    return divergences.main([*arguments, "--max-new-tokens", "8", "--output", str(path), *options])
+    return BENCHMARKS["divergences"].main(
+        [*arguments, "--max-new-tokens", "8", "--output", str(path), *options]
+    )
 
 
 def test_the_benchmark_lists_every_drafter(tmp_path, capsys, monkeypatch):
