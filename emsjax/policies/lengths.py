@@ -1,4 +1,4 @@
-"""Policies that limit how many tokens are drafted, per sample and step."""
+"""Draft-length policies: how many draft tokens of each sample a step verifies."""
 
 import dataclasses
 import numbers
@@ -16,18 +16,19 @@ from emsjax.decode.base import of_fresh_slots
 from emsjax.policies.costs import StepCosts, accepted_at_rate, read_profile, synergy_lengths
 from pallas_kernels.indexing import take
 
-MOST = 1 << 30  # of a length: steps of the device loop may add to it
+MOST = 1 << 30  # the largest length, far from int32 overflow: the device loop may add to it
 
 
 class StepView(NamedTuple):
-    """What a policy sees of a step before it.
+    """What a policy knows before a step.
 
     Attributes:
-        active: samples that still decode.
+        active: whether each sample is still decoding.
         lengths: tokens of each sample so far, prompt included.
-        available: draft tokens that each could use at most; where they are drafted
-            already, those that there are.
-        drafted: whether they are, so that fewer of them save no drafting. Static.
+        available: the most draft tokens that each sample can use; if they are drafted
+            already, the number of tokens found.
+        drafted: whether they are drafted already, so that a shorter length saves no
+            drafting. Static.
     """
 
     active: Bool[Array, "b"]
@@ -36,7 +37,7 @@ class StepView(NamedTuple):
     drafted: bool
 
 
-METHODS = ("init", "lengths", "update")  # of every policy
+METHODS = ("init", "lengths", "update")  # required of every policy
 
 
 @runtime_checkable
@@ -44,21 +45,21 @@ class DraftLength(Protocol):
     """A draft-length policy: a pytree with pure functions, run inside the device loop.
 
     The effective limit is the smaller of the policy's and the drafter's. A policy that may
-    ask for more than drafters allow by themselves has an attribute `max_draft_tokens`: a
-    drafter whose limit nobody has set takes it over.
+    ask for more than drafters propose by default has an attribute `max_draft_tokens`; a
+    drafter created without a limit adopts it.
 
-    Where its settings can be wrong, `check_settings()` raises a ValueError; it is called before any
-    work. Where slots are refilled, `admit(state, fresh)` returns the state in which slots with
-    `fresh` [b] begin new sequences; without it they take what `init` makes, from arrays whose
-    first axis is theirs.
+    A policy with settings has `check_settings()`, which is called before any work and raises a
+    ValueError if they are invalid. When slots are refilled, `admit(state, fresh)` returns the
+    state in which slots with `fresh` [b] begin new sequences. Without it, fresh slots take their
+    entries of `init`'s arrays whose first axis is the slots'.
     """
 
     def init(self, batch: int, max_draft_tokens: int) -> Any:
-        """State for `batch` samples, each with up to `max_draft_tokens` in a step."""
+        """State for `batch` samples with up to `max_draft_tokens` each per step."""
         ...
 
     def lengths(self, state: Any, view: StepView) -> Int32[Array, "b"]:
-        """How many draft tokens of each sample to verify in this step; 0: none."""
+        """Number of draft tokens of each sample to verify in this step; 0 for none."""
         ...
 
     def update(
@@ -68,15 +69,19 @@ class DraftLength(Protocol):
         num_drafted: Int32[Array, "b"],
         num_accepted: Int32[Array, "b"],
     ) -> Any:
-        """State after a step that was seen so, fed `num_drafted` tokens, kept `num_accepted`."""
+        """State after the step that `view` describes.
+
+        Args:
+            num_drafted: verified draft tokens of each sample.
+            num_accepted: accepted ones among them.
+        """
         ...
 
 
 def check_is_policy(draft_length: Any) -> None:
-    """Whether it can be asked in the device loop.
+    """Raises a ValueError unless it is a policy that the device loop can use.
 
-    Raises:
-        ValueError: it is no policy, one that is not registered as a pytree, or has wrong settings.
+    It must be an instance with all methods of a policy, a pytree, and have valid settings.
     """
     kind = type(draft_length)
     is_class = isinstance(draft_length, type)
@@ -98,17 +103,17 @@ def check_is_policy(draft_length: Any) -> None:
 def admitted_by_policy(
     policy: DraftLength, state: Any, fresh: Bool[Array, "b"], max_draft_tokens: int
 ) -> Any:
-    """A policy's state where `fresh` slots begin new sequences."""
+    """The policy's state after `fresh` slots have begun new sequences."""
     if hasattr(policy, "admit"):
         return policy.admit(state, fresh)
     return of_fresh_slots(policy.init(fresh.shape[0], max_draft_tokens), state, fresh)
 
 
 def available_lengths(policy: DraftLength, state: Any, view: StepView) -> Int32[Array, "b"]:
-    """The policy's lengths, as far as each sample could use them.
+    """The policy's lengths, clipped to what each sample can use.
 
     Raises:
-        ValueError: they are no integers, or not one for each sample.
+        ValueError: they are not integers, or not one per sample.
     """
     lengths = policy.lengths(state, view)
     shape, dtype = jnp.shape(lengths), jnp.result_type(lengths)
@@ -124,10 +129,10 @@ def available_lengths(policy: DraftLength, state: Any, view: StepView) -> Int32[
 class FixedLength:
     """Up to `k` draft tokens for every sample in every step; 0 switches drafting off.
 
-    The length is traced data: another k needs no new compilation.
+    The length is traced data, so another k needs no new compilation.
 
     Raises:
-        ValueError: k is no integer, or negative.
+        ValueError: k is not an integer, or negative.
     """
 
     def __init__(self, k: int):
@@ -153,28 +158,28 @@ class FixedLength:
 
 
 class BassState(NamedTuple):
-    """What Algorithm 1 of BASS carries from step to step."""
+    """State of Algorithm 1 of BASS."""
 
     length: Int32[Array, ""]
-    shrinking: Int32[Array, ""]  # 1 if the last step shortened it
+    shrinking: Int32[Array, ""]  # 1 if the last step reduced the length
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class BassHeuristic:
-    """One length for all samples: it grows when some sample accepted all of it, else shrinks.
+    """One length for all samples, which grows after fully accepted drafts and shrinks otherwise.
 
-    After a step in which some sample accepted as many tokens as the length it grows by
-    `increment`, up to `limit`. Otherwise it shrinks by a `divisor`-th, rounded up, and by one
-    more if the step before shortened it too, but not below the most that a sample accepted, nor
-    below 1. A step in which nobody drafted changes nothing.
+    If some sample accepted as many tokens as the length, it grows by `increment`, up to `limit`.
+    Otherwise it shrinks by length / `divisor`, rounded up, and by one more if it also shrank in
+    the step before, but not below the most tokens that a sample accepted, nor below 1. A step
+    without any draft tokens leaves it unchanged.
 
     Args:
-        initial: the first step's length.
-        limit: the largest length; also `DraftModel`'s limit where its user set none.
+        initial: length of the first step.
+        limit: the largest length; also the limit of a `DraftModel` created without one.
 
     Raises:
-        ValueError: a value that is no integer, below 1 or far too large, or `initial` above
+        ValueError: a value is not an integer, below 1 or far too large, or `initial` is above
             `limit`.
 
     Reference: BASS, arXiv 2404.15778, Algorithm 1 and its constants.
@@ -215,14 +220,15 @@ class BassHeuristic:
 
 @jax.tree_util.register_pytree_node_class
 class BatchSizeTable:
-    """A length for every batch size, looked up by the samples that are still active.
+    """A length for every batch size, looked up by the number of active samples.
 
     Args:
-        table: draft tokens by batch size, as in {1: 7, 8: 4, 32: 0}: the entry with the
-            largest size that is not above the number of active samples counts, or the first.
+        table: draft tokens by batch size, as in {1: 7, 8: 4, 32: 0}. The entry with the
+            largest size up to the number of active samples applies, or else the first.
 
     Raises:
-        ValueError: no mapping, or an empty one, a size below 1, or a length below 0.
+        ValueError: the table is not a mapping or empty, a size is below 1, or a length is
+            below 0.
 
     >>> BatchSizeTable({1: 7, 8: 4, 32: 0}).draft_lengths.tolist()
     [7, 4, 0]
@@ -248,14 +254,15 @@ class BatchSizeTable:
         *,
         free: bool = False,
     ) -> "BatchSizeTable":
-        """The table that `emsjax profile` found.
+        """The table of a profile that `emsjax profile` wrote.
 
         Args:
-            profile: its file, or what that holds.
-            acceptance: the probability that a draft token stands, or the `stats` of a run
-                that drafted as much as it could; None: the rate that the profile assumed.
-            free: proposing takes no time, as with prompt lookup: what the profile's draft model
-                costs is left out.
+            profile: its file, or the contents.
+            acceptance: the probability that a draft token is accepted, or the `stats` of a run
+                that drafted as many tokens as it could; None for the rate that the profile
+                assumed.
+            free: whether proposing takes no time, as with prompt lookup; the costs of the
+                profile's draft model are then left out.
 
         Raises:
             ValueError: not such a profile, or a probability outside 0..1.
@@ -306,11 +313,12 @@ def acceptance_curves(stats: Any) -> tuple[Float[np.ndarray, "k1"], Float[np.nda
     """Mean accepted and drafted tokens of a sample's step, by draft length 0..k.
 
     Args:
-        stats: `GenerateOutput.stats` of a run that drafted as much as it could: of what stood
-            there, a shorter draft would have had its part.
+        stats: `GenerateOutput.stats` of a run that drafted as many tokens as it could. A
+            shorter draft would have accepted the same tokens, up to its length.
     """
     histogram = stats.accepted_histogram.sum(axis=0)
     length, steps = np.arange(len(histogram)), max(histogram.sum(), 1)
     accepted = np.minimum(length, length[:, None]) @ histogram / steps
-    # Whoever drafts less than it may is taken to draft all or nothing, as a copy does.
+    # A sample with fewer draft tokens than allowed is modelled as drafting all or none of them,
+    # as prompt lookup does.
     return accepted, length * stats.num_drafted.sum() / steps / max(length[-1], 1)
