@@ -1,4 +1,4 @@
-"""Checks of what users pass in; each failure is a ValueError naming the argument and limit."""
+"""Checks of user input; each raises a ValueError that names the argument and the limit."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ def check_at_least(name: str, value: Any, minimum: int) -> int:
     """`value` as an int.
 
     Raises:
-        ValueError: not an integer, or below `minimum`.
+        ValueError: it is not an integer, or below `minimum`.
     """
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
         raise ValueError(f"{name} must be an integer of at least {minimum}, not {value!r}")
@@ -22,14 +22,15 @@ def as_token_ids(name: str, tokens: Any, vocab_size: int | None = None) -> np.nd
     """`tokens` as an int32 array [n].
 
     Raises:
-        ValueError: text, empty, not 1-D, not integers, negative, or not below `vocab_size`.
+        ValueError: they are text, empty, not 1-D, not integers, negative, or not below
+            `vocab_size`.
     """
     if isinstance(tokens, str | bytes):
         kind = type(tokens).__name__
         raise ValueError(f"{name} is a {kind}: pass token ids, such as tokenizer(texts).input_ids")
     try:
         ids = np.asarray(tokens)
-    except Exception as error:  # whatever an object's __array__ raises
+    except Exception as error:  # an object's __array__ may raise anything
         raise ValueError(f"{name} cannot be read as token ids: {error}") from error
     if ids.ndim != 1:
         raise ValueError(f"{name} must be a 1-D sequence of token ids, not of shape {ids.shape}")
@@ -45,20 +46,20 @@ def as_token_ids(name: str, tokens: Any, vocab_size: int | None = None) -> np.nd
 
 
 def per_prompt(name: str, value: Any, num_prompts: int) -> list[Any]:
-    """A scalar for every prompt, or the given one value per prompt.
+    """One value per prompt, from a scalar or a sequence.
 
     Raises:
-        ValueError: a sequence of another length, or no sequence of scalars.
+        ValueError: it is a sequence of another length, or of sequences.
     """
     try:
         values = np.asarray(value)
-    except ValueError:  # of sequences of several lengths
+    except ValueError:  # sequences of different lengths
         values = np.zeros((0, 0))
     if values.ndim > 1:
         raise ValueError(f"{name} must be one value or one per prompt, not sequences of them")
     if values.ndim == 0:
         return [values.item()] * num_prompts
-    # Of a list the items as they are: an array would make numbers of booleans.
+    # Items of a list are kept as they are, because an array would convert booleans to numbers.
     values = list(value) if isinstance(value, list | tuple) else values.tolist()
     if len(values) != num_prompts:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What the default device computes best in."""
+"""The dtype that suits the default device."""
 
 import os
 from typing import Any
@@ -10,7 +10,7 @@ from pallas_kernels.implementations import runs_triton
 
 
 def best_dtype():
-    """The type to load a model in on the default device.
+    """The dtype in which to load a model on the default device.
 
     Returns:
         float32 on a CPU, where 16-bit types are not faster; bfloat16 on GPUs that run the
@@ -24,7 +24,7 @@ def best_dtype():
 
 
 def dtype_name(given: str | None) -> str:
-    """A type chosen by name, or that of `best_dtype`."""
+    """The given dtype name, or that of `best_dtype`."""
     return given or jnp.dtype(best_dtype()).name
 
 

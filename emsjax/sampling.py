@@ -1,4 +1,4 @@
-"""Temperature, top-k, top-p, and random bits that belong to a sequence and a position."""
+"""Temperature, top-k and top-p, and random bits per sequence and position."""
 
 import dataclasses
 import enum
@@ -16,14 +16,14 @@ from emsjax.checks import per_prompt
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn: warped by temperature, then top-k, then top-p.
+    """Settings by which the next token is drawn: temperature, then top-k, then top-p.
 
-    Each field is one value for all prompts or one per prompt; inside the device
-    loop, an array [b], or None if no sample has a use for it.
+    Each field is one value for all prompts or one per prompt. Inside the device
+    loop it is an array [b], or None if no sample uses it.
 
     Attributes:
-        temperature: divides the logits; 0, the default, is greedy decoding, which top_k and
-            top_p do not change.
+        temperature: divides the logits; 0, the default, is greedy decoding, which ignores top_k
+            and top_p.
         top_k: only the k likeliest tokens are kept, ties with the k-th included;
             0 keeps all.
         top_p: only the smallest set of likeliest tokens with at least this
@@ -38,8 +38,8 @@ class Sampling:
         """One checked value per prompt, as host arrays.
 
         Raises:
-            ValueError: a wrong number of values, a negative or non-finite
-                temperature, a negative top_k, or top_p outside (0, 1].
+            ValueError: there is a wrong number of values, a negative or non-finite
+                temperature, a negative top_k, or a top_p outside (0, 1].
         """
         columns = {}
         for name, dtype in (("temperature", float), ("top_k", int), ("top_p", float)):
@@ -62,7 +62,7 @@ class Sampling:
         )
 
     def in_use(self) -> "Sampling | None":
-        """Of expanded values: without those that change nothing; None if all is greedy."""
+        """The expanded settings without fields that have no effect; None if all are greedy."""
         sampled = self.temperature > 0
         if not sampled.any():
             return None
@@ -72,34 +72,36 @@ class Sampling:
 
 
 class Purpose(enum.IntEnum):
-    """What random bits are for: each purpose has its own stream."""
+    """Purpose of random bits; each purpose has its own stream."""
 
     TARGET = 0
     DRAFT = 1
     ACCEPTANCE = 2
     RESIDUAL = 3
-    STEP = 4  # keys of their own for what is drafted in a step
+    STEP = 4  # new keys in every step for its draft
 
 
 def position_keys(
     keys: Key[Array, "n"], positions: Int32[Array, "n"], purpose: Purpose | Int32[Array, "n"]
 ) -> Key[Array, "n"]:
-    """Keys that depend on (sequence key, position of the token drawn, purpose) alone.
+    """Keys that depend only on (sequence key, position of the drawn token, purpose).
 
     Args:
-        purpose: of all keys, or of each.
+        keys: of the sequences.
+        positions: of the drawn tokens.
+        purpose: one for all keys, or one per key.
     """
     fold = jax.vmap(jax.random.fold_in)
     return fold(fold(keys, positions), jnp.broadcast_to(jnp.asarray(purpose), positions.shape))
 
 
 def warp(logits: Float[Array, "r v"], sampling: Sampling) -> Float[Array, "r v"]:
-    """Logits of the distribution that each row is sampled from, -inf for what is ruled out.
+    """Logits of the distribution that each row is sampled from, -inf for excluded tokens.
 
-    `sampling` holds one value per row. Rows of temperature 0 keep their distribution.
+    `sampling` holds one value per row. Rows with temperature 0 keep their distribution.
     """
     greedy = sampling.temperature <= 0
-    # Of the largest at 0 no temperature makes an infinite number.
+    # With the largest logit at 0, dividing by a small temperature cannot overflow to infinity.
     warped = logits - jnp.max(logits, axis=1, keepdims=True)
     warped = warped / jnp.where(greedy, 1, sampling.temperature)[:, None]
     if sampling.top_k is None and sampling.top_p is None:
@@ -112,7 +114,7 @@ def warp(logits: Float[Array, "r v"], sampling: Sampling) -> Float[Array, "r v"]
 def draw(
     logits: Float[Array, "r v"], temperature: Float[Array, "r"], keys: Key[Array, "r"]
 ) -> Int32[Array, "r"]:
-    """One token per row, by the Gumbel-max trick; the likeliest where the temperature is 0."""
+    """One token per row by the Gumbel-max trick; the likeliest one if the temperature is 0."""
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys)
     noise = jnp.where(temperature[:, None] > 0, noise, 0)
     return jnp.argmax(logits + noise, axis=-1).astype(jnp.int32)

@@ -1,11 +1,11 @@
-"""Which draft tokens stand: pure functions of what was drafted and what the target says.
+"""Which draft tokens are accepted: pure functions of the draft and the target's output.
 
 Tokens that were not drawn (greedy decoding, deterministic drafters) are accepted if they
-are the target's own: the likeliest, or the one drawn from the row's key. The emitted
+equal the target's own: the likeliest token, or the one drawn from the row's key. The emitted
 tokens are then those of plain decoding. Tokens drawn from a draft distribution q are
-accepted by rejection sampling against the target's p: with probability min(1, p/q), and
-what takes the place of a rejected one is drawn from the residual, so that what is emitted
-has distribution p exactly (arXiv 2211.17192, theorem 1; arXiv 2302.01318).
+verified by rejection sampling against the target's p: a token is accepted with probability
+min(1, p/q), and a rejected one is replaced by a token drawn from the residual. The emitted
+tokens then have distribution p exactly (arXiv 2211.17192, theorem 1; arXiv 2302.01318).
 """
 
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int32
 def acceptance_probability(
     target_probs: Float[Array, "*n v"], draft_probs: Float[Array, "*n v"]
 ) -> Float[Array, "*n v"]:
-    """min(1, p/q) of every token: how likely it stands if it was drafted.
+    """min(1, p/q) of every token: the probability that it is accepted if it was drafted.
 
     >>> p, q = jnp.array([0.5, 0.5, 0.0]), jnp.array([0.25, 0.5, 0.25])
     >>> print(acceptance_probability(p, q))
@@ -29,9 +29,9 @@ def acceptance_probability(
 def residual_distribution(
     target_probs: Float[Array, "*n v"], draft_probs: Float[Array, "*n v"]
 ) -> Float[Array, "*n v"]:
-    """max(0, p - q), normalised: the distribution of what replaces a rejected token.
+    """max(0, p - q), normalised: the distribution of the token that replaces a rejected one.
 
-    Nothing is ever rejected where q covers p; p itself stands there.
+    If q is at least p everywhere, nothing is ever rejected, and p itself is returned.
 
     >>> p, q = jnp.array([0.5, 0.5, 0.0]), jnp.array([0.25, 0.5, 0.25])
     >>> print(residual_distribution(p, q))
@@ -45,12 +45,12 @@ def residual_distribution(
 def accepted_counts(
     accepted: Bool[Array, "b k"], draft_counts: Int32[Array, "b"]
 ) -> Int32[Array, "b"]:
-    """Length of each sample's longest drafted prefix of accepted tokens."""
+    """Number of accepted tokens before each sample's first rejected one, within its draft."""
     return leading(accepted & (jnp.arange(accepted.shape[1]) < draft_counts[:, None]))
 
 
 def leading(true: Bool[Array, "b n"]) -> Int32[Array, "b"]:
-    """How many values come before each row's first false one."""
+    """Number of values before each row's first false one."""
     n = true.shape[1]
     return jnp.min(jnp.where(true, n, jnp.arange(n)), axis=1, initial=n).astype(jnp.int32)
 
@@ -58,10 +58,10 @@ def leading(true: Bool[Array, "b n"]) -> Int32[Array, "b"]:
 def first_end(
     tokens: Int32[Array, "b n"], counts: Int32[Array, "b"], end_token_ids: Int32[Array, "m"]
 ) -> tuple[Int32[Array, "b"], Bool[Array, "b"]]:
-    """Cut each sample's first counts[s] tokens behind the first end token.
+    """Cut each sample's first counts[s] tokens after the first end token.
 
     Returns:
-        The remaining counts, the end token included, and whether there is one.
+        The remaining counts, including the end token, and whether there is one.
     """
     index = jnp.arange(tokens.shape[1])
     is_end = jnp.any(tokens[..., None] == end_token_ids, axis=-1)
@@ -78,9 +78,9 @@ def usable_counts(
     end_token_ids: Int32[Array, "m"],
     vocab_size: int,
 ) -> Int32[Array, "b"]:
-    """How much of a draft is worth verifying.
+    """Number of draft tokens to verify per sample.
 
-    Cut at `limits`, before the first id outside the vocabulary, and behind the
+    Drafts are cut at `limits`, before the first id outside the vocabulary, and after the
     first end token.
     """
     valid_counts = leading((tokens >= 0) & (tokens < vocab_size))

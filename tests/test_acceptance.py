@@ -1,19 +1,19 @@
-"""What verdicts say about how likely drafts stand."""
+"""Estimates of the probability that draft tokens are accepted."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from emsjax.policies.survival import Verdicts, group_weight
+from emsjax.policies.survival import AcceptanceCounts, group_weight
 
 
-def verdicts_after(*steps, batch=1, k=3, memory=1.0, free=True) -> Verdicts:
-    """Of (drafted, accepted) tokens by sample."""
-    verdicts = Verdicts.init(batch, k)
+def counts_after(*steps, batch=1, k=3, memory=1.0, free=True) -> AcceptanceCounts:
+    """Counts after steps with these (drafted, accepted) tokens by sample."""
+    counts = AcceptanceCounts.init(batch, k)
     for drafted, accepted in steps:
-        counts = (jnp.array(counts, jnp.int32) for counts in (drafted, accepted))
-        verdicts = verdicts.update(*counts, memory, free=free)
-    return verdicts
+        tokens = (jnp.array(tokens, jnp.int32) for tokens in (drafted, accepted))
+        counts = counts.update(*tokens, memory, free=free)
+    return counts
 
 
 @pytest.mark.parametrize(
@@ -26,75 +26,75 @@ def verdicts_after(*steps, batch=1, k=3, memory=1.0, free=True) -> Verdicts:
         ([([0], [0])], 1, [0, 0, 0], [0, 0, 0]),
         ([([3], [3]), ([3], [1]), ([0], [0])], 0.5, [0.75, 0.75, 0.25], [0.75, 0.25, 0.25]),
     ],
-    ids=["none", "all fell", "the last fell", "short", "no draft", "forgotten"],
+    ids=["none", "all rejected", "the last rejected", "short", "no draft", "decayed"],
 )
-def test_a_verdict_is_one_on_all_that_stood_and_the_first_that_fell(steps, memory, trials, hits):
-    verdicts = verdicts_after(*steps, memory=memory)
-    assert verdicts.trials.tolist() == [trials]
-    assert verdicts.hits.tolist() == [hits]
+def test_accepted_tokens_and_the_first_rejected_one_are_counted(steps, memory, trials, hits):
+    counts = counts_after(*steps, memory=memory)
+    assert counts.trials.tolist() == [trials]
+    assert counts.hits.tolist() == [hits]
 
 
-def test_what_a_draft_model_did_is_forgotten_the_more_slowly_the_longer_it_waits():
+def test_counts_of_a_draft_model_decay_more_slowly_the_longer_it_waits():
     nothing = ([0, 0], [0, 0])
     steps = [([3, 1], [3, 0]), nothing, nothing, nothing]
-    verdicts = verdicts_after(*steps, batch=2, memory=0.5, free=False)
-    # Of the first step's verdicts 1/2 is left, then 2/3 and 3/4 of that.
-    np.testing.assert_allclose(verdicts.trials, np.array([[1, 1, 1], [1, 0, 0]]) / 4, rtol=1e-6)
-    assert float(verdicts.waited) == 3
-    drafted = verdicts.update(*jnp.array([[0, 1], [0, 1]]), 0.5, free=False)
+    counts = counts_after(*steps, batch=2, memory=0.5, free=False)
+    # The first step's counts decay to 1/2, then to 2/3 and 3/4 of that.
+    np.testing.assert_allclose(counts.trials, np.array([[1, 1, 1], [1, 0, 0]]) / 4, rtol=1e-6)
+    assert float(counts.waited) == 3
+    drafted = counts.update(*jnp.array([[0, 1], [0, 1]]), 0.5, free=False)
     assert float(drafted.waited) == 0  # one of the samples is enough
     assert drafted.trials[0].tolist() == pytest.approx([0.2] * 3)
-    free = verdicts_after(*steps, batch=2, memory=0.5)
+    free = counts_after(*steps, batch=2, memory=0.5)
     np.testing.assert_allclose(free.trials, np.array([[1, 1, 1], [1, 0, 0]]) / 8)
 
 
-def test_before_any_verdict_samples_may_have_any_rate_around_the_prior():
-    survival = Verdicts.init(2, 3).survival(0.7, 16.0)
+def test_before_any_count_samples_may_have_any_rate_around_the_prior():
+    survival = AcceptanceCounts.init(2, 3).survival(0.7, 16.0)
     np.testing.assert_allclose(survival, np.cumprod([[0.7, 12.2 / 17, 13.2 / 18]] * 2, 1), 1e-6)
-    # The share of drafts that stand up to there where each sample has a rate of its own.
+    # The fraction of drafts accepted up to there if each sample has its own rate.
     rates = np.random.default_rng(0).beta(0.7 * 16, 0.3 * 16, 10**6)
     shares = [np.mean(rates**n) for n in (1, 2, 3)]
     np.testing.assert_allclose(survival[0], shares, rtol=2e-3)
 
 
-def test_survival_after_one_verdict_by_hand():
+def test_survival_after_one_count_by_hand():
     # Weight 4, rate 1/2. Overall (1 + 4/2) / 5 = 3/5, odds 3/2; the sample and the position have
     # (1 + 4 * 3/5) / 5 = 17/25, odds 17/8; expected odds 289/96; (1 + 4 * 289/385) / 5.
-    survival = lambda accepted: verdicts_after(([1], [accepted]), k=1).survival(0.5, 4.0)[0, 0]
+    survival = lambda accepted: counts_after(([1], [accepted]), k=1).survival(0.5, 4.0)[0, 0]
     assert survival(1) == pytest.approx(1541 / 1925)
     assert survival(0) == pytest.approx(384 / 1925)
 
 
 def test_survival_of_two_samples_by_hand():
     # Weight 4, rate 1/2; sample 0 has a hit, sample 1 a miss: overall 1/2, as is the position.
-    # Samples (1 + 4/2) / 5 = 3/5 and 2/5; with their own verdicts (1 + 4 * 3/5) / 5 and 8/25.
-    survival = verdicts_after(([1, 1], [1, 0]), batch=2, k=1).survival(0.5, 4.0)
+    # Samples (1 + 4/2) / 5 = 3/5 and 2/5; with their own counts (1 + 4 * 3/5) / 5 and 8/25.
+    survival = counts_after(([1, 1], [1, 0]), batch=2, k=1).survival(0.5, 4.0)
     np.testing.assert_allclose(survival, [[17 / 25], [8 / 25]], rtol=1e-6)
 
 
-def test_a_samples_verdicts_count_most_for_itself():
+def test_acceptance_of_a_sample_raises_its_own_survival_most():
     # Sample 0 hits, sample 1 misses, sample 2 has yet to draft.
     steps = [([3, 3, 0], [3, 0, 0])] * 8
-    hits, misses, none = np.asarray(verdicts_after(*steps, batch=3).survival(0.7, 16.0))[:, 0]
+    hits, misses, none = np.asarray(counts_after(*steps, batch=3).survival(0.7, 16.0))[:, 0]
     assert hits > none + 0.1
     assert none > misses + 0.1
     alone = [([3, 0], [3, 0])] * 8
-    better, also = np.asarray(verdicts_after(*alone, batch=2).survival(0.7, 16.0))[:, 0]
+    better, also = np.asarray(counts_after(*alone, batch=2).survival(0.7, 16.0))[:, 0]
     assert better > also > 0.7 + 0.01
 
 
-def test_verdicts_on_a_position_count_most_for_this_position_of_all_samples():
-    # The second token always falls, the first never.
+def test_acceptance_at_a_position_affects_that_position_of_all_samples_most():
+    # The second token is always rejected, the first never.
     steps = [([2, 0], [1, 0])] * 20
-    survival = np.asarray(verdicts_after(*steps, batch=2).survival(0.7, 16.0))
+    survival = np.asarray(counts_after(*steps, batch=2).survival(0.7, 16.0))
     rates = survival / np.pad(survival, ((0, 0), (1, 0)), constant_values=1)[:, :-1]
     for rate in rates:
         assert rate[0] > rate[2] + 0.05 > rate[1] + 0.1
 
 
-def test_forgotten_verdicts_leave_the_prior():
+def test_decayed_counts_leave_the_prior():
     bad = [([3], [0])] * 9
-    rate = lambda *steps: verdicts_after(*steps, memory=0.8).survival(0.7, 4.0)[0, 0]
+    rate = lambda *steps: counts_after(*steps, memory=0.8).survival(0.7, 4.0)[0, 0]
     rates = [rate(*bad, *[([0], [0])] * n) for n in (0, 4, 16, 99)]
     assert rates == sorted(rates)
     assert rates[0] < 0.2
@@ -106,22 +106,22 @@ def weight_of(hits, trials, rate, prior_weight=48.0) -> float:
     return float(group_weight(*arrays, prior_weight))
 
 
-def test_before_any_verdict_and_after_one_each_the_prior_weight_counts():
+def test_before_any_count_and_after_one_each_the_prior_weight_applies():
     assert weight_of(np.zeros(5), np.zeros(5), 0.7) == pytest.approx(48)
-    # Single verdicts do not show whether groups differ.
+    # Single counts cannot show that groups differ.
     assert weight_of([1, 0], np.ones(2), 0.5) == pytest.approx(48)
 
 
 def test_a_weight_by_hand():
     # Squares over trials 1/4 (30 - 25)^2 / 50 each, over 1/4: 2 + 2, less the two that chance
-    # alone would leave; 98 verdicts could show more.
+    # alone would leave; 98 counts could show more.
     correlation = (2 + 100 / 5) / (98 + 100)
     assert weight_of([30, 20], [50, 50], 0.5, 4.0) == pytest.approx(1 / correlation - 1)
 
 
 @pytest.mark.parametrize("weight", [6.0, 25.0, 100.0])
 @pytest.mark.parametrize("rate", [0.3, 0.8])
-def test_weights_are_those_of_the_distribution_that_rates_come_from(weight, rate):
+def test_weights_are_those_of_the_distribution_that_rates_are_drawn_from(weight, rate):
     rng = np.random.default_rng(0)
     trials = rng.integers(1, 60, 20_000)
     hits = rng.binomial(trials, rng.beta(weight * rate, weight * (1 - rate), len(trials)))
@@ -134,9 +134,9 @@ def test_weights_have_limits():
     assert weight_of(trials // 2, trials, 0.5) == pytest.approx(400)
 
 
-def test_samples_that_differ_are_told_apart_sooner_than_samples_that_agree():
+def test_samples_that_differ_are_distinguished_sooner_than_samples_that_agree():
     good, bad = ([3, 3, 3, 3], [3, 3, 3, 3]), ([3, 3, 3, 3], [1, 1, 1, 1])
-    own = lambda *steps: verdicts_after(*steps, batch=4).survival(0.7, 48.0)[:, 0]
+    own = lambda *steps: counts_after(*steps, batch=4).survival(0.7, 48.0)[:, 0]
     agree = own(*[good, bad] * 8)
     differ = own(*[([3, 3, 3, 3], [3, 0, 3, 0])] * 16)
     assert np.ptp(np.asarray(agree)) < 1e-6

@@ -1,4 +1,4 @@
-"""Checkpoints load from every format, save as transformers reads, or say what is wrong."""
+"""Checkpoints load from every format, save for transformers, and raise helpful errors."""
 
 import json
 import shutil
@@ -53,7 +53,7 @@ def flax_tree(values):
 
 
 def write_file(path: Path, values) -> list[str]:
-    """One weight file, by its suffix; the names that an index gives its tensors."""
+    """Write a weight file in the format of its suffix; returns its tensor names in an index."""
     if path.suffix == ".safetensors":
         save_file({name: np.ascontiguousarray(v) for name, v in values.items()}, path)
     elif path.suffix == ".msgpack":
@@ -69,7 +69,7 @@ def write_file(path: Path, values) -> list[str]:
 
 
 def write(folder: Path, form="safetensors", values=VALUES, shards=1, config=CONFIG) -> Path:
-    """A checkpoint folder; returns its weight file or index."""
+    """Write a checkpoint folder; returns its weight file or index."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     path = folder / FILE_NAMES[form]
@@ -77,7 +77,7 @@ def write(folder: Path, form="safetensors", values=VALUES, shards=1, config=CONF
         write_file(path, values)
         return path
     weight_map, names = {}, list(values)
-    for i in range(shards):  # every third tensor, so that q, k and v are apart
+    for i in range(shards):  # every third tensor, so that q, k and v are in different shards
         shard = f"{path.stem}-{i + 1:05d}-of-{shards:05d}{path.suffix}"
         part = {name: values[name] for name in names[i::shards]}
         weight_map |= dict.fromkeys(write_file(folder / shard, part), shard)
@@ -91,7 +91,7 @@ def load(folder, dtype=jnp.float32) -> OPT:
 
 
 def assert_holds(model: OPT, values, dtype=jnp.float32) -> None:
-    """Every stored value, cast to `dtype`, is where the model uses it, and nothing else is."""
+    """The model has every stored value, cast to `dtype`, in its place, and no other values."""
     model_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
     assert model_bytes == sum(v.size for v in values.values()) * jnp.dtype(dtype).itemsize
     size = model.config.hidden_size
@@ -127,7 +127,7 @@ def test_every_format_loads_the_stored_weights(tmp_path, variant, form, shards):
 
 @pytest.mark.parametrize("max_shard_bytes", [2 << 30, 10_000], ids=["single", "sharded"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_saved_model_loads_as_it_was(tmp_path, variant, max_shard_bytes):
+def test_a_saved_model_loads_with_the_same_weights(tmp_path, variant, max_shard_bytes):
     config = VARIANTS[variant]
     values = tiny_models.tensors(config, seed=1)
     write(tmp_path / "a", values=values, config=config)
@@ -152,7 +152,7 @@ def test_every_stored_dtype_loads_as_every_model_dtype(tmp_path, form, stored):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_saved_dtypes_are_the_model_s(tmp_path, dtype):
+def test_saved_dtypes_are_those_of_the_model(tmp_path, dtype):
     write(tmp_path / "a")
     load(tmp_path / "a", dtype).save_pretrained(tmp_path / "b")
     saved = load_file(tmp_path / "b" / "model.safetensors")
@@ -162,7 +162,7 @@ def test_saved_dtypes_are_the_model_s(tmp_path, dtype):
 
 
 @formats
-def test_names_may_lack_the_leading_model_and_a_tied_head_is_ignored(tmp_path, form):
+def test_names_may_lack_the_model_prefix_and_a_tied_head_is_ignored(tmp_path, form):
     values = {name.removeprefix("model."): value for name, value in VALUES.items()}
     head = {"lm_head.weight": values["decoder.embed_tokens.weight"] + 1}
     write(tmp_path, form, values | head)
@@ -207,11 +207,11 @@ def test_the_host_holds_one_tensor_at_a_time(tmp_path, form):
     finally:
         tracemalloc.stop()
     assert sum(sizes) > 10 * max(sizes)
-    assert peak < 2 * max(sizes)  # room for small ones and for what tracing leaves
+    assert peak < 2 * max(sizes)  # room for small tensors and for tracing
 
 
 @formats
-def test_a_model_does_not_depend_on_its_file_afterwards(tmp_path, form):
+def test_a_loaded_model_does_not_depend_on_its_file(tmp_path, form):
     path = write(tmp_path, form)
     model = load(tmp_path)
     size = path.stat().st_size
@@ -220,7 +220,7 @@ def test_a_model_does_not_depend_on_its_file_afterwards(tmp_path, form):
     assert_holds(model, VALUES)
 
 
-def test_random_weights_are_never_made(tmp_path):
+def test_loading_never_initialises_random_weights(tmp_path):
     write(tmp_path)
     is_abstract = []
 
@@ -248,7 +248,7 @@ def test_a_loaded_model_is_an_argument_of_jit(tmp_path):
 
 @pytest.mark.parametrize("max_shard_bytes", [2 << 30, 10_000], ids=["single", "sharded"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_transformers_loads_what_is_saved(tmp_path, variant, max_shard_bytes):
+def test_transformers_loads_a_saved_model(tmp_path, variant, max_shard_bytes):
     torch = pytest.importorskip("torch")
     from transformers import OPTForCausalLM
 
@@ -266,7 +266,7 @@ def test_transformers_loads_what_is_saved(tmp_path, variant, max_shard_bytes):
         assert getattr(loaded.config, field) == value, field
 
 
-def test_shards_stay_below_their_limit_and_the_index_lists_them(tmp_path):
+def test_shards_are_below_their_limit_and_in_the_index(tmp_path):
     write(tmp_path / "a")
     checkpoint.save(load(tmp_path / "a"), tmp_path / "b", max_shard_bytes=20_000)
     shards = {path.name: load_file(path) for path in (tmp_path / "b").glob("*.safetensors")}
@@ -277,7 +277,7 @@ def test_shards_stay_below_their_limit_and_the_index_lists_them(tmp_path):
     assert index["weight_map"] == {name: file for file in shards for name in shards[file]}
 
 
-def test_saving_overwrites_the_same_names_only(tmp_path):
+def test_saving_overwrites_only_files_of_the_same_names(tmp_path):
     write(tmp_path, values={name: value + 1 for name, value in VALUES.items()})
     model = load(tmp_path)
     (tmp_path / "tokenizer.json").write_text("kept")
@@ -287,7 +287,7 @@ def test_saving_overwrites_the_same_names_only(tmp_path):
     assert (tmp_path / "tokenizer.json").read_text() == "kept"
 
 
-def test_shards_are_not_saved_where_other_weights_would_be_loaded(tmp_path):
+def test_shards_are_not_saved_if_other_weights_would_be_loaded(tmp_path):
     before = write(tmp_path).read_bytes()
     with pytest.raises(ValueError, match=r"model\.safetensors would be loaded in place of"):
         checkpoint.save(load(tmp_path), tmp_path, max_shard_bytes=10_000)
@@ -306,7 +306,7 @@ def test_saving_to_a_file_is_an_error(tmp_path):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A hub with one repository, a folder; what is downloaded is copied to another."""
+    """A hub whose only repository is a folder; downloads are copied to another folder."""
     remote, cache = tmp_path / "remote", tmp_path / "cache"
     remote.mkdir()
     cache.mkdir()
@@ -349,7 +349,7 @@ def test_only_one_format_is_downloaded_from_the_hub(hub, form, shards):
 
 
 class UnreachableError(Exception):
-    """Of a library that carries requests."""
+    """An error of a library that sends requests."""
 
 
 @pytest.mark.parametrize("error", [OfflineModeIsEnabled, UnreachableError("no route")])
@@ -382,14 +382,14 @@ def test_a_repository_without_config_or_weights_is_an_error(hub, missing):
 
 
 @pytest.mark.parametrize("name", ["/nowhere/at/all", "./a", "~/b", "a/b/c", ""])
-def test_a_path_that_is_no_folder_is_not_asked_for_on_the_hub(monkeypatch, name):
+def test_a_path_that_is_not_a_folder_is_not_looked_up_on_the_hub(monkeypatch, name):
     monkeypatch.setattr(huggingface_hub, "list_repo_files", None)
     with pytest.raises(ValueError, match=f"^'{name}' is no folder$"):
         load(name)
 
 
 @pytest.mark.parametrize("name", ["someone/else", "no such?"])
-def test_neither_a_folder_nor_a_repository_is_an_error(hub, name):
+def test_a_name_of_neither_a_folder_nor_a_repository_is_an_error(hub, name):
     with pytest.raises(ValueError, match="neither a folder nor a repository"):
         load(name)
 
@@ -402,7 +402,7 @@ def test_a_path_object_is_never_a_repository(hub, tmp_path):
         load(str(tmp_path / "file"))
 
 
-# What can be wrong in a folder
+# Invalid folders
 
 
 @pytest.mark.parametrize(
@@ -415,7 +415,7 @@ def test_a_path_object_is_never_a_repository(hub, tmp_path):
         ('{"model_type": "opt", "hidden_size": 0}', "config.json: hidden_size must be"),
     ],
 )
-def test_a_config_that_cannot_be_used_is_an_error(tmp_path, content, message):
+def test_an_invalid_config_is_an_error(tmp_path, content, message):
     write(tmp_path)
     path = tmp_path / "config.json"
     path.unlink() if content is None else path.write_text(content)
@@ -423,14 +423,14 @@ def test_a_config_that_cannot_be_used_is_an_error(tmp_path, content, message):
         load(tmp_path)
 
 
-def test_a_dtype_that_is_not_supported_is_an_error(tmp_path):
+def test_an_unsupported_dtype_is_an_error(tmp_path):
     write(tmp_path)
     for dtype, name in ((jnp.int8, "int8"), ("fp32", "'fp32'"), (None, "float64")):
         with pytest.raises(ValueError, match=f"dtype must be one of .*, not {name}$"):
             load(tmp_path, dtype)
 
 
-def test_no_weights_is_an_error_that_lists_what_was_looked_for(tmp_path):
+def test_missing_weights_are_an_error_that_lists_the_known_files(tmp_path):
     write(tmp_path).unlink()
     with pytest.raises(ValueError, match="has no weights: looked for") as caught:
         load(tmp_path)
@@ -438,7 +438,7 @@ def test_no_weights_is_an_error_that_lists_what_was_looked_for(tmp_path):
         assert f"{name}, {name}.index.json" in str(caught.value)
 
 
-def test_bin_without_torch_is_an_error_that_says_what_to_do(hub, monkeypatch):
+def test_bin_without_torch_is_an_error_with_advice(hub, monkeypatch):
     remote, cache, _ = hub
     write(remote).rename(remote / "pytorch_model.bin")
     monkeypatch.setitem(sys.modules, "torch", None)
@@ -449,7 +449,7 @@ def test_bin_without_torch_is_an_error_that_says_what_to_do(hub, monkeypatch):
 
 
 @formats
-def test_all_misfits_are_told_at_once_before_any_tensor_is_read(tmp_path, form, monkeypatch):
+def test_all_misfits_are_reported_at_once_before_any_tensor_is_read(tmp_path, form, monkeypatch):
     values = dict(VALUES)
     layer = "model.decoder.layers.1"
     del values[f"{layer}.self_attn.k_proj.weight"], values[f"{layer}.fc2.bias"]
@@ -476,14 +476,14 @@ def test_all_misfits_are_told_at_once_before_any_tensor_is_read(tmp_path, form, 
     assert message.count("\n") == 5
 
 
-def test_transposed_products_are_misfits(tmp_path):
+def test_transposed_kernels_are_misfits(tmp_path):
     name = "model.decoder.layers.0.fc1.weight"
     write(tmp_path, values={**VALUES, name: np.ascontiguousarray(VALUES[name].T)})
     with pytest.raises(ValueError, match=r"fc1.weight has shape \(32, 48\) instead of \(48, 32\)"):
         load(tmp_path)
 
 
-def test_a_tensor_under_both_its_names_is_an_error(tmp_path):
+def test_a_tensor_with_both_of_its_names_is_an_error(tmp_path):
     short = {"decoder.final_layer_norm.bias": np.zeros(32, np.float32)}
     write(tmp_path, values=VALUES | short)
     with pytest.raises(ValueError, match=r"has both decoder.final_layer_norm.bias and model"):
@@ -503,7 +503,7 @@ def test_a_truncated_file_is_an_error_that_names_it(tmp_path, form, kept):
 
 
 @formats
-def test_a_file_of_something_else_is_an_error_that_names_it(tmp_path, form):
+def test_a_file_of_another_kind_is_an_error_that_names_it(tmp_path, form):
     path = write(tmp_path, form)
     path.write_bytes(np.random.RandomState(0).bytes(10_000))
     with pytest.raises(ValueError, match=rf"{path.name} is truncated"):
@@ -521,28 +521,28 @@ def test_a_file_of_something_else_is_an_error_that_names_it(tmp_path, form):
     ],
     ids=["string", "list", "short chunks", "no chunks", "complex"],
 )
-def test_a_msgpack_file_without_an_array_where_one_belongs_is_an_error(tmp_path, tree):
+def test_a_msgpack_file_with_another_value_instead_of_an_array_is_an_error(tmp_path, tree):
     path = write(tmp_path, "msgpack")
     path.write_bytes(flax.serialization.msgpack_serialize(tree))
     with pytest.raises(ValueError, match=r"flax_model\.msgpack is truncated or corrupt"):
         load(tmp_path)
 
 
-def test_numbers_as_names_do_not_fit(tmp_path):
+def test_numbers_as_names_are_misfits(tmp_path):
     path = write(tmp_path, "msgpack")
     path.write_bytes(flax.serialization.msgpack_serialize({1: np.zeros(2)}))
     with pytest.raises(ValueError, match="does not fit its config"):
         load(tmp_path)
 
 
-def test_a_msgpack_file_must_end_with_its_weights(tmp_path):
+def test_a_msgpack_file_with_trailing_bytes_is_an_error(tmp_path):
     path = write(tmp_path, "msgpack")
     path.write_bytes(path.read_bytes() + b"1234")
     with pytest.raises(ValueError, match=r"flax_model\.msgpack .*4 bytes left over"):
         load(tmp_path)
 
 
-def test_an_array_must_have_the_bytes_of_its_shape(tmp_path):
+def test_an_array_with_another_size_than_its_shape_is_an_error(tmp_path):
     path = write(tmp_path, "msgpack")
     shape, wrong = msgpack.packb((48,)), msgpack.packb((47,))
     content = path.read_bytes()
@@ -552,7 +552,7 @@ def test_an_array_must_have_the_bytes_of_its_shape(tmp_path):
         load(tmp_path)
 
 
-def test_a_bin_file_may_only_hold_tensors(tmp_path):
+def test_a_bin_file_with_other_values_than_tensors_is_an_error(tmp_path):
     torch = pytest.importorskip("torch")
     path = write(tmp_path, "bin")
     torch.save({"epoch": 3}, path)
@@ -564,7 +564,7 @@ def test_a_bin_file_may_only_hold_tensors(tmp_path):
 
 
 @formats
-def test_an_index_that_names_what_is_not_there_is_an_error(tmp_path, form):
+def test_an_index_that_names_missing_files_or_tensors_is_an_error(tmp_path, form):
     index = write(tmp_path, form, shards=3)
     good = json.loads(index.read_text())["weight_map"]
     shards = sorted(set(good.values()))
@@ -587,7 +587,7 @@ def test_an_index_that_names_what_is_not_there_is_an_error(tmp_path, form):
         load(tmp_path)
 
 
-def test_saved_files_have_the_modes_of_other_new_files(tmp_path):
+def test_saved_files_have_the_same_modes_as_other_new_files(tmp_path):
     checkpoint.save(tiny_model(), tmp_path)
     modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
     (tmp_path / "other").touch()

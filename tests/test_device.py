@@ -1,4 +1,4 @@
-"""The type that a model is loaded in follows from the device."""
+"""The default dtype of a model depends on the device."""
 
 from types import SimpleNamespace
 
@@ -20,7 +20,7 @@ import emsjax
         ("tpu", None, jnp.bfloat16),
     ],
 )
-def test_each_device_gets_a_type_that_it_computes_in(monkeypatch, backend, capability, expected):
+def test_each_device_gets_a_dtype_that_it_supports(monkeypatch, backend, capability, expected):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(compute_capability=capability)])
     assert emsjax.best_dtype() == expected

@@ -1,4 +1,4 @@
-"""Distillation: what is packed, lost, cut out, trained and resumed."""
+"""Distillation: packing, losses, pruning, training and checkpoints."""
 
 import functools
 import itertools
@@ -82,9 +82,9 @@ def test_an_epoch_holds_every_piece_of_every_document_once():
     assert all(any(inside(piece, text) for text in text_of) for piece in pieces)
 
 
-def test_batches_depend_on_their_number_and_the_seed_alone(packed):
+def test_batches_depend_only_on_their_number_and_the_seed(packed):
     again = PackedSequences(packed.documents, 16, 2)
-    for step in (20, 3, 0, 20):  # of other epochs, and backwards
+    for step in (20, 3, 0, 20):  # of different epochs, and in reverse
         for one, other in zip(packed[step], again[step], strict=True):
             np.testing.assert_array_equal(one, other)
     other = PackedSequences(packed.documents, 16, 2, seed=1)
@@ -97,7 +97,7 @@ def test_batches_depend_on_their_number_and_the_seed_alone(packed):
     ("lengths", "error"),
     [((), "no texts"), ((5, 1, 9), "text 1 is too short: 1"), ((5, 6), "11 tokens together")],
 )
-def test_texts_that_make_no_sequence_are_refused(lengths, error):
+def test_texts_too_short_for_a_sequence_are_rejected(lengths, error):
     with pytest.raises(ValueError, match=error):
         PackedSequences(documents(*lengths), 16, 2)
 
@@ -127,7 +127,7 @@ def test_losses_equal_their_formulas_in_numpy():
     np.testing.assert_allclose(mixed, both, rtol=1e-4)
 
 
-def test_total_variation_is_the_chance_of_a_rejection():
+def test_total_variation_is_the_probability_of_a_rejection():
     rng = np.random.default_rng(1)
     logits = jnp.asarray(rng.normal(size=(2, 5, 9)), jnp.float32)
     probs = jax.nn.softmax(logits)
@@ -147,7 +147,7 @@ def test_total_variation_is_the_chance_of_a_rejection():
         ({"forward-kl": np.inf}, "above 0 and finite"),
     ],
 )
-def test_wrong_losses_are_refused(target, weights, error):
+def test_invalid_losses_are_rejected(target, weights, error):
     with pytest.raises(ValueError, match=error):
         distillation.Trainer(target, OPTIMIZER, weights)
 
@@ -156,7 +156,7 @@ def test_wrong_losses_are_refused(target, weights, error):
 
 
 @pytest.mark.parametrize("embeddings", pruning.EMBEDDINGS)
-def test_a_cut_is_of_the_size_asked_for(target, embeddings):
+def test_a_pruned_model_has_the_requested_size(target, embeddings):
     draft = distillation.prune(target, 2, 16, embeddings)
     assert draft.config.num_hidden_layers == len(draft.layers) == 2
     assert draft.config.num_attention_heads == 2
@@ -168,8 +168,8 @@ def test_a_cut_is_of_the_size_asked_for(target, embeddings):
 
 
 @pytest.mark.parametrize("embeddings", pruning.EMBEDDINGS)
-def test_what_a_target_does_not_use_is_cut_off_without_a_loss(embeddings):
-    """It writes in 15 directions, and half of its heads and neurons always say the same."""
+def test_pruning_unused_directions_heads_and_neurons_is_exact(embeddings):
+    """The target writes in 15 directions, and half of its heads and neurons are constant."""
     model, rng = make(), np.random.default_rng(0)
     ones_first = np.concatenate([np.ones((32, 1)), rng.normal(size=(32, 15))], axis=1)
     used = np.linalg.qr(ones_first)[0][:, 1:]
@@ -199,8 +199,8 @@ def test_what_a_target_does_not_use_is_cut_off_without_a_loss(embeddings):
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_what_heads_read_varies_as_in_the_target(target, seed):
-    """In the layer that follows others than it used to: keys have the mean and deviation."""
+def test_inputs_of_heads_vary_as_in_the_target(target, seed):
+    """Keys keep their mean and deviation in a layer that follows other layers than before."""
     texts = documents(*[64] * 40, seed=seed)
     draft = distillation.prune(target, 2, 16, documents=texts)
     batch = jax.tree.map(jnp.asarray, pruning.calibration_batch(target.config, texts))
@@ -226,7 +226,7 @@ def test_what_heads_read_varies_as_in_the_target(target, seed):
         assert differences.min() < 1e-4
 
 
-def test_products_of_a_cut_are_full_float32(target, monkeypatch):
+def test_products_in_pruning_are_full_float32(target, monkeypatch):
     products, directions = [], pruning.principal_directions
 
     def watched(streams, width):
@@ -245,7 +245,7 @@ def test_products_of_a_cut_are_full_float32(target, monkeypatch):
     assert set(products) == {highest}
 
 
-def test_other_texts_leave_other_directions(target):
+def test_other_texts_give_other_directions(target):
     one, other = (
         distillation.prune(target, 2, 16, documents=documents(*[64] * 20, seed=seed))
         for seed in (0, 1)
@@ -265,7 +265,7 @@ def test_other_texts_leave_other_directions(target):
     ],
     ids=str,
 )
-def test_any_target_may_be_cut(changes):
+def test_any_target_can_be_pruned(changes):
     model = make(OPTConfig(**{**vars(CONFIG), **changes}))
     shared = "word_embed_proj_dim" in changes
     draft = distillation.prune(model, 2, 16, "shared" if shared else "projected")
@@ -274,7 +274,7 @@ def test_any_target_may_be_cut(changes):
     assert np.isfinite(draft.logits(hidden.reshape(32, -1))).all()
 
 
-def test_fewer_layers_alone_leave_the_rest_as_it_is(target):
+def test_removing_layers_only_leaves_the_others_unchanged(target):
     draft = distillation.prune(target, 2, 32)
     for name in ("embed_tokens", "embed_positions"):
         np.testing.assert_array_equal(
@@ -299,7 +299,7 @@ def test_fewer_layers_alone_leave_the_rest_as_it_is(target):
         ((2, 16, "shared", [np.array([3])]), "text 0 is too short"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(target, arguments, error):
+def test_sizes_that_do_not_fit_are_rejected(target, arguments, error):
     with pytest.raises(ValueError, match=error):
         distillation.prune(target, *arguments)
 
@@ -307,8 +307,8 @@ def test_sizes_that_do_not_fit_are_refused(target, arguments, error):
 # Training
 
 
-def test_packed_documents_are_read_as_if_alone(target, packed):
-    """The hidden states of each piece equal those of a forward with that piece alone."""
+def test_packed_documents_do_not_affect_each_other(target, packed):
+    """The hidden states of each piece equal those of a forward pass with only that piece."""
     batch = packed[5]
     hidden = np.asarray(jax.jit(training.forward)(target, jax.tree.map(jnp.asarray, batch)))
     assert batch.segment_ids.any()
@@ -343,7 +343,7 @@ def test_the_loss_is_a_mean_over_predictions_within_documents(target, packed, mo
 
 @pytest.mark.parametrize("parts", [1, 4])
 def test_the_gradient_is_that_of_all_logits_at_once(target, packed, monkeypatch, parts):
-    """By jax alone, where logits are made in parts and their gradient with them."""
+    """Logits and their gradient are computed in parts; jax's own gradient is expected."""
     monkeypatch.setattr(training, "LOGIT_BYTES", 4 * 2 * 60 * 16 // parts)
     weights = {"cross-entropy": 0.3, "total-variation": 1.0}
     batch = jax.tree.map(jnp.asarray, packed[0])
@@ -372,8 +372,7 @@ def trainer(target, steps=8, **options):
     return distillation.Trainer(draft, optimizer, weights, **options)
 
 
-def test_training_brings_the_draft_to_the_target(target):
-    """More of its tokens stand than before."""
+def test_training_raises_the_acceptance_rate(target):
     prompts = documents(*[8] * 24)
     generated = distillation.continuations(target, prompts, 24, new_tokens=24, temperature=0.0)
     sequences = PackedSequences(generated, 32, 4)
@@ -389,7 +388,7 @@ def test_training_brings_the_draft_to_the_target(target):
     assert rates[1]["acceptance_rate"] > rates[0]["acceptance_rate"] + 0.1
 
 
-def test_a_draft_that_is_the_target_has_nothing_to_learn(target, packed):
+def test_a_draft_equal_to_the_target_has_nothing_to_learn(target, packed):
     weights = {"forward-kl": 1.0}
     same = distillation.Trainer(target, OPTIMIZER, weights, target=target, dtype=jnp.float32)
     _, loss = same.step(same.initial(), packed[0])
@@ -397,7 +396,7 @@ def test_a_draft_that_is_the_target_has_nothing_to_learn(target, packed):
 
 
 def dots(jaxpr):
-    """All products in it, and in what it calls."""
+    """All matrix products in a jaxpr and those that it calls."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
             yield eqn
@@ -414,7 +413,7 @@ def test_masters_are_float32_and_arithmetic_is_not(target, packed):
     text = str(jaxpr)
     products = [line for line in text.splitlines() if "dot_general" in line and ":bf16" in line]
     assert len(products) > 10
-    # Those of logits too, and of their gradients.
+    # Including the products of logits and of their gradients.
     kinds = {x.aval.dtype.name for eqn in dots(jaxpr) for x in eqn.invars if 60 in x.aval.shape}
     assert kinds == {"bfloat16"}
     state, loss = narrow.step(state, packed[0])
@@ -425,13 +424,13 @@ def test_masters_are_float32_and_arithmetic_is_not(target, packed):
 
 @pytest.fixture(scope="module")
 def whole_run(target, packed):
-    """A trainer, which keeps nothing of a run, and what six steps of it give."""
+    """A trainer, which has no state, and the result of six steps."""
     compiled = trainer(target)
     return compiled, *distillation.train(compiled, packed, 6)
 
 
 @pytest.mark.parametrize("killed_after", [1, 3, 4])
-def test_a_run_that_was_stopped_ends_with_the_same_bits(whole_run, packed, tmp_path, killed_after):
+def test_an_interrupted_run_ends_with_the_same_bits(whole_run, packed, tmp_path, killed_after):
     class KilledError(Exception):
         pass
 
@@ -488,7 +487,7 @@ except ValueError as error:
 """
 
 
-def test_sequences_are_dealt_out_to_all_devices():
+def test_sequences_are_distributed_over_all_devices():
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
     folder = Path(__file__).parent
     environment = os.environ | {
@@ -499,10 +498,10 @@ def test_sequences_are_dealt_out_to_all_devices():
     command = [sys.executable, "-c", DATA_PARALLEL]
     found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
-    assert "6 sequences cannot be dealt out to 4 devices" in found.stdout
+    assert "6 sequences cannot be distributed equally over 4 devices" in found.stdout
 
 
-def test_other_vocabularies_and_missing_targets_are_refused(target):
+def test_other_vocabularies_and_missing_targets_are_rejected(target):
     other = make(OPTConfig(**{**vars(CONFIG), "vocab_size": 61}))
     start = functools.partial(distillation.Trainer, target, OPTIMIZER, {"forward-kl": 1.0})
     with pytest.raises(ValueError, match="vocabulary has 61 tokens, the draft's 60"):
@@ -511,12 +510,12 @@ def test_other_vocabularies_and_missing_targets_are_refused(target):
         start(target=None)
 
 
-# What it is worth
+# Evaluation
 
 
-def test_continuations_are_what_the_target_says(target):
+def test_continuations_are_those_of_the_target(target):
     texts = documents(20, 7, 2, seed=4)
-    lengths = (4, 3, 1)  # of excerpts: at most half of the text
+    lengths = (4, 3, 1)  # of excerpts, which are at most half of the text
     found = distillation.continuations(
         target, texts, 9, prompt_tokens=4, new_tokens=6, batch_size=2, temperature=0.0
     )
@@ -533,7 +532,7 @@ def test_continuations_are_what_the_target_says(target):
         prompt, said = document[: lengths[place[0]]], document[lengths[place[0]] :]
         out = emsjax.generate(target, [prompt], max_new_tokens=6)
         assert said == out.tokens[0, : out.lengths[0]].tolist()
-    for first in (0, 3, 6):  # all once before any twice
+    for first in (0, 3, 6):  # each document once before any is used twice
         assert {i for i, _ in places[first : first + 3]} == {0, 1, 2}
     assert all(at == 0 for _, at in places[:3])
     assert any(at > 0 for _, at in places[3:])
@@ -551,7 +550,7 @@ def test_a_perfect_draft_is_always_accepted(target):
     assert (plain["by_position"], plain["mean_acceptance_length"]) == ([], 1.0)
 
 
-def test_ends_of_texts_count_at_no_position():
+def test_ends_of_texts_do_not_count_at_any_position():
     ending = make(OPTConfig(**{**vars(CONFIG), "eos_token_id": 13}))
     prompts = [np.array([i, i + 1]) for i in range(2, 60, 8)]
     out = emsjax.generate(ending, prompts, max_new_tokens=20)
@@ -559,12 +558,12 @@ def test_ends_of_texts_count_at_no_position():
     assert distillation.evaluate(ending, ending, prompts, new_tokens=20)["by_position"] == [1.0] * 4
 
 
-def test_drafts_longer_than_what_is_decoded_are_not_evaluated(target):
+def test_drafts_longer_than_the_new_tokens_are_rejected(target):
     with pytest.raises(ValueError, match="draft_tokens must be below new_tokens 3, not 3"):
         distillation.evaluate(target, target, [[3]], draft_tokens=3, new_tokens=3)
 
 
-def test_what_nothing_can_be_made_of_is_named(target):
+def test_empty_inputs_are_rejected(target):
     with pytest.raises(ValueError, match="prompts must not be empty"):
         distillation.evaluate(target, None, [])
     with pytest.raises(ValueError, match="documents must not be empty"):
@@ -573,7 +572,7 @@ def test_what_nothing_can_be_made_of_is_named(target):
         distillation.prune(target, 2, 16, documents=[])
 
 
-def test_continuations_need_room_and_may_be_none(target):
+def test_continuations_need_positions_and_may_be_none(target):
     assert distillation.continuations(target, documents(5), 0) == []
     positions = target.config.max_position_embeddings
     with pytest.raises(ValueError, match=f"new_tokens must be below {positions}"):
@@ -592,7 +591,7 @@ def test_a_batch_is_a_pytree_of_whole_sequences(packed):
     assert {x.dtype for x in packed[0]} == {np.dtype(np.int32)}
 
 
-def test_a_checkpoint_of_more_steps_is_refused(whole_run, packed, tmp_path):
+def test_a_checkpoint_of_more_steps_is_rejected(whole_run, packed, tmp_path):
     compiled, *_ = whole_run
     checkpoints = distillation.Checkpoints(tmp_path)
     distillation.train(compiled, packed, 3, checkpoints=checkpoints)

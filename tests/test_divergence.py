@@ -1,4 +1,4 @@
-"""Where two runs part, with which margin, and the benchmark that lists it."""
+"""First differences of two runs, their margins, and the benchmark that lists them."""
 
 import dataclasses
 import functools
@@ -46,7 +46,7 @@ def plain(model, prompts):
     return emsjax.generate(model, prompts, max_new_tokens=NEW, eos_token_ids=())
 
 
-def test_another_type_is_that_of_loading(model):
+def test_astype_equals_loading_in_that_dtype(model):
     narrow = emsjax.OPT.from_pretrained(DRAFT, dtype=jnp.float32).astype(jnp.bfloat16)
     loaded = emsjax.OPT.from_pretrained(DRAFT, dtype=jnp.bfloat16)
     assert jax.tree.structure(narrow) == jax.tree.structure(loaded)
@@ -55,8 +55,8 @@ def test_another_type_is_that_of_loading(model):
         np.testing.assert_array_equal(one, other)
 
 
-def test_scores_are_those_that_decoding_saw(model, prompts, plain):
-    """More prefixes than are scored at once, of all lengths."""
+def test_scores_equal_the_log_probabilities_of_decoding(model, prompts, plain):
+    """With more prefixes than are scored at once, and of all lengths."""
     for at in (0, NEW - 1):
         prefixes = [np.append(p, t[:at]) for p, t in zip(prompts, plain.tokens, strict=True)]
         logits = float32_logits(model, prefixes)
@@ -73,7 +73,7 @@ def test_scores_are_of_the_rounded_weights_in_float32(model, prompts):
 
 
 def test_sixteen_bits_of_a_deep_model_stay_near_float32(prompts):
-    """What is added to often, the residual stream, is not rounded each time."""
+    """The residual stream, to which every layer adds, is not rounded each time."""
     config = dataclasses.replace(CONFIG, num_hidden_layers=24, init_std=0.1)
     narrow = emsjax.OPT(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
     exact = float32_logits(narrow, prompts)
@@ -83,10 +83,10 @@ def test_sixteen_bits_of_a_deep_model_stay_near_float32(prompts):
     out = narrow(jnp.concatenate(list(map(jnp.asarray, prompts))).astype(jnp.int32), rows, cache)
     logits = narrow.logits(out.hidden)[jnp.cumsum(jnp.array(lengths)) - 1]
     error = np.sqrt(np.mean((np.asarray(logits) - exact) ** 2)) / np.abs(exact).max()
-    assert 1e-4 < error < 1.6e-3  # 2.4e-3 where it is
+    assert 1e-4 < error < 1.6e-3  # 2.4e-3 if it were rounded
 
 
-def test_the_first_other_token_counts(model, prompts, plain):
+def test_the_first_differing_token_is_reported(model, prompts, plain):
     tokens = np.array(plain.tokens)
     tokens[1, 3:] = (tokens[1, 3:] + 1) % 60
     tokens[8, 0] = (tokens[8, 0] + 7) % 60

@@ -1,4 +1,4 @@
-"""What the documentation shows is run, what it commands is parsed, and what is public is in it."""
+"""Examples of the documentation run, its commands parse, and it covers every public name."""
 
 import doctest
 import importlib
@@ -19,34 +19,11 @@ WITH_PYTHON = [path for path in examples.PAGES if examples.blocks(path, "python"
 WITH_COMMANDS = [
     path for path in (examples.README, *examples.PAGES) if examples.blocks(path, "bash")
 ]
-MODULES = (  # whose docstrings are public
-    "emsjax.decode.cache",
-    "emsjax.models.checkpoint",
-    "emsjax.models.config",
-    "emsjax.decode.step",
-    "emsjax.distillation",
-    "emsjax.testing.divergence",
-    "emsjax.policies.lengths",
-    "emsjax.drafters",
-    "emsjax.generation",
-    "emsjax.policies.goodput",
-    "emsjax.engine.memory",
-    "emsjax.models.opt",
-    "emsjax.engine.output",
-    "emsjax.decode.pack",
-    "emsjax.plotting",
-    "emsjax.sampling",
-    "emsjax.policies.costs",
-    "emsjax.testing",
-    "emsjax.vanilla",
-    "emsjax.verification",
-    "pallas_kernels.add_layer_norm",
-    "pallas_kernels.keys_and_values",
-    "pallas_kernels.linear",
-    "pallas_kernels.ragged_attention",
-    "pallas_kernels.reference",
-    "pallas_kernels.sampling_cutoff",
-    "pallas_kernels.update_kv_cache",
+MODULES = sorted(  # those whose docstrings have examples
+    ".".join(path.relative_to(examples.ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for package in ("emsjax", "pallas_kernels")
+    for path in (examples.ROOT / package).rglob("*.py")
+    if ">>> " in path.read_text()
 )
 
 name_of = lambda path: str(path.relative_to(examples.ROOT))
@@ -55,11 +32,11 @@ name_of = lambda path: str(path.relative_to(examples.ROOT))
 @pytest.mark.usefixtures("few_row_counts")
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=name_of)
 def test_every_example_of_a_page_runs(page, tmp_path, monkeypatch, request):
-    if page.parent.name == "how-to":  # the others show row counts
+    if page.parent.name == "how-to":  # other pages show row counts
         request.getfixturevalue("two_row_counts")
     profile = json.loads((examples.ROOT / "benchmarks" / "h200-profile.json").read_bytes())
-    lengths = profile["table"]["lengths"]
-    profile["table"]["lengths"] = {size: lengths[size] for size in ("1", "8")}  # fewer: sooner
+    lengths = profile["table"]["lengths"]  # only two, to save time
+    profile["table"]["lengths"] = {size: lengths[size] for size in ("1", "8")}
     (tmp_path / "profile.json").write_text(json.dumps(profile))
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "__main__"}
@@ -68,7 +45,7 @@ def test_every_example_of_a_page_runs(page, tmp_path, monkeypatch, request):
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_every_example_of_a_docstring_gives_what_it_shows(name):
+def test_every_example_of_a_docstring_gives_the_output_shown(name):
     module = importlib.import_module(name)
     for test in doctest.DocTestFinder().find(module):
         examples.run(test, test.globs)
@@ -85,7 +62,7 @@ def test_docstrings_have_examples():
 
 
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=name_of)
-def test_every_command_of_a_page_is_one(page):
+def test_every_command_of_a_page_parses(page):
     assert examples.commands(page)
     for command in examples.commands(page):
         examples.check_command(command)
@@ -102,12 +79,12 @@ def test_every_command_of_a_page_is_one(page):
         "rm -rf build",
     ],
 )
-def test_what_is_no_command_is_noticed(command, capsys):
+def test_an_invalid_command_is_detected(command, capsys):
     with pytest.raises((SystemExit, ValueError, AssertionError)):
         examples.check_command(command)
 
 
-def test_a_wrong_output_is_noticed(tmp_path):
+def test_a_wrong_output_is_detected(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("Text.\n```python\n>>> 1 + 1\n3\n```\n")
     (example,) = examples.python_examples(page)
@@ -116,7 +93,7 @@ def test_a_wrong_output_is_noticed(tmp_path):
 
 
 def documented(text: str) -> set[str]:
-    """What the reference generates an entry for, by full name."""
+    """Full names of all entries of the reference."""
     names = set(re.findall(r"^\.\. (?:auto\w+|py:data):: ([\w.]+)", text, re.MULTILINE))
     for module, members in re.findall(
         r"^\.\. automodule:: ([\w.]+)\n((?: +:.*\n)*)", text, re.MULTILINE
@@ -148,7 +125,7 @@ def test_every_page_is_in_the_index():
     assert set(listed) == pages - {"index"}
 
 
-def test_what_is_included_from_other_files_is_there():
+def test_included_files_have_the_lines_that_are_included():
     for page in examples.PAGES:
         for source, options in re.findall(
             r"^```{literalinclude} (\S+)\n((?::.*\n)*)", page.read_text(), re.MULTILINE
@@ -167,7 +144,7 @@ def test_what_is_included_from_other_files_is_there():
 
 @pytest.fixture(scope="module")
 def tables():
-    """The module that writes it."""
+    """The module that writes the page."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(DOCS)
         yield importlib.import_module("benchmark_tables")
@@ -208,7 +185,7 @@ def test_files_that_are_not_there_have_no_section(tables, tmp_path):
     assert tables.page(tmp_path).count("| 24 x 8 |") == 2
 
 
-def test_a_figure_stands_beside_its_results(tables, tmp_path):
+def test_a_figure_is_shown_with_its_results(tables, tmp_path):
     shutil.copy(examples.ROOT / "benchmarks" / "h200-step.json", tmp_path / "a.json")
     assert "![" not in tables.page(tmp_path)
     (tmp_path / "a.png").touch()
@@ -244,7 +221,7 @@ def of_method(speed_up: float) -> dict:
     }
 
 
-NOT_YET = {  # kinds of which no results may be committed, as their writers make them
+NOT_YET = {  # results of kinds that may have no committed file, as their writers format them
     "emsjax bench ems-sd --shape opt-6.7b": (
         {
             "settings": SUBJECT
@@ -482,7 +459,7 @@ def test_both_forms_of_a_benchmarks_command_have_its_table(tables, tmp_path, com
 
 
 @pytest.mark.parametrize("empty", ["entries", "batches", "shapes", "comparisons", "runs"])
-def test_a_run_that_was_broken_off_at_once_is_listed(tables, tmp_path, empty):
+def test_an_interrupted_run_without_results_is_listed(tables, tmp_path, empty):
     committed = [json.loads(path.read_bytes()) for path in tables.FOLDER.glob("*.json")]
     added = [{"command": name, **COMMON, **results} for name, (results, _) in NOT_YET.items()]
     for i, results in enumerate([*committed, *added]):
@@ -492,7 +469,7 @@ def test_a_run_that_was_broken_off_at_once_is_listed(tables, tmp_path, empty):
     assert tables.page(tmp_path).count("```bash") == len(list(tmp_path.glob("*.json"))) > 0
 
 
-def test_the_tables_take_the_place_of_the_mark(tables):
+def test_the_tables_replace_the_mark(tables):
     source = [(DOCS / "benchmarks.md").read_text()]
     assert source[0].count(tables.MARK) == 1
     tables.fill_in(None, "limits", source)

@@ -1,4 +1,4 @@
-"""Draft-length policies: their arithmetic by hand, what they are told, no effect on tokens."""
+"""Draft-length policies: their arithmetic, their arguments, and no effect on tokens."""
 
 import dataclasses
 
@@ -41,8 +41,8 @@ def trace(policy, accepted_by_step):
 @pytest.mark.parametrize(
     ("policy", "accepted", "expected"),
     [
-        # Grows by 2 when a whole draft stood; shrinks by a tenth, rounded up, and one more
-        # if it shrank in the step before.
+        # Grows by 2 after a fully accepted draft; shrinks by a tenth, rounded up, and by one
+        # more if it shrank in the step before.
         (
             emsjax.BassHeuristic(),
             [(7, 3), (4, 1), (0, 2), (6, 6), (0, 0), (0, 0), (1, 0), (0, 0), (0, 0), (0, 1)],
@@ -54,11 +54,11 @@ def trace(policy, accepted_by_step):
             [(31, 0), (5, 32), (9, 2), (0, 0), (0, 0)],
             [31, 32, 32, 28, 24, 20],
         ),
-        # Not below the most that a sample accepted.
+        # Not below the most tokens that a sample accepted.
         (emsjax.BassHeuristic(initial=9), [(8, 1), (7, 0), (6, 0)], [9, 8, 7, 6]),
         (emsjax.BassHeuristic(2, 3, 2, 5), [(2, 2), (1, 0), (0, 0)], [2, 5, 2, 1]),
     ],
-    ids=["defaults", "at the limit", "a draft stood in part", "other constants"],
+    ids=["defaults", "at the limit", "a partly accepted draft", "other constants"],
 )
 def test_bass_heuristic_follows_algorithm_1(policy, accepted, expected):
     assert trace(policy, accepted) == expected
@@ -83,7 +83,7 @@ def test_a_table_is_looked_up_by_active_samples(num_active, expected):
 def test_a_table_adapts_as_samples_finish():
     model, new = tiny_model(), [3, 7, 20]
     plain = emsjax.generate(model, PROMPTS, max_new_tokens=new)
-    drafter = ScriptedDrafter(script_of(PROMPTS, plain))  # every draft stands
+    drafter = ScriptedDrafter(script_of(PROMPTS, plain))  # every draft token is accepted
     table = {3: 0, 2: 1, 1: 3}
     out = emsjax.generate(model, PROMPTS, drafter, emsjax.BatchSizeTable(table), max_new_tokens=new)
     np.testing.assert_array_equal(out.tokens, plain.tokens)
@@ -97,7 +97,7 @@ def test_a_table_adapts_as_samples_finish():
 
 @dataclasses.dataclass
 class Watching:
-    """Notes what it is told; asks for all there is."""
+    """Records its arguments and asks for all available tokens."""
 
     views: list[StepView] = dataclasses.field(default_factory=list)
 
@@ -120,14 +120,14 @@ ROOM, ACTIVE = [9, 9, 3, 9, 9], [True, True, True, True, False]
 @pytest.mark.parametrize(
     ("drafter", "available", "drafted"),
     [
-        # Copies end with the prompt, a match is missing, 2 tokens are left: of what was found.
+        # Found tokens: a copy ends with the prompt, there is no match, 2 new tokens are left.
         (emsjax.PromptLookup(max_draft_tokens=4), [4, 0, 2, 4, 0], True),
         (emsjax.PromptLookup(max_draft_tokens=5), [4, 0, 2, 5, 0], True),
         (ScriptedDrafter(jnp.full((5, 65), 3, jnp.int32), 4), [4, 4, 2, 4, 0], False),
     ],
     ids=["prompt lookup", "longer copies", "not free"],
 )
-def test_a_policy_is_told_what_was_found_or_what_may_be_drafted(drafter, available, drafted):
+def test_a_policy_sees_the_numbers_of_found_or_allowed_tokens(drafter, available, drafted):
     @jax.jit
     def one_step(model, state):
         policy = Watching()
@@ -146,7 +146,7 @@ def test_a_policy_is_told_what_was_found_or_what_may_be_drafted(drafter, availab
 
 
 class Drawing(ScriptedDrafter):
-    """Claims to be free, and to have drawn its tokens."""
+    """A drafter that claims to be free although it draws its tokens."""
 
     free = True
 
@@ -156,7 +156,7 @@ class Drawing(ScriptedDrafter):
         return dataclasses.replace(draft, probs=probs), state
 
 
-def test_tokens_that_were_drawn_cannot_be_free():
+def test_a_drafter_that_draws_its_tokens_cannot_be_free():
     drafter = Drawing(jnp.zeros((3, 65), jnp.int32))
     with pytest.raises(ValueError, match=r"draws its tokens \(Draft.probs\) cannot be `free`"):
         emsjax.generate(tiny_model(num_hidden_layers=1), PROMPTS, drafter, max_new_tokens=9)
@@ -165,7 +165,7 @@ def test_tokens_that_were_drawn_cannot_be_free():
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Asking:
-    """A user's policy, without a check of what it asks for."""
+    """A user's policy whose lengths may be out of range."""
 
     wanted: jax.Array  # [b]
 
@@ -180,7 +180,7 @@ class Asking:
 
 
 @pytest.mark.parametrize("free", [False, True], ids=["model", "free"])
-def test_lengths_beyond_what_there_is_have_no_effect(free):
+def test_lengths_beyond_the_available_tokens_have_no_effect(free):
     model = tiny_model(num_hidden_layers=1)
     plain = emsjax.generate(model, PROMPTS, max_new_tokens=20)
     drafter = ScriptedDrafter(script_of(PROMPTS, plain))
@@ -213,10 +213,10 @@ class AskingForWhatWasFound(Asking):
 
 
 class Constant(emsjax.PromptLookup):
-    """No pytree."""
+    """A drafter that is not a pytree."""
 
 
-def test_a_free_drafter_that_is_no_pytree_is_asked_first_too():
+def test_a_free_drafter_that_is_not_a_pytree_also_proposes_before_the_policy():
     policy = AskingForWhatWasFound(jnp.ones(5, jnp.int32))
     for drafter in (Constant(), emsjax.PromptLookup()):
         out = emsjax.generate(tiny_model(num_hidden_layers=1), REPEATING, drafter, policy, 9)
@@ -244,7 +244,7 @@ def test_no_policy_changes_tokens(policy):
         assert out.stats.num_drafted.sum() > 0
 
 
-def test_the_bass_heuristic_raises_the_limit_that_nobody_set():
+def test_the_bass_heuristic_sets_the_limit_of_a_drafter_without_one():
     model = tiny_model(num_hidden_layers=1)
     widths = {
         (None, None): 4,
@@ -266,7 +266,7 @@ def test_the_bass_heuristic_raises_the_limit_that_nobody_set():
     assert lengths[:, [7, 9, 11]].tolist() == [[1, 2, 1]] * 3
 
 
-def test_a_step_of_ones_own_raises_it_too():
+def test_a_step_in_a_users_own_loop_sets_it_too():
     model, policy = tiny_model(num_hidden_layers=1), emsjax.BassHeuristic(initial=5, limit=6)
     drafter = emsjax.DraftModel(model)
     state = emsjax.init_state(model, drafter, PROMPTS, max_new_tokens=40, draft_length=policy)
@@ -286,7 +286,7 @@ NEVER = {
 
 
 @pytest.mark.parametrize("policy", NEVER.values(), ids=NEVER)
-def test_a_draft_model_without_length_is_fed_nothing(policy):
+def test_a_draft_model_with_length_0_does_not_run(policy):
     model = tiny_model(num_hidden_layers=1)
     drafter = emsjax.DraftModel(model, 2)
     state = emsjax.init_state(model, drafter, PROMPTS, draft_length=policy, max_new_tokens=9)
@@ -303,7 +303,7 @@ def test_sampled_tokens_of_a_draft_model_with_goodput():
     drafter = emsjax.DraftModel(model)
     out = emsjax.generate(model, PROMPTS, drafter, policy, max_new_tokens=9, **options)
     assert out.lengths.tolist() == [9, 9, 9]
-    assert out.stats.num_accepted.sum() == out.stats.num_drafted.sum() > 0  # of its own model
+    assert out.stats.num_accepted.sum() == out.stats.num_drafted.sum() > 0  # drafted by itself
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,7 @@ def test_sampled_tokens_of_a_draft_model_with_goodput():
     ],
     ids=lambda policy: type(policy).__name__,
 )
-def test_other_numbers_need_no_new_compilation(first, second):
+def test_other_settings_need_no_new_compilation(first, second):
     model, drafter = tiny_model(num_hidden_layers=1), emsjax.PromptLookup(match_length=1)
     emsjax.generate(model, PROMPTS, drafter, first, max_new_tokens=9)
     before = decode_loop._cache_size()
@@ -342,6 +342,6 @@ def test_other_numbers_need_no_new_compilation(first, second):
         (lambda: emsjax.BatchSizeTable({4: -1}), r"table\[4\] must be at least 0"),
     ],
 )
-def test_a_bad_policy_is_named(make, message):
+def test_invalid_settings_of_a_policy_are_rejected(make, message):
     with pytest.raises(ValueError, match=message):
         make()

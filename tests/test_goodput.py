@@ -1,4 +1,4 @@
-"""Goodput against all combinations of lengths, its estimates by hand, and both in the loop."""
+"""Goodput against all combinations of lengths, by hand and in the device loop."""
 
 import dataclasses
 import functools
@@ -17,11 +17,11 @@ import emsjax
 from emsjax.decode.row_counts import row_buckets
 from emsjax.policies import goodput
 from emsjax.policies.lengths import StepView
-from emsjax.policies.survival import Verdicts
+from emsjax.policies.survival import AcceptanceCounts
 
 PRIOR = (goodput.PRIOR_RATE, goodput.PRIOR_WEIGHT)
-# Batch and k, and buckets closer to each other than those of so few rows are; also some too small
-# for the batch.
+# Batch, k and buckets, which are closer than those of so few rows; some are too small for the
+# batch.
 SHAPES = {
     (1, 3): (1, 3, 4),
     (2, 3): (2, 4, 5, 8),
@@ -34,7 +34,7 @@ each_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape
 
 @st.composite
 def situations(draw) -> SimpleNamespace:
-    """Verdicts, costs and views for up to 3 samples and 20 positions."""
+    """Acceptance counts, costs and views for up to 3 samples and 20 positions."""
     some = lambda values, n: st.lists(values, min_size=n, max_size=n)
     return SimpleNamespace(
         trials=np.reshape(draw(some(st.integers(0, 30), 60)), (3, 20)),
@@ -50,7 +50,7 @@ def situations(draw) -> SimpleNamespace:
     )
 
 
-survival_of = jax.jit(Verdicts.survival)
+survival_of = jax.jit(AcceptanceCounts.survival)
 
 
 @functools.partial(jax.jit, static_argnames="drafted")
@@ -59,15 +59,15 @@ def lengths_of(policy, state, view, drafted):
 
 
 class Problem:
-    """A situation at a shape: what a policy sees, and what any lengths are worth by it."""
+    """A situation with a shape: the view of a policy, and the value of any lengths."""
 
     def __init__(self, shape, situation, monkeypatch, reread=0.0):
         (batch, k), self.buckets = shape, np.array(SHAPES[shape])
         monkeypatch.setattr(goodput, "row_buckets", lambda *asked: SHAPES[(asked[0], asked[1] - 1)])
         trials = situation.trials[:batch, :k].astype(np.float32)
         hits = (trials * situation.rates[:batch]).astype(np.float32)
-        self.verdicts = Verdicts(jnp.asarray(trials), jnp.asarray(hits), jnp.float32(0))
-        survival = survival_of(self.verdicts, *PRIOR)
+        self.counts = AcceptanceCounts(jnp.asarray(trials), jnp.asarray(hits), jnp.float32(0))
+        survival = survival_of(self.counts, *PRIOR)
         self.survival = np.asarray(survival, np.float64)
         self.expected = np.pad(np.cumsum(self.survival, axis=1), ((0, 0), (1, 0)))  # [b, k1]
         row_ms = dict(zip(SHAPES[shape], situation.row_ms, strict=False))
@@ -90,7 +90,7 @@ class Problem:
         )
 
     def worth(self, lengths) -> np.ndarray:
-        """Tokens per millisecond with lengths [..., b], less what a longer step must gain."""
+        """Tokens per ms with lengths [..., b], reduced by `least_gain` for longer steps."""
         lengths = np.asarray(lengths)
         gained = self.expected[np.arange(lengths.shape[-1]), lengths].sum(axis=-1)
         rows = self.num_active + lengths.sum(axis=-1)
@@ -111,10 +111,10 @@ class Problem:
 @each_shape
 @settings(max_examples=60)
 @given(situation=situations())
-def test_no_lengths_are_worth_more_than_goodputs(shape, situation, monkeypatch):
+def test_no_lengths_have_a_higher_value_than_goodputs(shape, situation, monkeypatch):
     problem = Problem(shape, situation, monkeypatch)
     policy = emsjax.Goodput(problem.costs, least_gain=situation.least_gain, limit=20)
-    lengths = problem.lengths(policy, problem.verdicts)
+    lengths = problem.lengths(policy, problem.counts)
     every = np.array(list(itertools.product(*(range(n + 1) for n in problem.available))))
     best = problem.worth(every).max()
     assert problem.worth(lengths) == pytest.approx(best, rel=1e-5)
@@ -123,12 +123,12 @@ def test_no_lengths_are_worth_more_than_goodputs(shape, situation, monkeypatch):
 @each_shape
 @settings(max_examples=20)
 @given(situation=situations())
-def test_no_bucket_is_left_half_empty(shape, situation, monkeypatch):
+def test_buckets_are_filled(shape, situation, monkeypatch):
     problem = Problem(shape, situation, monkeypatch)
     assume((problem.survival > 0).all())  # in float32
     policy = emsjax.Goodput(problem.costs, least_gain=situation.least_gain, limit=20)
-    lengths = problem.lengths(policy, problem.verdicts)
-    # Or all is taken: what was found, what may be drafted in as many steps of the draft model.
+    lengths = problem.lengths(policy, problem.counts)
+    # Or all tokens are taken that were found, or that may be drafted in that many draft steps.
     longest = problem.available.max() if situation.drafted else lengths.max()
     everything = np.minimum(problem.available, longest)
     assert problem.num_active + lengths.sum() in SHAPES[shape] or (lengths == everything).all()
@@ -137,7 +137,7 @@ def test_no_bucket_is_left_half_empty(shape, situation, monkeypatch):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Asking:
-    """Asks for the same whatever happens."""
+    """A policy with constant lengths."""
 
     wanted: jax.Array
 
@@ -154,11 +154,11 @@ class Asking:
 @each_shape
 @settings(max_examples=20)
 @given(situation=situations())
-def test_a_policy_is_cut_to_the_length_that_is_worth_the_most(shape, situation, monkeypatch):
+def test_a_policy_is_capped_at_the_length_with_the_highest_value(shape, situation, monkeypatch):
     problem = Problem(shape, situation, monkeypatch, reread=0.4)
     gain = {"least_gain": situation.least_gain}
     policy = emsjax.CostCapped(Asking(jnp.array(problem.wanted, jnp.int32)), problem.costs, **gain)
-    lengths = problem.lengths(policy, ((), problem.verdicts))
+    lengths = problem.lengths(policy, ((), problem.counts))
     wanted = np.clip(problem.wanted, 0, problem.available)
     cuts = np.minimum(wanted, np.arange(shape[1] + 1)[:, None])
     assert lengths.tolist() in cuts.tolist()
@@ -167,19 +167,19 @@ def test_a_policy_is_cut_to_the_length_that_is_worth_the_most(shape, situation, 
 
 
 @pytest.mark.parametrize(("reread", "length"), [(0.0, 20), (1.0, 15)])
-def test_a_policy_is_cut_before_caches_are_read_again_if_that_costs_more(reread, length):
+def test_a_policy_is_capped_before_caches_are_read_again_if_that_costs_more(reread, length):
     costs = emsjax.StepCosts.of({1: 1.0}, token_ms=0.01, reread=reread)
     trials = jnp.full((1, 20), 1e6)
-    verdicts = Verdicts(trials, 0.95 * trials, jnp.float32(0))
+    counts = AcceptanceCounts(trials, 0.95 * trials, jnp.float32(0))
     view = StepView(jnp.ones(1, bool), jnp.array([101]), jnp.array([20]), drafted=True)
-    # 11.2 tokens in 2 ms with 15; with 20 13.2 in 2 ms, or in 3.
+    # 15 draft tokens give 11.2 tokens in 2 ms; 20 give 13.2 in 2 ms, or in 3 ms.
     policy = emsjax.CostCapped(emsjax.FixedLength(20), costs)
-    assert policy.lengths(((), verdicts), view).tolist() == [length]
+    assert policy.lengths(((), counts), view).tolist() == [length]
 
 
 @pytest.mark.parametrize("limit", [7, 32])
-def test_a_policy_does_not_learn_from_what_was_cut(limit):
-    """Cut drafts that stand are not whole ones to BASS, which would shrink from step to step."""
+def test_a_policy_is_not_updated_after_its_lengths_were_capped(limit):
+    """To BASS, accepted drafts that were capped are not full ones, so it would shrink."""
     costs = emsjax.StepCosts.of({16: 1.0, 32: 1.5})
     policy = emsjax.CostCapped(emsjax.BassHeuristic(limit=limit), costs)
     state, lengths = policy.init(4, 7), []
@@ -188,14 +188,14 @@ def test_a_policy_does_not_learn_from_what_was_cut(limit):
     )
     for _ in range(9):
         lengths.append(policy.lengths(state, view))
-        state = policy.update(state, view, lengths[-1], lengths[-1])  # all of them stand
+        state = policy.update(state, view, lengths[-1], lengths[-1])  # all of them are accepted
     drafted = [counts.tolist() for counts in lengths]
-    assert drafted[0] == [3] * 4  # nobody knows yet
+    assert drafted[0] == [3] * 4  # nothing is known yet
     assert drafted[-1] == [7] * 4
 
 
 @pytest.mark.parametrize("drafted", [False, True])
-def test_what_did_not_pay_is_tried_again_and_kept_once_it_pays(drafted):
+def test_drafting_that_did_not_pay_is_tried_again_and_kept_once_it_pays(drafted):
     costs = emsjax.StepCosts.of({16: 1.0, 32: 1.2, 144: 3.0}, draft_ms=0.1)
     policy = emsjax.Goodput(costs)
     whole = lambda n: jnp.full(16, n, jnp.int32)
@@ -211,7 +211,7 @@ def test_what_did_not_pay_is_tried_again_and_kept_once_it_pays(drafted):
         lengths, state = step(state, 0)
         tries += [i] if lengths.any() else []
     between = np.diff(tries)
-    # Ever the same once what was known at first is forgotten; a draft model waits longer.
+    # Periodic once the first counts have decayed; a draft model waits longer.
     assert len(set(between[1:])) == 1
     assert 40 < between[1] < 80 if drafted else 120 < between[1] < 240
     for _ in range(between[1] + 20):
@@ -223,16 +223,16 @@ def test_the_longest_draft_and_the_bucket_are_chosen_together(monkeypatch):
     monkeypatch.setattr(goodput, "row_buckets", lambda *asked: (2, 4, 5, 8))
     costs = emsjax.StepCosts.of({2: 1.0, 4: 1.2, 5: 1.3, 8: 5.0}, draft_ms=0.2)
     trials = jnp.full((2, 3), 1e6)
-    verdicts = Verdicts(trials, trials * jnp.array([[0.95], [0.6]]), jnp.float32(0))
+    counts = AcceptanceCounts(trials, trials * jnp.array([[0.95], [0.6]]), jnp.float32(0))
     many = jnp.array([3, 3], jnp.int32)
     view = StepView(jnp.ones(2, bool), many, many, drafted=False)
     # 4.45 tokens in 1.7 ms. A third token of the first sample, worth more than the second's
     # first, would take another draft step: 4.71 in 1.9 ms; one each: 3.55 in 1.4 ms.
-    assert emsjax.Goodput(costs).lengths(verdicts, view).tolist() == [2, 1]
+    assert emsjax.Goodput(costs).lengths(counts, view).tolist() == [2, 1]
 
 
 @pytest.mark.parametrize("drafted", [False, True])
-def test_goodput_has_a_largest_length(drafted):
+def test_goodput_respects_its_limit(drafted):
     policy = emsjax.Goodput(emsjax.StepCosts.of({1: 1.0}), limit=2)
     many = jnp.array([1, 5], jnp.int32)
     view = StepView(jnp.ones(2, bool), many, many, drafted)
@@ -241,7 +241,7 @@ def test_goodput_has_a_largest_length(drafted):
 
 @settings(max_examples=60)
 @given(situation=situations())
-def test_survival_falls_from_token_to_token_and_is_never_certain(situation, monkeypatch):
+def test_survival_decreases_from_token_to_token_and_is_below_1(situation, monkeypatch):
     survival = Problem((3, 3), situation, monkeypatch).survival
     assert (np.diff(survival, axis=1, prepend=1) < 0).all()
     assert (survival > 0).all()
@@ -266,7 +266,7 @@ def step(model, drafter, state, policy):
 
 
 def drafted_by_step(drafted, script, policy, steps) -> np.ndarray:
-    """Draft tokens verified, [n, b], where `drafted` is proposed and `script` said."""
+    """Verified draft tokens [n, b] if `drafted` is proposed and `script` is the target's text."""
     drafter = ScriptedDrafter(drafted % VOCAB, 7)
     options = {"draft_length": policy, "max_new_tokens": NEW_TOKENS}
     state = emsjax.init_state(small(), drafter, PROMPTS, **options)
@@ -279,7 +279,7 @@ def drafted_by_step(drafted, script, policy, steps) -> np.ndarray:
     return np.array(counts)
 
 
-def test_samples_whose_drafts_stand_get_the_longer_ones(script):
+def test_samples_whose_drafts_are_accepted_get_longer_ones(script):
     drafts = script.at[::2].add(1)  # wrong for half of the samples
     dear = emsjax.StepCosts.of({16: 1.0, 32: 3.0})
     lengths = drafted_by_step(drafts, script, emsjax.Goodput(dear), 5)
@@ -292,7 +292,7 @@ POLICIES = {"bass": emsjax.BassHeuristic(3, 1), "fixed": emsjax.FixedLength(7)}
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_a_policy_whose_drafts_stand_is_left_as_it_is(policy, script):
+def test_a_policy_whose_drafts_are_accepted_is_not_capped(policy, script):
     alone = drafted_by_step(script, script, policy, 5)
     guarded = drafted_by_step(script, script, emsjax.CostCapped(policy, COSTS), 5)
     np.testing.assert_array_equal(guarded, alone)
@@ -300,7 +300,7 @@ def test_a_policy_whose_drafts_stand_is_left_as_it_is(policy, script):
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_a_policy_is_off_while_drafts_fall_and_on_again_once_that_is_forgotten(policy, script):
+def test_a_policy_is_off_while_drafts_are_rejected_and_on_again_after_decay(policy, script):
     def drafted(memory):
         guarded = emsjax.CostCapped(policy, COSTS, prior_weight=4.0, memory=memory)
         return drafted_by_step(script + 1, script, guarded, 38).sum(axis=1)
@@ -330,7 +330,7 @@ def test_a_policy_is_off_while_drafts_fall_and_on_again_once_that_is_forgotten(p
         ({"limit": 2.0}, "limit must be an integer"),
     ],
 )
-def test_settings_without_meaning_are_refused(settings, message):
+def test_invalid_settings_are_rejected(settings, message):
     costs = emsjax.StepCosts.of({1: 1.0})
     decode = functools.partial(
         emsjax.generate, tiny_model(), [[3, 4]], emsjax.PromptLookup(), max_new_tokens=2
@@ -354,6 +354,6 @@ def test_settings_without_meaning_are_refused(settings, message):
         (emsjax.CostCapped(emsjax.FixedLength(1), 2.0), "costs must be StepCosts, not float"),
     ],
 )
-def test_what_a_policy_is_made_of_is_checked_before_any_work(policy, message):
+def test_fields_of_a_policy_are_checked_before_any_work(policy, message):
     with pytest.raises(ValueError, match=message):
         emsjax.generate(tiny_model(), [[3, 4]], emsjax.PromptLookup(), policy, max_new_tokens=2)

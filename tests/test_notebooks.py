@@ -1,4 +1,4 @@
-"""The notebooks are complete as they are committed; `notebooks/run.py` executes them."""
+"""The committed notebooks are complete; `notebooks/run.py` executes them."""
 
 import ast
 import importlib.util
@@ -35,7 +35,7 @@ def source_of(cell) -> str:
 
 
 def tree_of(cell) -> ast.Module:
-    """Of its Python: lines for IPython left out."""
+    """Syntax tree of a cell's Python, without IPython magics."""
     lines = source_of(cell).splitlines()
     return ast.parse("\n".join(re.sub(r"^(\s*)%.*", r"\1pass", line) for line in lines))
 
@@ -45,7 +45,7 @@ def code_cells(notebook) -> list:
 
 
 def shows_something(cell) -> bool:
-    """Whether it prints, or ends in a value."""
+    """Whether a cell prints, or ends in a value."""
     body = tree_of(cell).body
     calls = [node.func for node in ast.walk(tree_of(cell)) if isinstance(node, ast.Call)]
     prints = any(isinstance(f, ast.Name) and f.id in ("print", "show") for f in calls)
@@ -53,7 +53,7 @@ def shows_something(cell) -> bool:
 
 
 def defined_names(cell) -> set[str]:
-    """Those that the cell gives to something of its own."""
+    """Names that a cell assigns or defines."""
     names = set()
     for node in ast.walk(tree_of(cell)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -64,26 +64,26 @@ def defined_names(cell) -> set[str]:
 
 
 def problems(notebook, path) -> list[str]:
-    """What a committed notebook must not have."""
+    """Problems that a committed notebook must not have."""
     found = []
     cells = code_cells(notebook)
     if notebook != run.stamp(notebook, path):
         found.append("badge or install cell: run `python notebooks/run.py --stamp`")
     if notebook != run.normalise(notebook):
-        found.append("something of a machine or a run: run `python notebooks/run.py --write`")
+        found.append("traces of a machine or a run: run `python notebooks/run.py --write`")
     if [cell["execution_count"] for cell in cells] != list(range(1, len(cells) + 1)):
         found.append("not executed from top to bottom")
     exported = {*emsjax.__all__, *pallas_kernels.__all__, *plotting.__all__}
     exported |= {name for name, of in vars(verification).items() if callable(of)}
     for number, cell in enumerate(cells, start=1):
         if shows_something(cell) != bool(cell["outputs"]) and number > 1:
-            found.append(f"cell {number}: outputs and what it shows do not go together")
+            found.append(f"cell {number}: its outputs do not match what it shows")
         if taken := defined_names(cell) & exported:
             found.append(f"cell {number} defines {taken}, which the library exports")
         for output in cell["outputs"]:
             if output["output_type"] == "error" or output.get("name") == "stderr":
                 found.append(f"cell {number}: an error or a warning")
-    # Pictures are base64: not text.
+    # Pictures are base64, not text.
     shown = [{**cell, "outputs": [texts_of(o) for o in cell.get("outputs", ())]} for cell in cells]
     texts = [source_of(cell) for cell in notebook["cells"]] + [
         str(cell["outputs"]) for cell in shown
@@ -116,7 +116,7 @@ def test_a_badge_opens_the_notebook_itself(path):
     assert f"/{run.REPOSITORY}/blob/{run.BRANCH}/notebooks/{path.name})" in first
 
 
-def test_the_repository_is_named_in_one_place(tmp_path, monkeypatch):
+def test_the_repository_is_defined_in_one_place(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "REPOSITORY", "some/where")
     monkeypatch.setattr(run, "INSTALL", run.INSTALL.replace("emsjax/emsjax", "some/where"))
     for path in PATHS:
@@ -126,7 +126,7 @@ def test_the_repository_is_named_in_one_place(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("checkout", [True, False])
-def test_a_checkout_installs_itself_and_other_places_the_repository(
+def test_a_checkout_installs_itself_and_other_folders_the_repository(
     checkout, tmp_path, monkeypatch
 ):
     (tmp_path / "notebooks").mkdir()
@@ -146,7 +146,7 @@ def test_a_checkout_installs_itself_and_other_places_the_repository(
     assert (str(tmp_path) in sys.path) == checkout
 
 
-def test_the_costs_behind_the_synergy_curve_are_the_measured_ones():
+def test_the_costs_of_the_synergy_curve_are_the_measured_ones():
     (cell,) = (c for c in code_cells(run.load(PATHS[4])) if "COSTS = " in source_of(c))
     names = {"emsjax": emsjax}
     exec(ast.unparse(tree_of(cell).body[0]), names)
@@ -163,7 +163,7 @@ def test_the_costs_behind_the_synergy_curve_are_the_measured_ones():
     assert costs.reread == pytest.approx(measured["reread"], abs=0.005)
 
 
-def test_what_the_paper_is_compared_with_is_what_was_measured():
+def test_the_comparison_with_the_paper_has_the_measured_figures():
     measured = json.loads((FOLDER.parent / "benchmarks" / "h200-ems-sd.json").read_text())
     methods = {entry["batch"]: entry["methods"] for entry in measured["entries"]}
     texts = [source_of(cell) for cell in run.load(PATHS[3])["cells"]]
@@ -200,7 +200,7 @@ def changed(one, other, source="print(x)"):
         ("", "x"),
     ],
 )
-def test_outputs_that_are_no_longer_so_are_found(one, other):
+def test_stale_outputs_are_detected(one, other):
     (found,) = changed(one, other)
     assert repr(one) in found
     assert repr(other) in found
@@ -263,7 +263,7 @@ FAULTS += [copied_code, a_path, a_warning, an_error]
 
 
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
-def test_a_planted_fault_is_found(plant):
+def test_a_planted_fault_is_detected(plant):
     notebook = run.load(PATHS[0])
     plant(notebook, code_cells(notebook))
     assert problems(notebook, PATHS[0])

@@ -1,4 +1,4 @@
-"""What a draft-length policy of one's own must be: named otherwise."""
+"""Errors for invalid draft-length policies of users."""
 
 import dataclasses
 from pathlib import Path
@@ -19,7 +19,7 @@ COSTS = StepCosts.of({16: 4.0, 128: 5.0})
 
 
 class Plain:
-    """Two tokens in each step; not registered."""
+    """Two tokens in each step; not registered as a pytree."""
 
     def init(self, batch, max_draft_tokens):
         return ()
@@ -34,7 +34,7 @@ class Plain:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Halving(Plain):
-    """It, returning something else."""
+    """A policy that changes the lengths or their type."""
 
     change: str = "halves"
 
@@ -65,7 +65,7 @@ NO_POLICIES = {
 
 @pytest.mark.parametrize("drafter", [None, LOOKUP], ids=["plain", "lookup"])
 @pytest.mark.parametrize(("policy", "message"), NO_POLICIES.values(), ids=NO_POLICIES)
-def test_what_is_no_policy_is_named_before_any_work(policy, message, drafter):
+def test_an_object_that_is_not_a_policy_is_rejected_before_any_work(policy, message, drafter):
     for prompts in (PROMPTS, iter(PROMPTS)):
         with pytest.raises(ValueError, match=f"^draft_length must be a .*{message}"):
             emsjax.stream(tiny_model(), prompts, drafter, policy, NEW, batch_size=1)
@@ -77,7 +77,7 @@ def test_what_is_no_policy_is_named_before_any_work(policy, message, drafter):
 @pytest.mark.parametrize(
     ("change", "got"), [("halves", r"float32\[2\]"), ("rows", r"int32\[2, 1\]")]
 )
-def test_lengths_that_are_no_integers_per_sample_name_the_policy(change, got, capped):
+def test_lengths_that_are_not_one_integer_per_sample_are_rejected(change, got, capped):
     policy = Halving(change)
     if capped:
         policy = emsjax.CostCapped(policy, COSTS)
@@ -89,7 +89,7 @@ def test_lengths_that_are_no_integers_per_sample_name_the_policy(change, got, ca
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Counting(Plain):
-    """Its state is a sum that becomes a fraction."""
+    """A policy whose state changes from an integer to a fraction."""
 
     def init(self, batch, max_draft_tokens):
         return jnp.zeros(batch, jnp.int32)
@@ -99,7 +99,7 @@ class Counting(Plain):
 
 
 @pytest.mark.parametrize("capped", [False, True])
-def test_a_state_of_another_kind_names_the_policys_update(capped):
+def test_an_update_that_changes_the_type_of_the_state_is_rejected(capped):
     policy = emsjax.CostCapped(Counting(), COSTS) if capped else Counting()
     rule = "the policy's state must keep its structure, shapes and types: update returned"
     with pytest.raises(ValueError, match=rf"^{rule} float32\[2\] instead of int32\[2\]"):
@@ -107,14 +107,14 @@ def test_a_state_of_another_kind_names_the_policys_update(capped):
 
 
 @pytest.mark.parametrize("change", ["bytes", "one", "a number"])
-def test_integers_of_any_type_are_lengths(change):
+def test_lengths_may_be_integers_of_any_type(change):
     plain = emsjax.generate(tiny_model(), PROMPTS, max_new_tokens=NEW)
     out = emsjax.generate(tiny_model(), PROMPTS, LOOKUP, Halving(change), max_new_tokens=NEW)
     np.testing.assert_array_equal(out.tokens, plain.tokens)
 
 
 @pytest.mark.parametrize("profile", ["profile.json", Path("profile.json"), {"costs": {}}])
-def test_a_profile_in_place_of_its_costs_is_refused_where_the_policy_is_made(profile):
+def test_a_profile_instead_of_costs_is_rejected_when_the_policy_is_created(profile):
     with pytest.raises(ValueError, match=r"^costs must be StepCosts.*Goodput\.from_profile"):
         emsjax.Goodput(profile)
     with pytest.raises(ValueError, match=r"^costs must be StepCosts.*StepCosts\.from_profile"):

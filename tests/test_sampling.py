@@ -1,4 +1,4 @@
-"""Sampled tokens: right distribution, and the same whatever was drafted."""
+"""Sampled tokens have the right distribution and do not depend on the drafts."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from emsjax.sampling import Purpose, Sampling, draw, position_keys, warp
 
 
 def expected_probs(logits, temperature, top_k, top_p):
-    """Warping by sorting, in float64."""
+    """The warped distribution, computed by sorting in float64."""
     logits = np.asarray(logits, np.float64)
     if temperature > 0:
         logits = logits / temperature
@@ -47,7 +47,7 @@ def test_warped_distribution_equals_the_sorted_one(logits, temperature, top_k, t
 
 
 @pytest.mark.parametrize("sampling", [(1e-12, 0, 1.0), (1e-30, 5, 0.9), (1.0, 0, 1e-46)])
-def test_what_is_all_but_greedy_is_greedy(sampling):
+def test_nearly_greedy_settings_are_greedy(sampling):
     model, prompts = tiny_model(), ragged_prompts([5, 9])
     greedy = emsjax.generate(model, prompts, max_new_tokens=7)
     for drafter in (None, emsjax.DraftModel(tiny_model(num_hidden_layers=1), 3)):
@@ -87,7 +87,7 @@ def test_sampled_tokens_do_not_depend_on_drafts_or_batches():
     sampling = Sampling([0.0, 1.0, 0.5, 1.5], [0, 0, 5, 0], [1.0, 1.0, 0.9, 0.7])
     options = {"max_new_tokens": 20, "sampling": sampling, "key": jax.random.key(5)}
     plain = emsjax.generate(model, prompts, num_sequences=3, **options)
-    assert len({tuple(row) for row in plain.tokens[3:6]}) == 3  # own keys
+    assert len({tuple(row) for row in plain.tokens[3:6]}) == 3  # different keys
     greedy = emsjax.generate(model, prompts[:1], max_new_tokens=20)
     np.testing.assert_array_equal(plain.tokens[0], greedy.tokens[0])
     lookup = emsjax.PromptLookup(match_length=1, search_generated=True)
@@ -122,4 +122,4 @@ def test_sequences_are_ranked_by_mean_logprob_within_their_prompt():
         assert sorted(row) == [3 * prompt + i for i in range(3)]
         means = [np.mean(out.logprobs[i][: out.lengths[i]]) for i in row]
         assert means == sorted(means, reverse=True)
-    assert len({tuple(row % 3) for row in ranks}) == 2  # not the order they came in
+    assert len({tuple(row % 3) for row in ranks}) == 2  # not simply in their order

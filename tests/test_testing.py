@@ -1,4 +1,4 @@
-"""The public check: what it lets pass, what it refuses, and how it explains."""
+"""The public checks: what passes, what fails, and how failures are explained."""
 
 import dataclasses
 
@@ -10,9 +10,8 @@ from toy import ragged_prompts, tiny_model
 
 import emsjax
 import pallas_kernels
-from emsjax import testing
 from emsjax.sampling import Purpose, position_keys
-from emsjax.testing import assert_lossless, assert_same_distribution
+from emsjax.testing import assert_lossless, assert_same_distribution, lossless
 from emsjax.testing.divergence import Divergence
 
 OPTIONS = {"max_new_tokens": 12, "eos_token_ids": ()}
@@ -30,7 +29,7 @@ def prompts():
 
 
 class LastToken:
-    """Says the last token again."""
+    """Proposes the last token again."""
 
     max_draft_tokens = 3
 
@@ -46,7 +45,7 @@ class LastToken:
 
 
 def forgetful(query, key, value, keys, values, segment_ids, positions, lengths, **options):
-    """Attention in which the rows of a draft do not see each other: a fault."""
+    """A fault: rows of a draft do not attend to each other."""
     first = jnp.concatenate([jnp.ones(1, bool), segment_ids[1:] != segment_ids[:-1]])
     alone = jnp.where(first | (positions < 4), segment_ids, keys.shape[0])
     return pallas_kernels.reference.ragged_attention(
@@ -55,7 +54,7 @@ def forgetful(query, key, value, keys, values, segment_ids, positions, lengths, 
 
 
 def short_sighted(*arrays, **options):
-    """Attention that overlooks the last token of every cache: a fault."""
+    """A fault: the last token of every cache is ignored."""
     *others, lengths = arrays
     return own_attention(*others, jnp.maximum(lengths - 1, 0), **options)
 
@@ -65,14 +64,14 @@ def own_attention(*arrays, **options):
 
 
 @pytest.mark.parametrize("drafter", [None, LOOKUP, LastToken()], ids=["none", "lookup", "own"])
-def test_what_is_right_passes(model, prompts, drafter):
+def test_correct_drafters_and_attention_pass(model, prompts, drafter):
     found = assert_lossless(model, drafter, prompts, own_attention, **OPTIONS)
     assert found.near_ties == ()
     assert found.output.tokens.shape == (3, 12)
     assert (found.output.stats.num_drafted.sum() > 0) == (drafter is not None)
 
 
-def test_attention_that_forgets_is_caught_and_explained(model, prompts):
+def test_attention_that_ignores_rows_is_detected_and_explained(model, prompts):
     with pytest.raises(AssertionError) as caught:
         assert_lossless(model, LOOKUP, prompts, forgetful, **OPTIONS)
     count, where, margins, likeliest = str(caught.value).splitlines()[:4]
@@ -93,7 +92,7 @@ def test_attention_that_forgets_is_caught_and_explained(model, prompts):
     )
 
 
-def test_attention_that_reads_what_is_undefined_is_told_by_its_nan(model, prompts):
+def test_attention_that_reads_undefined_values_is_detected_by_nan(model, prompts):
     poisoned = lambda query, *arrays, **options: jnp.full_like(query, jnp.nan)
     with pytest.raises(AssertionError, match="3 of 3 sequences") as caught:
         assert_lossless(model, LOOKUP, prompts, poisoned, **OPTIONS)
@@ -112,11 +111,11 @@ def test_sampled_tokens_are_compared_under_one_key(model, prompts):
         assert_lossless(model, LOOKUP, prompts, short_sighted, **options)
 
 
-def test_what_cannot_be_compared_is_refused(model, prompts):
+def test_runs_that_cannot_be_compared_are_rejected(model, prompts):
     options = {**OPTIONS, "sampling": emsjax.Sampling(1.0), "key": jax.random.key(0)}
     with pytest.raises(ValueError, match="not its tokens"):
         assert_lossless(model, emsjax.DraftModel(model), prompts, **options)
-    with pytest.raises(ValueError, match="in float32 alone, not bfloat16"):
+    with pytest.raises(ValueError, match="in float32 only, not bfloat16"):
         assert_lossless(model.astype(jnp.bfloat16), LOOKUP, prompts, **options)
     with pytest.raises(ValueError, match="no two runs stop at the same token"):
         assert_lossless(model, LOOKUP, prompts, **OPTIONS, time_budget_s=1e-6)
@@ -129,15 +128,15 @@ def test_sampled_tokens_of_a_drafter_with_references_are_compared(model, prompts
     assert found.output.tokens.shape == (2 * len(prompts), 12)
 
 
-def test_what_generate_refuses_is_refused_before_any_work(model, prompts, monkeypatch):
-    monkeypatch.setattr(testing, "generate", None)
+def test_invalid_arguments_are_rejected_before_any_work(model, prompts, monkeypatch):
+    monkeypatch.setattr(lossless, "generate", None)
     with pytest.raises(ValueError, match=r"sampling must be emsjax\.Sampling"):
         assert_lossless(model, LOOKUP, prompts, **OPTIONS, sampling=0.8)
     with pytest.raises(ValueError, match="'str' has none"):
         assert_lossless(model, "prompt-lookup", prompts, **OPTIONS)
 
 
-def test_sixteen_bits_may_part_at_near_ties_alone(model, prompts, monkeypatch):
+def test_sixteen_bit_types_may_differ_only_at_near_ties(model, prompts, monkeypatch):
     narrow = model.astype(jnp.bfloat16)
     found = assert_lossless(narrow, LOOKUP, prompts, **OPTIONS)
     assert all(one.is_near_tie for one in found.near_ties)
@@ -146,12 +145,12 @@ def test_sixteen_bits_may_part_at_near_ties_alone(model, prompts, monkeypatch):
     assert "Up to 1.56% is a near-tie" in str(caught.value)
 
     tie = Divergence(1, 2, 5, 6, margin=0.1, largest=6.4, likeliest=(6, 5), lead=0.1)
-    monkeypatch.setattr(testing, "first_divergences", lambda *arguments: [tie])
+    monkeypatch.setattr(lossless, "first_divergences", lambda *arguments: [tie])
     assert assert_lossless(narrow, LOOKUP, prompts, **OPTIONS).near_ties == (tie,)
     with pytest.raises(AssertionError, match="plain decoding is the one that is wrong"):
         assert_lossless(model, LOOKUP, prompts, **OPTIONS)
     far = dataclasses.replace(tie, margin=0.11, likeliest=(7, 5))
-    monkeypatch.setattr(testing, "first_divergences", lambda *arguments: [far] * 6)
+    monkeypatch.setattr(lossless, "first_divergences", lambda *arguments: [far] * 6)
     with pytest.raises(AssertionError, match="neither run is right") as caught:
         assert_lossless(narrow, LOOKUP, prompts, **OPTIONS)
     message = str(caught.value)
@@ -163,13 +162,13 @@ def test_sixteen_bits_may_part_at_near_ties_alone(model, prompts, monkeypatch):
 # Distributions
 
 
-DRAWN = jnp.array([0.5, 0.3, 0.2])  # of tokens 3, 4 and 5
+DRAWN = jnp.array([0.5, 0.3, 0.2])  # probabilities of tokens 3, 4 and 5
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Draws:
-    """Draws token 3, 4 or 5, and claims to have done so with these probabilities."""
+    """Draws token 3, 4 or 5 and returns the claimed probabilities."""
 
     claimed: jax.Array  # [k, 3]
 
@@ -190,7 +189,7 @@ class Draws:
 
 RIGHT, UNIFORM, REVERSED = DRAWN, jnp.full(3, 1 / 8), DRAWN[::-1]
 SAMPLED = {"sampling": emsjax.Sampling(0.9, top_k=7), "key": jax.random.key(3)}
-SAMPLED |= {"samples": 1024, "batch_size": 1024}  # refilled slots compile longer
+SAMPLED |= {"samples": 1024, "batch_size": 1024}  # refilled slots take longer to compile
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +201,7 @@ def few_tokens():
 @pytest.mark.parametrize(
     "drafter", [Draws(jnp.stack([RIGHT, RIGHT])), LOOKUP, None], ids=["draws", "lookup", "none"]
 )
-def test_drafters_that_are_right_keep_the_distribution(few_tokens, drafter):
+def test_correct_drafters_keep_the_distribution(few_tokens, drafter):
     out = assert_same_distribution(few_tokens, drafter, [5, 6, 5], **SAMPLED)
     assert out.tokens.shape == (1024, 3)
     assert len(np.unique(out.tokens, axis=0)) > 100
@@ -214,7 +213,7 @@ def test_drafters_that_are_right_keep_the_distribution(few_tokens, drafter):
     [((UNIFORM, RIGHT), 0), ((REVERSED, RIGHT), 0), ((RIGHT, UNIFORM), 1)],
     ids=["uniform", "reversed", "later"],
 )
-def test_probabilities_that_are_not_those_of_the_draws_are_found(few_tokens, claimed, position):
+def test_probabilities_other_than_those_of_the_draws_are_detected(few_tokens, claimed, position):
     where = f"position {position} of the new tokens has another distribution"
     with pytest.raises(AssertionError, match=where) as caught:
         assert_same_distribution(few_tokens, Draws(jnp.stack(claimed)), [5, 6, 5], **SAMPLED)
@@ -222,13 +221,13 @@ def test_probabilities_that_are_not_those_of_the_draws_are_found(few_tokens, cla
 
 
 @pytest.mark.parametrize("tail", [1e-5, 1e-4, 0.02])
-def test_right_counts_are_seldom_refused(tail):
-    """However rare some tokens are: at this level one of 10,000."""
+def test_correct_counts_are_rarely_rejected(tail):
+    """At this level one in 10,000 is rejected, however rare some tokens are."""
     probs = np.r_[0.6, 0.39, np.full(50, tail / 50)] / (0.99 + tail)
     rng, refused = np.random.default_rng(0), 0
     for _ in range(1000):
         try:
-            testing._check_counts(rng.multinomial(1000, probs), 1000 * probs, 0, 1e-4)
+            lossless._check_counts(rng.multinomial(1000, probs), 1000 * probs, 0, 1e-4)
         except AssertionError:
             refused += 1
     assert refused < 3
@@ -236,20 +235,20 @@ def test_right_counts_are_seldom_refused(tail):
 
 @pytest.mark.parametrize("probability", [1 - 1e-3, 0.995])
 def test_one_likely_token_beside_rare_ones_is_compared(probability):
-    """Rarer than what is counted, all together: their number is compared with the binomial."""
+    """All rare tokens together are too few to count, so an exact binomial test is used."""
     expected = 1000 * np.r_[probability, np.full(20, (1 - probability) / 20)]
     observed = np.r_[990, np.full(10, 1), np.zeros(10, int)]
     level = 1e-3
     if probability == 0.995:
-        testing._check_counts(observed, expected, 0, level)  # 10 where 5 are expected: 3 %
+        lossless._check_counts(observed, expected, 0, level)  # 10 where 5 are expected: 3 %
         return
     with pytest.raises(AssertionError, match="another distribution"):
-        testing._check_counts(observed, expected, 0, level)
+        lossless._check_counts(observed, expected, 0, level)
     with pytest.raises(AssertionError, match="another distribution"):
-        testing._check_counts(observed[::-1], expected, 0, level)
+        lossless._check_counts(observed[::-1], expected, 0, level)
 
 
-def test_samples_too_few_to_compare_are_refused(few_tokens):
+def test_too_few_samples_to_compare_are_rejected(few_tokens):
     few = SAMPLED | {"samples": 12, "batch_size": 12}
     with pytest.raises(ValueError, match="samples must be at least") as caught:
         assert_same_distribution(few_tokens, LOOKUP, [5, 6, 5], **few)
@@ -257,15 +256,15 @@ def test_samples_too_few_to_compare_are_refused(few_tokens):
     assert 12 < enough <= 8 * 8
 
 
-def test_distributions_of_16_bits_are_not_compared(model):
-    with pytest.raises(ValueError, match="in float32 alone, not bfloat16"):
+def test_distributions_in_16_bit_types_are_not_compared(model):
+    with pytest.raises(ValueError, match="in float32 only, not bfloat16"):
         assert_same_distribution(model.astype("bfloat16"), None, [5], **SAMPLED)
 
 
-def test_a_token_that_the_target_never_says_is_found():
+def test_a_token_that_is_impossible_for_the_target_is_detected():
     expected, observed = np.array([500.0, 500.0, 0.0]), np.array([500, 499, 1])
     with pytest.raises(AssertionError, match=r"token 2: 1 times, expected 0\.0"):
-        testing._check_counts(observed, expected, 0, 1e-6)
+        lossless._check_counts(observed, expected, 0, 1e-6)
 
 
 def test_greedy_tokens_have_no_distribution_to_compare(model):

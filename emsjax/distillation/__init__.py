@@ -1,4 +1,4 @@
-"""A draft model for any target: cut out of it, and trained to say what it says."""
+"""A draft model for any target, pruned from it and trained to predict its tokens."""
 
 from emsjax.distillation.checkpoints import Checkpoints, train
 from emsjax.distillation.evaluation import evaluate

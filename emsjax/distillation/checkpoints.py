@@ -1,4 +1,4 @@
-"""Training that survives a kill at any moment, with orbax."""
+"""Training that can be killed at any moment and resumed, with orbax checkpoints."""
 
 import time
 from collections.abc import Callable
@@ -17,10 +17,10 @@ REPORT_SECONDS = 5.0
 
 
 class Checkpoints:
-    """The newest states of a training run, each whole or not there.
+    """The newest states of a training run, each of which is written atomically.
 
     Args:
-        folder: of its own; made if it is not there.
+        folder: a folder for the checkpoints only, created if it does not exist.
     """
 
     def __init__(self, folder: str | PathLike):
@@ -28,12 +28,12 @@ class Checkpoints:
         self.manager = ocp.CheckpointManager(Path(folder).resolve(), options=options)
 
     def save(self, step: int, state: TrainState, losses: list[float]) -> None:
-        """Keep the state after `step` steps, and their losses."""
+        """Save the state after `step` steps and the losses of these steps."""
         saved = {"state": state, "losses": np.asarray(losses, np.float32)}
         self.manager.save(step, args=ocp.args.StandardSave(saved))
 
     def restore(self, like: TrainState) -> tuple[int, TrainState, list[float]]:
-        """The newest step, its state and the losses so far; `like` and none at the start."""
+        """The newest step, its state and the losses so far; (0, `like`, []) if there is none."""
         step = self.manager.latest_step()
         if step is None:
             return 0, like, []
@@ -46,7 +46,7 @@ class Checkpoints:
         return step, saved["state"], np.asarray(saved["losses"]).tolist()
 
     def close(self) -> None:
-        """Wait for what is being written."""
+        """Wait until all checkpoints are written."""
         self.manager.close()
 
 
@@ -59,16 +59,16 @@ def train(
     every: int = 500,
     say: Callable[[str], None] = lambda line: None,
 ) -> tuple[OPT, np.ndarray]:
-    """The trained model, float32, and the losses [steps] before each step.
+    """Train and return the model, in float32, and the loss [steps] before each step.
 
     Args:
-        trainer: what is trained, and how.
-        sequences: anything that holds a `Batch` for each step.
-        steps: of the whole training, those before the newest checkpoint included.
-        checkpoints: training goes on from the newest, and its result is that of a run that was
-            never stopped; None: nothing is kept.
+        trainer: the model and how it is trained.
+        sequences: `sequences[step]` is the `Batch` of a step.
+        steps: steps of the whole training, including those before the newest checkpoint.
+        checkpoints: training resumes from the newest one, with the result of a run that was never
+            interrupted; None to save nothing.
         every: steps between two checkpoints.
-        say: is told how far training has come, every few seconds.
+        say: called with a line about the progress every few seconds.
 
     Raises:
         ValueError: the newest checkpoint has more steps.
@@ -78,7 +78,7 @@ def train(
         first, state, losses = checkpoints.restore(state)
         if first > steps:
             raise ValueError(f"steps must be at least {first}, those of the checkpoint: {steps}")
-    # Not fetched one by one: the device need not wait.
+    # Losses are not fetched one by one, so that the device does not have to wait.
     new, reported, begin, tokens = [], time.monotonic(), time.monotonic(), 0
     for step in range(first, steps):
         batch = sequences[step]

@@ -1,4 +1,4 @@
-"""What a draft model is worth: how often its tokens stand, and how fast decoding is with it."""
+"""The value of a draft model: its acceptance rate, and the speed of decoding with it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,24 +21,24 @@ def evaluate(
     new_tokens: int = 128,
     batch_size: int = 8,
 ) -> dict[str, Any]:
-    """Greedy decoding of the prompts, in groups of `batch_size`.
+    """Decode the prompts greedily in groups of `batch_size`, and measure acceptance and speed.
 
     Args:
         target: the model that decodes.
-        draft_model: None: plain decoding.
+        draft_model: the draft model, or None for plain decoding.
         prompts: token ids, int32 [t] each.
-        draft_tokens: of every step; below `new_tokens`.
-        new_tokens: of each prompt, at most.
+        draft_tokens: draft tokens of every step; below `new_tokens`.
+        new_tokens: largest number of new tokens of each prompt.
         batch_size: prompts decoded at once.
 
     Returns:
-        `acceptance_rate`; `by_position`, the share of draft tokens at each position that stood
-        where all before did, of sequences that no token ends; `mean_acceptance_length`;
-        `tokens_per_s`, prefill excluded.
+        `acceptance_rate`; `by_position`, the fraction of draft tokens at each position that were
+        accepted if all tokens before them were, in sequences that no end token ends;
+        `mean_acceptance_length`; `tokens_per_s`, prefill excluded.
 
     Raises:
-        ValueError: as `emsjax.generate`, no prompts, or so many draft tokens that no step drafts
-            them all.
+        ValueError: `emsjax.generate` rejects the arguments, there are no prompts, or
+            `draft_tokens` is so large that no step drafts all of them.
     """
     if draft_tokens >= new_tokens:
         raise ValueError(f"draft_tokens must be below new_tokens {new_tokens}, not {draft_tokens}")
@@ -60,7 +60,10 @@ def evaluate(
 
 
 def by_position(target: OPT, drafter: DraftModel, groups, new_tokens: int) -> list[float]:
-    """Of steps that all draft as much as they can: none is cut short by a sequence's end."""
+    """Acceptance rates by position, in steps that draft as many tokens as they can.
+
+    No step is cut short by the end of a sequence.
+    """
     k = drafter.max_draft_tokens
     histogram = np.zeros(k + 1, np.int64)
     run = Run.of(target, drafter).flat()
@@ -72,10 +75,10 @@ def by_position(target: OPT, drafter: DraftModel, groups, new_tokens: int) -> li
 
 
 def acceptance_by_position(histogram: np.ndarray) -> list[float]:
-    """Of the steps that accepted at least i tokens, the share that accepted more; i = 0..k-1.
+    """Fraction of the steps with at least i accepted tokens that accepted more, for i = 0..k-1.
 
     Args:
-        histogram: steps by number of accepted tokens, 0..k, of k drafted.
+        histogram: number of steps by accepted tokens, 0..k, of k drafted ones.
     """
     at_least = np.cumsum(histogram[::-1])[::-1]
     return (at_least[1:] / np.maximum(at_least[:-1], 1)).tolist()

@@ -22,27 +22,27 @@ def continuations(
     temperature: float = 1.0,
     seed: int = 0,
 ) -> list[np.ndarray]:
-    """Excerpts of documents, each with what the target says next.
+    """Excerpts of documents, each with the target's continuation.
 
-    A draft model is asked to go on where the target has been writing for a while: there its
-    drafts are verified, and there it must be like the target.
+    While decoding, a draft model continues text that the target has written, so it must agree
+    with the target there.
 
     Args:
         target: the model.
-        documents: token ids; all are taken once before any a second time. Their first excerpts
-            are their beginnings, later ones begin anywhere.
-        count: how many.
-        prompt_tokens: of an excerpt, and at most half of the document.
-        new_tokens: at most.
-        batch_size: decoded at once.
-        temperature: 0: greedy.
-        seed: of the excerpts and of the samples.
+        documents: token ids; each is used once before any is used again. The first excerpt of a
+            document is its beginning, later ones begin anywhere.
+        count: number of continuations.
+        prompt_tokens: length of an excerpt, which is at most half of the document.
+        new_tokens: largest number of new tokens.
+        batch_size: sequences decoded at once.
+        temperature: temperature of sampling; 0 is greedy.
+        seed: seed of the excerpts and of the samples.
 
     Returns:
-        `count` arrays of token ids, int32 [t] each: an excerpt, and what the target said.
+        `count` arrays of token ids, int32 [t] each: an excerpt and the target's continuation.
 
     Raises:
-        ValueError: no documents, or the target has no room for `new_tokens` behind a prompt.
+        ValueError: there are no documents, or the target has too few positions for `new_tokens`.
     """
     if not count:
         return []

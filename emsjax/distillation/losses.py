@@ -1,9 +1,10 @@
-"""What a draft model learns: the text, or the target's distribution.
+"""Losses of a draft model with respect to the text or the target's distribution.
 
-Axis legend: see `emsjax.decode.pack`; n = predictions.
+p is the target's distribution and q the draft model's. Axis legend: see `emsjax.decode.pack`;
+n = predictions.
 
-Reference: of the acceptance rate and total variation, corollary 3.6 of Leviathan et al.,
-arXiv 2211.17192; of both divergences for draft models, DistillSpec, arXiv 2310.08461.
+References: Leviathan et al., arXiv 2211.17192, corollary 3.6, for the acceptance rate and total
+variation; DistillSpec, arXiv 2310.08461, for both divergences in draft models.
 """
 
 import math
@@ -19,25 +20,25 @@ CROSS_ENTROPY = "cross-entropy"
 def cross_entropy(logits, labels, target_logits) -> Float[Array, "n"]:
     """-log q(label)."""
     del target_logits
-    # Not by index: the gradient of that is a scatter into an array as large as the logits.
+    # Indexing would have a scatter into an array as large as the logits as its gradient.
     is_label = jnp.arange(logits.shape[1]) == labels[:, None]
     return jax.nn.logsumexp(logits, axis=1) - jnp.sum(jnp.where(is_label, logits, 0), axis=1)
 
 
 def forward_kl(logits, labels, target_logits) -> Float[Array, "n"]:
-    """KL(p || q): the draft covers all that the target may say."""
+    """KL(p || q), which makes the draft cover all of the target's distribution."""
     del labels
     return _kl(jax.nn.log_softmax(target_logits), jax.nn.log_softmax(logits))
 
 
 def reverse_kl(logits, labels, target_logits) -> Float[Array, "n"]:
-    """KL(q || p): the draft keeps to what the target says often."""
+    """KL(q || p), which makes the draft concentrate on the target's likeliest tokens."""
     del labels
     return _kl(jax.nn.log_softmax(logits), jax.nn.log_softmax(target_logits))
 
 
 def total_variation(logits, labels, target_logits) -> Float[Array, "n"]:
-    """Half the sum of |p - q|: a sampled draft token is rejected with just this probability."""
+    """Half the sum of |p - q|, the probability that a sampled draft token is rejected."""
     del labels
     difference = jax.nn.softmax(logits) - jax.nn.softmax(target_logits)
     return 0.5 * jnp.sum(jnp.abs(difference), axis=-1)
@@ -56,7 +57,7 @@ LOSSES = {
 
 
 def check_losses(weights: Mapping[str, float]) -> None:
-    """Raises a ValueError for an unknown loss, or weights that are no finite numbers above 0."""
+    """Raises a ValueError unless all losses are known and have finite weights above 0."""
     if not weights:
         raise ValueError("losses is empty: at least one is needed")
     for name, weight in weights.items():
@@ -76,13 +77,15 @@ def combined(
     labels: Int32[Array, "n"],
     target_logits: Float[Array, "n v"] | None,
 ) -> Float[Array, "n"]:
-    """The weighted sum of the losses of each prediction, in nats but for total variation.
+    """The weighted sum of the losses of each prediction.
+
+    All losses are in nats, except for total variation.
 
     Args:
-        weights: by name, of `LOSSES`.
-        logits: of the draft, q.
-        labels: the tokens that follow.
-        target_logits: of the target, p; None if no loss `needs_target`.
+        weights: weight of each loss by its name in `LOSSES`.
+        logits: logits of the draft, q.
+        labels: the next tokens.
+        target_logits: logits of the target, p; None if no loss `needs_target`.
     """
     return sum(
         weight * LOSSES[name](logits, labels, target_logits) for name, weight in weights.items()

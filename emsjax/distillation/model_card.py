@@ -1,4 +1,4 @@
-"""The README.md of a distilled model's folder."""
+"""The README.md in the folder of a distilled model."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,8 +11,8 @@ tags: [speculative-decoding, draft-model, distillation]
 
 # A draft model for {target}
 
-OPT with {layers} layers of width {width}: {draft} parameters, where its target has {of_target}.
-Its purpose is to draft for that target; by itself it is no good language model.
+An OPT model with {layers} layers of width {width} and {draft} parameters; its target has
+{of_target}. It is trained to draft for that target, and is not a good language model by itself.
 ```python
 import emsjax
 
@@ -22,18 +22,19 @@ out = emsjax.generate(target, prompts, drafter=emsjax.DraftModel(draft))
 ```
 
 ## Training
-It began as {start}. {steps} steps of {batch} sequences of {length} tokens: the user's texts
-(SHA-256 of the file {digest}){apart}, and {generations} of the target's
-own continuations, at temperature {temperature:g}. Losses: {losses}. AdamW, peak learning rate
-{rate:g}, weight decay {decay:g}, {warm_up} steps of warm-up and a cosine. Command:
+Training started from {start} and took {steps} steps of {batch} sequences of {length} tokens:
+the user's texts (SHA-256 of the file {digest}){apart}, and {generations} of the
+target's own continuations at temperature {temperature:g}. Losses: {losses}. Optimizer: AdamW
+with peak learning rate {rate:g}, weight decay {decay:g}, {warm_up} warm-up steps and cosine decay.
+Command:
 ```
 {command}
 ```
 
 ## What it gains
-Greedy decoding of the {held_out} held-out texts' second halves, {new_tokens} tokens each,
-{draft_tokens} drafted per step, on {device} (jax {jax}). "Before" is the model that training began
-with.
+The second halves of the {held_out} held-out texts were decoded greedily, {new_tokens} tokens each
+with {draft_tokens} draft tokens per step, on {device} (jax {jax}). "Before" is the model before
+training.
 
 | | plain | before | after |
 | --- | --- | --- | --- |
@@ -42,12 +43,12 @@ with.
 
 
 def model_card(record: Mapping[str, Any]) -> str:
-    """The card of a finished run's record, as `emsjax distil` writes it."""
+    """The model card of a finished run, from the record that `emsjax distil` writes."""
     settings, results = record["settings"], record["results"]
     config, parameters = results["config"], results["parameters"]
     apart = ", {held_out} of which were held out"
     if settings["held_out_data_sha256"] is not None:
-        apart = ", beside {held_out} held-out ones (of the file {held_out_data_sha256})"
+        apart = ", with {held_out} held-out ones from another file ({held_out_data_sha256})"
     started = settings["draft_model"]
     if settings["start"] == "random":
         started = f"random weights (embeddings {settings['embeddings']})"
@@ -80,14 +81,14 @@ def model_card(record: Mapping[str, Any]) -> str:
 
 
 def gains(results: Mapping[str, Any]) -> list[str]:
-    """Rows of a Markdown table: plain decoding, and with the draft before and after training."""
+    """Rows of a Markdown table: plain decoding, and the draft before and after training."""
     sides = [results[name] for name in ("plain", "before", "after")]
     speed = [f"{side['tokens_per_s']:.0f}" for side in sides]
     over = [f"{side['tokens_per_s'] / sides[0]['tokens_per_s']:.2f}" for side in sides]
     rows = [["acceptance rate", "", *(f"{side['acceptance_rate']:.3f}" for side in sides[1:])]]
     for i in range(len(sides[1]["by_position"])):
         shares = (f"{side['by_position'][i]:.3f}" for side in sides[1:])
-        rows.append([f"of draft position {i + 1}", "", *shares])
+        rows.append([f"at draft position {i + 1}", "", *shares])
     lengths = (f"{side['mean_acceptance_length']:.2f}" for side in sides)
     rows += [["mean acceptance length", *lengths], ["tokens/s", *speed], ["speed-up", *over]]
     return [f"| {' | '.join(row)} |" for row in rows]

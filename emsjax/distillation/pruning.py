@@ -1,13 +1,13 @@
-"""A small model made of parts of a large one: where distillation starts.
+"""Pruning of a large model to a small one, with which distillation starts.
 
-Kept are evenly spaced layers. Of their width those directions of the residual stream are left in
-which it varies most, and the attention heads and neurons that write most in these; heads keep their
-size. Each kept layer then follows others than before: what its heads and neurons read is scaled and
-shifted until it varies as in the target, as many neurons would never fire otherwise.
+Evenly spaced layers are kept. The residual stream is projected to the directions in which it varies
+most, and the attention heads and neurons that write most in these are kept; heads keep their
+size. Because each kept layer follows other layers than before, the inputs of its heads and neurons
+are scaled and shifted to vary as in the target; otherwise many neurons would never be active.
 
 Axis legend: see `emsjax.decode.pack`; n = tokens, w = the small model's width.
 
-Reference: SliceGPT, arXiv 2401.15024, whose directions these are.
+Reference: SliceGPT, arXiv 2401.15024, for the directions.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from emsjax.models.layers import scale_and_bias, weight_and_bias
 from emsjax.models.opt import LAYER_NORM_EPSILON, OPT, OPTLayer
 from pallas_kernels.add_layer_norm import normalise
 
-SEQUENCES, TOKENS = 64, 256  # of each, that directions and deviations are measured on
+SEQUENCES, TOKENS = 64, 256  # sequences, and tokens of each, that statistics are measured on
 PROJECTED, SHARED = "projected", "shared"
 EMBEDDINGS = (PROJECTED, SHARED)
 
@@ -34,7 +34,7 @@ EMBEDDINGS = (PROJECTED, SHARED)
 def pruned_config(
     config: OPTConfig, layers: int, width: int, embeddings: str = PROJECTED
 ) -> OPTConfig:
-    """The architecture of `prune`, whose arguments and errors these are."""
+    """The architecture that `prune` creates, with the same arguments and errors."""
     if embeddings not in EMBEDDINGS:
         raise ValueError(f"embeddings must be one of {', '.join(EMBEDDINGS)}, not {embeddings!r}")
     if not 1 <= layers <= config.num_hidden_layers:
@@ -62,7 +62,7 @@ def pruned_config(
     )
 
 
-@jax.default_matmul_precision("highest")  # TF32 would leave a basis that is not orthonormal
+@jax.default_matmul_precision("highest")  # in TF32 the basis would not be orthonormal
 def prune(
     target: OPT,
     layers: int,
@@ -70,21 +70,22 @@ def prune(
     embeddings: str = PROJECTED,
     documents: Sequence[np.ndarray] | None = None,
 ) -> OPT:
-    """A float32 model of `layers` layers and hidden size `width`, cut out of the target.
+    """A float32 model of `layers` layers and hidden size `width`, pruned from the target.
 
     Args:
         target: the large model.
-        layers: how many are kept, the first and, if more than one, the last among them.
-        width: a multiple of the size of the target's heads; the target's own: layers alone are
-            left out, and the rest stays as it is.
-        embeddings: "projected": tables of the kept directions alone, quick to decode with;
-            "shared": the target's own table, and projections between it and the layers.
-        documents: token ids like those that the draft model is for, int32 [t] each; None:
-            random ones, which say less of what is worth keeping.
+        layers: number of layers that are kept, including the first and, if more than one, the
+            last.
+        width: a multiple of the target's head size; with the target's own width only layers are
+            removed, and the others are unchanged.
+        embeddings: "projected" for tables of the kept directions only, which decode fast;
+            "shared" for the target's own table and projections between it and the layers.
+        documents: token ids like those that the draft model will decode, int32 [t] each; None for
+            random ones, which are less informative.
 
     Raises:
-        ValueError: a size that does not fit into the target, an unknown kind of embeddings, or no
-            documents.
+        ValueError: a size does not fit the target, the kind of embeddings is unknown, or there are
+            no documents.
     """
     config = pruned_config(target.config, layers, width, embeddings)
     target = target.astype(jnp.float32)
@@ -108,7 +109,7 @@ def prune(
         cut_feed_forward(small, large, basis, between, own)
     if draft.final_layer_norm is not None:
         cut_norm(draft.final_layer_norm, target.final_layer_norm, basis)
-        # In fewer directions each has a larger share of a length that is always the same.
+        # The normalised length is constant, so each of fewer directions has a larger share of it.
         scale = draft.final_layer_norm.scale
         if scale is not None:
             scale[...] *= jnp.sqrt(jnp.mean((centred(streams[-1]) @ basis) ** 2))
@@ -117,11 +118,11 @@ def prune(
 
 
 def enlarge_stream(model: OPT, by: Float[Array, ""]) -> None:
-    """What is written into the residual stream, and what reads it without a normalisation.
+    """Scale everything that is written to the residual stream, and divide the final norm's scale.
 
-    Nothing else changes but for what normalisations add to a variance. A step of Adam
-    changes all weights at one rate: tables of small numbers before a large scale would soon be
-    overwritten.
+    The function is unchanged, except for the epsilon that normalisations add to a variance. A step
+    of Adam changes all weights at the same rate, so tables of small numbers before a large
+    scale would soon be overwritten.
     """
     tables = [model.embed_positions.embedding]
     if model.project_in is None:
@@ -137,7 +138,7 @@ def enlarge_stream(model: OPT, by: Float[Array, ""]) -> None:
 
 
 def of_layers(model: OPT, chosen: Iterable[int]) -> OPT:
-    """The model with these of its layers alone."""
+    """The model with only the chosen layers."""
     model = nnx.clone(model)
     model.layers = nnx.List([model.layers[i] for i in chosen])
     model.config = dataclasses.replace(model.config, num_hidden_layers=len(model.layers))
@@ -160,8 +161,8 @@ def calibration_batch(config: OPTConfig, documents: Sequence[np.ndarray] | None)
 def residual_stream(
     model: OPT, index: int, batch: Batch, attended: bool = False
 ) -> Float[Array, "n e"]:
-    """What layer `index` is given, or with `attended` what its feed-forward part is given."""
-    if index == 0 and not attended:  # no model has no layers
+    """Input of layer `index`, or with `attended` the input of its feed-forward part."""
+    if index == 0 and not attended:  # a model without layers cannot be built
         positions = model.embed_positions.embedding[...][batch.positions + POSITION_OFFSET]
         return (embedded(model)[batch.tokens] + positions).reshape(-1, positions.shape[-1])
     first = of_layers(model, range(index + attended))
@@ -175,33 +176,33 @@ def residual_stream(
 
 
 def embedded(model: OPT) -> Float[Array, "v e"]:
-    """Every token as it enters the residual stream."""
+    """The embedding of every token in the residual stream, without its position."""
     table = model.embed_tokens.embedding[...]
     return table if model.project_in is None else model.project_in(table)
 
 
 def centred(stream: Float[Array, "n e"]) -> Float[Array, "n e"]:
-    """As a normalisation without scale and bias leaves it."""
+    """The stream after normalisation without scale and bias."""
     return normalise(stream, None, None, LAYER_NORM_EPSILON)
 
 
 def principal_directions(streams: Sequence[Float[Array, "n e"]], width: int) -> Float[Array, "e w"]:
     """An orthonormal basis of the directions in which normalised streams vary most.
 
-    The last one counts as much as all others. Coordinates of centred streams add up to 0, so
-    the smaller model's normalisation, which centres too, changes nothing about them.
+    The last stream weighs as much as all others together. Coordinates of centred streams add up
+    to 0, so the centring of the smaller model's normalisation does not change them.
     """
     covariances = [centred(stream).T @ centred(stream) / len(stream) for stream in streams]
     *others, last = covariances
     _, directions = jnp.linalg.eigh(sum(others) + len(others) * last)
-    # Mixed, as otherwise the first coordinates would vary far more than the last.
+    # Directions are mixed, because the first ones would vary far more than the last.
     ones = jnp.ones((width, 1))
     mixed = jnp.concatenate([ones, jax.random.normal(jax.random.key(0), (width, width - 1))], 1)
     return directions[:, ::-1][:, : width - 1] @ jnp.linalg.qr(mixed)[0][:, 1:].T
 
 
 def cut_embeddings(draft: OPT, target: OPT, basis: Float[Array, "e w"]) -> None:
-    """Tables in the basis, or the target's own table projected to it and back."""
+    """Fill the embeddings with tables in the basis, or the target's table and projections."""
     draft.embed_positions.embedding[...] = target.embed_positions.embedding[...] @ basis
     table = target.embed_tokens.embedding[...]
     if draft.project_in is None:
@@ -209,14 +210,14 @@ def cut_embeddings(draft: OPT, target: OPT, basis: Float[Array, "e w"]) -> None:
         return
     draft.embed_tokens.embedding[...] = table
     linears = (target.project_in, target.project_out)
-    # Where the target's table is as wide as its layers there are none.
+    # A target whose table is as wide as its layers has no projections.
     into, out = (jnp.eye(len(basis)) if one is None else one.kernel[...] for one in linears)
     draft.project_in.kernel[...] = into @ basis
     draft.project_out.kernel[...] = basis.T @ out
 
 
 def cut_norm(small: nnx.LayerNorm, large: nnx.LayerNorm, basis: Float[Array, "e w"]) -> None:
-    """The scale of each direction by itself: how it mixes them is left out."""
+    """Fill a norm with the scale of each direction; the mixing of directions is ignored."""
     if large.scale is not None:
         small.scale[...] = large.scale[...] @ basis**2 / jnp.sum(basis**2, axis=0)
         small.bias[...] = large.bias[...] @ basis
@@ -227,9 +228,9 @@ def cut_attention(small: OPTLayer, large: OPTLayer, basis, stream, own_stream) -
 
     Args:
         small, large: layers.
-        basis: what is left of the residual stream, [e, w].
-        stream: what `large` is given, [n, e].
-        own_stream: what `small` is given, [n, w].
+        basis: the kept directions of the residual stream, [e, w].
+        stream: input of `large`, [n, e].
+        own_stream: input of `small`, [n, w].
     """
     config = large.config
     wanted = outputs(large.qkv_proj, read(large, large.self_attn_layer_norm, stream))
@@ -250,7 +251,7 @@ def cut_attention(small: OPTLayer, large: OPTLayer, basis, stream, own_stream) -
 
 
 def cut_feed_forward(small: OPTLayer, large: OPTLayer, basis, stream, own_stream) -> None:
-    """Fill the feed-forward part of `small` with the neurons that write most: as above."""
+    """Fill the feed-forward part of `small` with the neurons that write most, as above."""
     wanted = outputs(large.fc1, read(large, large.final_layer_norm, stream))
     said = ACTIVATIONS[large.config.activation_function](wanted)
     neurons = largest(strength(said, large.fc2.kernel[...] @ basis), small.config.ffn_dim)
@@ -264,7 +265,7 @@ def cut_feed_forward(small: OPTLayer, large: OPTLayer, basis, stream, own_stream
 
 
 def read(layer: OPTLayer, norm: nnx.LayerNorm, stream: Float[Array, "n e"]) -> Float[Array, "n e"]:
-    """What a part of the layer makes its first product of."""
+    """Input of the first product of a part of the layer."""
     if not layer.config.do_layer_norm_before:
         return stream
     return normalise(stream, *scale_and_bias(norm), LAYER_NORM_EPSILON)
@@ -279,14 +280,14 @@ def outputs(linear: nnx.Linear, x: Float[Array, "n i"]) -> Float[Array, "n o"]:
 def in_basis(
     layer: OPTLayer, norm: nnx.LayerNorm, linear: nnx.Linear, basis
 ) -> Float[Array, "w o"]:
-    """The kernel for coordinates in the basis, with the normalisation's scale in it."""
+    """The kernel for coordinates in the basis, which includes the normalisation's scale."""
     scale = norm.scale if layer.config.do_layer_norm_before else None
     kernel = linear.kernel[...]
     return basis.T @ (kernel if scale is None else scale[...][:, None] * kernel)
 
 
 def fit(linear: nnx.Linear, kernel, x: Float[Array, "n i"], wanted: Float[Array, "n o"]) -> None:
-    """The kernel, scaled and shifted so that of x it makes the mean and deviation of `wanted`."""
+    """Set a kernel and bias so that outputs for x have the mean and deviation of `wanted`."""
     made = jnp.std(x @ kernel, axis=0)
     kernel = kernel * jnp.where(made > 0, jnp.std(wanted, axis=0) / jnp.where(made > 0, made, 1), 1)
     linear.kernel[...] = kernel
@@ -295,12 +296,12 @@ def fit(linear: nnx.Linear, kernel, x: Float[Array, "n i"], wanted: Float[Array,
 
 
 def strength(said: Float[Array, "n i"], out: Float[Array, "i w"]) -> Float[Array, "i"]:
-    """How much of what is written varies with each entry."""
+    """Variance that each entry contributes to the output."""
     return jnp.var(said, axis=0) * jnp.sum(out**2, axis=1)
 
 
 def write(small: nnx.Linear, large: nnx.Linear, basis, said: Float[Array, "n i"], kept) -> None:
-    """The rows of what is kept; what the others write on average is in the bias."""
+    """Copy the kept rows, and add the mean output of the others to the bias."""
     out = large.kernel[...] @ basis
     small.kernel[...] = out[kept]
     if large.bias is not None:
@@ -309,7 +310,7 @@ def write(small: nnx.Linear, large: nnx.Linear, basis, said: Float[Array, "n i"]
 
 
 def largest(values: Array, count: int) -> Array:
-    """Indices of the `count` largest values, ascending; the first of equal ones."""
+    """Ascending indices of the `count` largest values; of equal ones the first are taken."""
     return jnp.sort(jnp.argsort(-jnp.asarray(values), stable=True)[:count])
 
 

@@ -1,4 +1,4 @@
-"""Texts as packed training sequences: documents end to end, none of which sees another."""
+"""Training sequences packed from documents, none of which attends to another."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -6,16 +6,16 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
-MIN_TOKENS = 2  # of a document: one to read, one to predict
+MIN_TOKENS = 2  # in a document: one to read, one to predict
 
 
 class Batch(NamedTuple):
-    """Whole sequences of equal length.
+    """Sequences of equal length.
 
     Attributes:
-        tokens: what is read; the token behind one is predicted if it has the same segment.
-        segment_ids: the document that each token is of; numbers count within a sequence alone.
-        positions: of each token within its document's piece.
+        tokens: the input tokens; each predicts the next one if that has the same segment.
+        segment_ids: the document of each token, numbered within its sequence.
+        positions: the position of each token within its piece of a document.
     """
 
     tokens: Int32[np.ndarray, "b t"]
@@ -26,18 +26,19 @@ class Batch(NamedTuple):
 class PackedSequences:
     """Batches of sequences packed from documents, without padding.
 
-    Each epoch shuffles the documents, joins them and cuts the result into sequences, even in the
-    middle of a document; what is left at the end, less than a sequence, is dropped. Batches depend
-    on their number alone, so that training can go on at any step.
+    Each epoch shuffles the documents, joins them and cuts the result into sequences, also in the
+    middle of a document; an incomplete last sequence is dropped. A batch depends only on its
+    number, so training can resume at any step.
 
     Args:
-        documents: token ids of each text, an end token at its end if it is to be learned.
+        documents: token ids of each text, with an end token if the model should learn it.
         length: tokens of a sequence.
         batch: sequences of a batch.
-        seed: of the shuffles.
+        seed: seed of the shuffles.
 
     Raises:
-        ValueError: no documents, one of fewer than two tokens, or less than one sequence.
+        ValueError: there are no documents, one has fewer than two tokens, or all of them together
+            are shorter than a sequence.
     """
 
     def __init__(self, documents: Sequence[np.ndarray], length: int, batch: int, seed: int = 0):
@@ -58,7 +59,7 @@ class PackedSequences:
         self._epoch: tuple[int, Batch] | None = None
 
     def __getitem__(self, step: int) -> Batch:
-        """The batch of a training step, counted from 0, without end."""
+        """The batch of a training step, counted from 0; there is no last one."""
         first = step * self.batch
         rows = [self._row(index) for index in range(first, first + self.batch)]
         return Batch(*map(np.stack, zip(*rows, strict=True)))
@@ -78,6 +79,6 @@ class PackedSequences:
         begins = np.diff(documents, axis=1, prepend=-1) != 0
         positions = place - np.maximum.accumulate(np.where(begins, place, 0), axis=1)
         segments = documents - documents[:, :1]
-        # Pieces of one long document do not follow each other in a batch.
+        # Shuffled, so that pieces of a long document are not adjacent in a batch.
         rows = rng.permutation(self.per_epoch)
         return Batch(*(x[rows].astype(np.int32) for x in (tokens, segments, positions)))

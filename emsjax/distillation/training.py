@@ -1,7 +1,7 @@
-"""Training of a model on packed sequences, by text or by a target's distribution.
+"""Training of a model on packed sequences, with the text or a target's distribution as labels.
 
 Weights and the optimizer's state are float32; products, attention and logits are computed in the
-type asked for. Sequences are dealt out to the devices, each of which holds all weights.
+given dtype. Sequences are distributed over the devices, each of which holds all weights.
 """
 
 import dataclasses
@@ -22,20 +22,20 @@ from emsjax.distillation.losses import check_losses, combined, needs_target
 from emsjax.distillation.sequences import Batch
 from emsjax.models.opt import OPT
 
-LOGIT_BYTES = 1 << 30  # of one model that exist at once
+LOGIT_BYTES = 1 << 30  # limit on the logits of a model that exist at once
 
 
 def packed_attention(query, key, value, *cached, max_rows_per_sample: int):
-    """`pallas_kernels.ragged_attention` where the cache is empty and rows are whole sequences.
+    """`pallas_kernels.ragged_attention` for an empty cache and rows that are whole sequences.
 
-    Of those, each holds `max_rows_per_sample` rows, and maybe several segments.
+    Each sequence has `max_rows_per_sample` rows, and may have several segments.
     """
     _, _, segment_ids, _, _ = cached
     blocks = [x.reshape(-1, max_rows_per_sample, *x.shape[1:]) for x in (query, key, value)]
     segments = segment_ids.reshape(-1, max_rows_per_sample)
     mask = (segments[:, :, None] == segments[:, None, :])[:, None]
     on_gpu = jax.default_backend() == "gpu" and query.dtype.itemsize == 2
-    # It promotes 16-bit scores to float32 on its own, and multiplies as the context says.
+    # It promotes 16-bit scores to float32 itself, and multiplies in the context's precision.
     precision = jax.default_matmul_precision("highest" if query.dtype == jnp.float32 else "default")
     with jax.numpy_dtype_promotion("standard"), precision:
         out = jax.nn.dot_product_attention(
@@ -45,7 +45,7 @@ def packed_attention(query, key, value, *cached, max_rows_per_sample: int):
 
 
 def forward(model: OPT, batch: Batch) -> Float[Array, "b t e"]:
-    """Final hidden states of packed sequences; no segment sees another."""
+    """Final hidden states of packed sequences; no segment attends to another."""
     tokens, segment_ids, positions = batch
     count, length = tokens.shape
     starts = length * jnp.arange(count, dtype=jnp.int32)
@@ -67,7 +67,7 @@ def mean_loss(
 ) -> Float[Array, ""]:
     """The weighted losses, averaged over the predictions within segments.
 
-    Logits are made for a part of the sequences' tokens at a time.
+    Logits are computed for a part of the sequences' tokens at a time.
     """
     tokens, segment_ids, _ = batch
     same = segment_ids[:, 1:] == segment_ids[:, :-1]
@@ -96,10 +96,10 @@ def mean_loss(
 
 
 def _sum_over_parts(loss: Callable) -> Callable:
-    """total(params, x, fixed, others): the sum of loss(params, x[i], fixed, *others[i]).
+    """A function total(params, x, fixed, others), the sum of loss(params, x[i], fixed, *others[i]).
 
-    Of `params` and `x` the gradient is made along with the values, so what `loss` makes on its
-    way is neither kept nor made twice.
+    Gradients with respect to `params` and `x` are computed together with the values, so
+    intermediate values of `loss` are neither stored nor recomputed.
     """
 
     def forward(params, x, fixed, others):
@@ -124,7 +124,7 @@ def _sum_over_parts(loss: Callable) -> Callable:
 
 
 def _parts(length: int, bytes_per_token: int) -> int:
-    """In how many equal parts the tokens of a sequence are taken."""
+    """Number of equal parts into which the tokens of a sequence are split."""
     fitting = (n for n in range(1, length) if length * bytes_per_token <= n * LOGIT_BYTES)
     return next((n for n in fitting if length % n == 0), length)
 
@@ -132,12 +132,14 @@ def _parts(length: int, bytes_per_token: int) -> int:
 def make_optimizer(
     steps: int, peak: float, *, warm_up: int, weight_decay: float
 ) -> optax.GradientTransformation:
-    """AdamW that decays matrices and tables alone; warm-up, cosine, clipped gradients.
+    """AdamW with warm-up, cosine decay and clipped gradients.
+
+    Only matrices and tables have weight decay.
 
     Args:
-        steps: of the whole training; the learning rate then is a fiftieth of the peak.
+        steps: steps of the whole training, after which the learning rate is a fiftieth of the peak.
         peak: the largest learning rate.
-        warm_up: steps up to it.
+        warm_up: steps until the peak.
         weight_decay: per step, relative to the learning rate.
     """
     schedule = optax.warmup_cosine_decay_schedule(
@@ -153,25 +155,25 @@ def make_optimizer(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """What a step changes: float32 weights and the optimizer's state."""
+    """State of training: float32 weights and the optimizer's state."""
 
     params: Any
     optimizer: Any
 
 
 class Trainer:
-    """Steps of training, compiled once.
+    """Training steps, compiled once.
 
     Args:
-        model: where training starts, in any type.
+        model: the model before training, in any dtype.
         optimizer: see `make_optimizer`.
-        losses: weights by name: see `emsjax.distillation.losses`.
-        target: what is learned from; None if the losses need none.
-        dtype: to compute in.
-        devices: to deal the sequences out to; None: all local ones.
+        losses: weights by name; see `emsjax.distillation.losses`.
+        target: the model whose distribution is learned; None if the losses need none.
+        dtype: dtype of the computation.
+        devices: devices over which sequences are distributed; None for all local ones.
 
     Raises:
-        ValueError: unknown losses, a loss that needs a target without one, or a target with
+        ValueError: a loss is unknown or needs a target that is not given, or the target has
             another vocabulary.
     """
 
@@ -221,22 +223,22 @@ class Trainer:
 
     def initial(self) -> TrainState:
         """The state before the first step."""
-        # Copies, as a step reuses the memory of the state it is given.
+        # Copies, because a step reuses the memory of the given state.
         inner = jax.device_put(self.optimizer.init(self.params), self.everywhere)
         return TrainState(jax.tree.map(jnp.copy, self.params), inner)
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Float[Array, ""]]:
-        """The next state and the loss before it; the given state's memory is reused.
+        """The next state and the loss before the step; the given state's memory is reused.
 
         Raises:
-            ValueError: a batch that cannot be dealt out equally.
+            ValueError: the batch cannot be distributed equally.
         """
         if len(batch.tokens) % self.devices:
             raise ValueError(
-                f"a batch of {len(batch.tokens)} sequences cannot be dealt out to "
+                f"a batch of {len(batch.tokens)} sequences cannot be distributed equally over "
                 f"{self.devices} devices"
             )
-        with jax.numpy_dtype_promotion("standard"):  # optax counts on it, and so does jax.nn
+        with jax.numpy_dtype_promotion("standard"):  # optax and jax.nn need it
             return self._step(state, self.target, jax.device_put(batch, self.dealt_out))
 
     def model(self, state: TrainState) -> OPT:

@@ -1,4 +1,4 @@
-"""Hugging Face OPT checkpoints: read in any published format, written as safetensors."""
+"""Hugging Face OPT checkpoints, read in any published format and written as safetensors."""
 
 import dataclasses
 import functools
@@ -41,7 +41,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 READABLE_DTYPES = (*DTYPES, "float64")
 MAX_SHARD_BYTES = 2 << 30
 
-# Modules and leaves are named as published, but for these.
+# Modules and leaves have their published names, with these exceptions.
 STORED_MODULES = {
     "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "out_proj": ("self_attn.out_proj",),
@@ -52,12 +52,12 @@ TIED_HEADS = ("lm_head.weight", "lm_head.kernel")  # copies of the embedding tab
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """A parameter of the model and the tensors that store it, side by side on its last axis.
+    """A parameter of the model and the stored tensors that are concatenated on its last axis.
 
     Attributes:
-        path: in the model's state.
-        names: of the stored tensors, without the leading "model.".
-        shape: of each stored tensor.
+        path: path in the model's state.
+        names: names of the stored tensors, without the leading "model.".
+        shape: shape of each stored tensor.
         transposed: whether they are stored with their axes swapped.
     """
 
@@ -68,7 +68,7 @@ class Parameter:
 
 
 def weights_of(model: nnx.Module, *, torch_layout: bool) -> list[Parameter]:
-    """How a checkpoint stores every parameter of a (possibly abstract) model."""
+    """The stored tensors of every parameter of a (possibly abstract) model."""
     weights = []
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         *scope, module, leaf = map(str, path)
@@ -86,23 +86,23 @@ def load(
 ) -> Model:
     """A model from a local folder or a repository of the Hugging Face hub.
 
-    The first of these formats that is there is read, in one file or in shards:
-    safetensors, Flax msgpack, PyTorch .bin. Tensors go to the device one by one.
+    The first of these formats that exists is read, in one file or in shards:
+    safetensors, Flax msgpack, PyTorch .bin. Tensors are transferred to the device one by one.
 
     Args:
         cls: the model's class.
         path_or_repo_id: a folder, or a hub id such as "facebook/opt-125m".
-        dtype: of the model: bfloat16, float16 or float32.
+        dtype: dtype of the model, bfloat16, float16 or float32.
         revision: a branch, tag or commit of the repository.
 
     Raises:
-        ValueError: another dtype; neither a folder nor a repository; no config.json or
-            weights; a file is malformed, truncated, or does not fit the config; the device
-            has no room for the weights.
-        ImportError: the weights are only there as .bin, and torch is not installed.
+        ValueError: the dtype is another one; the path is neither a folder nor a repository; there
+            is no config.json or there are no weights; a file is malformed, truncated, or does not
+            fit the config; the device has no room for the weights.
+        ImportError: the weights exist only as .bin, and torch is not installed.
     """
     check_dtype(dtype)
-    is_folder = os.path.isdir(path_or_repo_id)  # of "", Path would make the current one
+    is_folder = os.path.isdir(path_or_repo_id)  # Path("") would be the current folder
     folder = Path(path_or_repo_id) if is_folder else download(path_or_repo_id, revision)
     config = read_config(folder / "config.json")
     names = [file.name for file in folder.iterdir() if file.is_file()]
@@ -133,7 +133,7 @@ def check_weights_fit(model: nnx.Module) -> None:
 
 
 def check_dtype(dtype) -> None:
-    """Raises a ValueError where no model has this dtype."""
+    """Raises a ValueError unless models can have this dtype."""
     try:
         name = jnp.dtype(dtype).name
     except TypeError:
@@ -143,7 +143,7 @@ def check_dtype(dtype) -> None:
 
 
 def download(repo_id: str | PathLike, revision: str | None) -> Path:
-    """The cached folder of a repository's config and the files of one weight format."""
+    """Download the config and the files of one weight format; returns the cached folder."""
     if not isinstance(repo_id, str) or Path(repo_id).exists() or looks_like_path(repo_id):
         raise ValueError(f"{str(repo_id)!r} is no folder")
     problem = f"{repo_id!r} is neither a folder nor a repository of the Hugging Face hub"
@@ -157,7 +157,7 @@ def download(repo_id: str | PathLike, revision: str | None) -> Path:
         raise ValueError(f"{repo_id!r} has no revision {revision!r}") from error
     except RepositoryNotFoundError as error:
         raise ValueError(problem) from error
-    except Exception as error:  # of whatever library carries the request
+    except Exception as error:  # depends on the library that sends the request
         return cached(repo_id, revision, error)
     if "config.json" not in names:
         raise ValueError(f"{repo_id!r} has no config.json")
@@ -172,7 +172,7 @@ def download(repo_id: str | PathLike, revision: str | None) -> Path:
 
 
 def cached(repo_id: str, revision: str | None, error: Exception) -> Path:
-    """The cached folder of a repository that cannot be asked for its files."""
+    """The cached folder of a repository that cannot be reached."""
     options = {"revision": revision, "local_files_only": True}
     try:
         return Path(huggingface_hub.snapshot_download(repo_id, **options))
@@ -183,7 +183,7 @@ def cached(repo_id: str, revision: str | None, error: Exception) -> Path:
 
 
 def looks_like_path(text: str) -> bool:
-    """Of a repository's id it is not: that is a name, or an owner and a name."""
+    """Whether it cannot be a repository id, which is a name, or an owner and a name."""
     return text.startswith((".", "~", "/")) or text.count("/") > 1
 
 
@@ -196,7 +196,7 @@ def read_config(path: Path) -> OPTConfig:
 
 
 def published(tensors: Mapping[str, StoredTensor], source: Path) -> dict[str, StoredTensor]:
-    """`tensors` without the optional "model." before their names, and without the tied head."""
+    """`tensors` without the optional "model." prefix of their names, and without the tied head."""
     stripped = {}
     for name, tensor in tensors.items():
         if name not in TIED_HEADS:
@@ -208,7 +208,7 @@ def published(tensors: Mapping[str, StoredTensor], source: Path) -> dict[str, St
 
 
 def check(weights: Sequence[Parameter], tensors: Mapping[str, StoredTensor], source: Path) -> None:
-    """Raises a ValueError with all that keeps the stored tensors from filling the model."""
+    """Raises a ValueError with all problems unless the stored tensors fit the model."""
     shapes = {name: weight.shape for weight in weights for name in weight.names}
     problems = [f"{name} is missing" for name in shapes if name not in tensors]
     for name, tensor in tensors.items():
@@ -224,14 +224,14 @@ def check(weights: Sequence[Parameter], tensors: Mapping[str, StoredTensor], sou
 
 
 def read(weight: Parameter, stored: Sequence[StoredTensor], dtype) -> Array:
-    """The parameter's value on the device, of which the host holds one tensor at a time."""
+    """The parameter's value on the device; the host holds one tensor at a time."""
     parts = []
     for tensor in stored:
         values = tensor.read()
-        if values.dtype == np.float64:  # JAX has none by default
+        if values.dtype == np.float64:  # which JAX does not have by default
             values = values.astype(np.float32)
-        # A copy, as the CPU backend would otherwise keep the file mapped, and
-        # waited for, as transfers under way keep their source in host memory.
+        # A copy, because the CPU backend would otherwise keep the file mapped. Wait for it,
+        # because pending transfers keep their source in host memory.
         parts.append(jnp.array(values, copy=True).block_until_ready())
     return join(parts, transposed=weight.transposed, dtype=jnp.dtype(dtype)).block_until_ready()
 
@@ -251,18 +251,18 @@ def split(value: Array, *, count: int, transposed: bool) -> list[Array]:
 def save(
     model: nnx.Module, path: str | PathLike, *, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
-    """Write a model as a folder that transformers, and `load`, read.
+    """Write a model as a folder that transformers and `load` can read.
 
-    Files of the same names are overwritten, others stay.
+    Files of the same names are overwritten, others are kept.
 
     Args:
         model: the model.
-        path: the folder, made if it is not there.
-        max_shard_bytes: of one weight file; a larger tensor gets a file of its own.
+        path: the folder, created if it does not exist.
+        max_shard_bytes: largest size of a weight file; a larger tensor gets a file of its own.
 
     Raises:
-        ValueError: `path` is a file, or sharded weights would be hidden by the
-            folder's unsharded ones.
+        ValueError: `path` is a file, or the folder has unsharded weights, which would be loaded
+            instead of the shards.
     """
     folder, form = Path(path), FORMATS[0]
     if folder.exists() and not folder.is_dir():
@@ -295,12 +295,12 @@ def save(
             "dtype": model.dtype.name,
         },
     )
-    for name in set(index.values()):  # safetensors hides its files from other users
+    for name in set(index.values()):  # safetensors writes files that other users cannot read
         shutil.copymode(folder / "config.json", folder / name)
 
 
 def stored_tensors(model: nnx.Module, weights: Iterable[Parameter]) -> Iterator[tuple[str, Array]]:
-    """Names and values of these weights as a checkpoint of torch's holds them."""
+    """Names and values of these weights as in a PyTorch checkpoint."""
     variables = dict(nnx.to_flat_state(nnx.state(model)))
     for weight in weights:
         value, count = variables[weight.path][...], len(weight.names)
@@ -309,7 +309,7 @@ def stored_tensors(model: nnx.Module, weights: Iterable[Parameter]) -> Iterator[
 
 
 def plan_shards(model: nnx.Module, max_shard_bytes: int) -> list[list[Parameter]]:
-    """The parameters of each file, in order; q, k and v stay together."""
+    """The parameters of each file, in order; q, k and v are in the same file."""
     shards, filled = [[]], 0
     for weight in weights_of(model, torch_layout=True):
         size = len(weight.names) * int(np.prod(weight.shape)) * model.dtype.itemsize

@@ -6,17 +6,17 @@ from typing import Any
 
 import jax
 
-POSITION_OFFSET = 2  # the position table's first two entries are never used
+POSITION_OFFSET = 2  # the first two entries of the position table are never used
 ACTIVATIONS = {"relu": jax.nn.relu, "gelu": lambda x: jax.nn.gelu(x, approximate=False)}
 
 
 @dataclasses.dataclass(frozen=True)
 class OPTConfig:
-    """Architecture of an OPT model; fields are named, and default, as in transformers.
+    """Architecture of an OPT model, with the field names and defaults of transformers.
 
     Raises:
-        ValueError: sizes below 1, heads that do not divide hidden_size, an
-            unknown activation, or an untied head.
+        ValueError: a size is below 1, the heads do not divide hidden_size, the activation is
+            unknown, or the head is not tied.
     """
 
     vocab_size: int = 50272
@@ -62,7 +62,7 @@ class OPTConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "OPTConfig":
-        """From the contents of a transformers config.json; training-only fields are ignored.
+        """The config in the contents of a transformers config.json, without training-only fields.
 
         Raises:
             ValueError: `model_type` is not "opt".

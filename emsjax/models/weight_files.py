@@ -1,7 +1,7 @@
-"""Weight files on disk: where each tensor lies, and its bytes on demand.
+"""Weight files on disk, which are opened without reading their tensors.
 
-Opening a file reads names, shapes and dtypes only; the contents stay mapped,
-so the host holds no more than the tensor that is being read.
+Opening a file reads only names, shapes and dtypes. The contents are mapped, so the host holds
+only the tensor that is being read.
 """
 
 import dataclasses
@@ -20,21 +20,23 @@ import safetensors
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file; `read` copies or maps it."""
+    """A tensor in a file, which `read` copies or maps."""
 
     shape: tuple[int, ...]
-    dtype: str  # numpy's name
+    dtype: str  # numpy's name of it
     read: Callable[[], np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightFormat:
-    """A way to store weights; names in opened files are joined by dots.
+    """A file format of weights.
 
     Attributes:
-        file_name: of an unsharded checkpoint.
-        open: a file's contents; raises ValueError if it is not whole.
-        torch_layout: PyTorch's names and [out, in] products, else Flax's and [in, out].
+        file_name: name of the file of an unsharded checkpoint.
+        open: returns the tensors of a file by name, nested names joined by dots; raises a
+            ValueError if the file is truncated or corrupt.
+        torch_layout: whether names and kernels [out, in] are PyTorch's; otherwise they are
+            Flax's, and kernels are [in, out].
     """
 
     file_name: str
@@ -43,7 +45,7 @@ class WeightFormat:
 
     @property
     def index_name(self) -> str:
-        """Of the file that tells which shard holds which tensor."""
+        """Name of the file that maps tensors to shards."""
         return f"{self.file_name}.index.json"
 
 
@@ -65,7 +67,7 @@ def open_safetensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def open_torch(path: Path) -> dict[str, StoredTensor]:
-    """Contents of a `torch.save`d state dict.
+    """Tensors of a state dict that `torch.save` wrote.
 
     Raises:
         ImportError: torch is not installed.
@@ -73,7 +75,7 @@ def open_torch(path: Path) -> dict[str, StoredTensor]:
     torch = import_torch()
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # zip, pickle and torch each have their own
+    except Exception as error:  # zip, pickle and torch raise different ones
         raise ValueError(f"{path} is truncated, corrupt or unsafe to unpickle: {error}") from error
     strangers = {} if isinstance(state, dict) else {"the file": state}
     strangers = strangers or {k: v for k, v in state.items() if not torch.is_tensor(v)}
@@ -82,7 +84,7 @@ def open_torch(path: Path) -> dict[str, StoredTensor]:
         raise ValueError(f"{path} must hold a dictionary of tensors only; it has {kinds}")
 
     def read(tensor) -> np.ndarray:
-        if tensor.dtype == torch.bfloat16:  # unknown to numpy itself
+        if tensor.dtype == torch.bfloat16:  # which numpy itself does not have
             return tensor.view(torch.int16).numpy().view(jnp.bfloat16)
         return tensor.numpy()
 
@@ -97,7 +99,7 @@ def open_torch(path: Path) -> dict[str, StoredTensor]:
 
 
 def import_torch():
-    """The torch module; an ImportError that says what to do if there is none."""
+    """The torch module; if it is missing, an ImportError with advice."""
     try:
         import torch
     except ImportError as error:
@@ -110,7 +112,7 @@ def import_torch():
 
 
 def open_msgpack(path: Path) -> dict[str, StoredTensor]:
-    """Contents of a file written by `flax.serialization.to_bytes`."""
+    """Tensors of a file that `flax.serialization.to_bytes` wrote."""
     try:
         content = np.memmap(path, np.uint8, mode="r")
         walker = MsgpackWalker(content)
@@ -125,7 +127,7 @@ def open_msgpack(path: Path) -> dict[str, StoredTensor]:
         raise ValueError(f"{path} is truncated or corrupt: {error!r}") from error
 
 
-# msgpack's tags of what may be large: maps, extensions and binaries.
+# msgpack's tags of objects that may be large: maps, extensions and binaries.
 LENGTH_FOLLOWS = {  # tag: (kind, struct format of the length)
     **{0xDE: ("map", ">H"), 0xDF: ("map", ">I")},
     **{0xC7: ("ext", ">B"), 0xC8: ("ext", ">H"), 0xC9: ("ext", ">I")},
@@ -135,16 +137,16 @@ LENGTH_IN_TAG = {  # tag: (kind, length)
     **{0x80 + length: ("map", length) for length in range(16)},
     **{0xD4 + power: ("ext", 1 << power) for power in range(5)},
 }
-SMALL_BYTES = 4096  # more than any key, scalar or shape takes
-ARRAY_TYPES = (1, 3)  # flax's extension types of an array and of a numpy scalar
-TRIPLE = 0x93  # msgpack's tag of an array of three
+SMALL_BYTES = 4096  # more than the size of any key, scalar or shape
+ARRAY_TYPES = (1, 3)  # flax's extension types for an array and a numpy scalar
+TRIPLE = 0x93  # msgpack's tag for an array of three items
 
 
 class MsgpackWalker:
     """Reads the nested dictionaries of a msgpack file but only locates its arrays.
 
-    `msgpack.Unpacker` can step over an array only once it has read it, so the
-    headers of what may be large are decoded here.
+    `msgpack.Unpacker` reads an array before it can skip it, so this class decodes the headers of
+    objects that may be large.
     """
 
     def __init__(self, content: np.ndarray):
@@ -160,7 +162,7 @@ class MsgpackWalker:
         return self.small()
 
     def header(self) -> tuple[str | None, int]:
-        """Kind and length of what follows; (None, 0), and no step, if it is small."""
+        """Kind and length of the next object; (None, 0) without advancing if it is small."""
         tag = int(self.take(1)[0])
         if tag in LENGTH_IN_TAG:
             return LENGTH_IN_TAG[tag]
@@ -185,7 +187,7 @@ class MsgpackWalker:
         return taken
 
     def array(self, length: int) -> StoredTensor:
-        """An extension of `length` bytes: a packed triple of shape, dtype name and bytes."""
+        """The array in an extension of `length` bytes: packed shape, dtype name and bytes."""
         ext_type = int(self.take(1)[0])
         end = self.offset + length
         if ext_type not in ARRAY_TYPES or int(self.take(1)[0]) != TRIPLE:
@@ -199,7 +201,7 @@ class MsgpackWalker:
 
 
 def flat_tensors(tree: Any, prefix: str = ""):
-    """Yields names and tensors, flax's chunks of large arrays joined."""
+    """Yields names and tensors; flax's chunks of large arrays are joined."""
     if isinstance(tree, StoredTensor):
         yield prefix, tree
     elif not isinstance(tree, dict):
@@ -224,11 +226,11 @@ FORMATS = (  # in order of preference
 
 
 def choose_format(names: Collection[str], place: str) -> tuple[WeightFormat, str]:
-    """The preferred format among a folder's file names, and the file to begin with.
+    """The preferred format among a folder's file names, and the file to open first.
 
     Raises:
         ValueError: there are no weights.
-        ImportError: there are only .bin weights, and torch is not installed.
+        ImportError: the weights exist only as .bin, and torch is not installed.
     """
     candidates = [(form, name) for form in FORMATS for name in (form.file_name, form.index_name)]
     for form, name in candidates:
@@ -244,7 +246,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file.
 
     Raises:
-        ValueError: there is no such file, or it is malformed.
+        ValueError: the file does not exist, or is malformed.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -258,7 +260,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_index(path: Path) -> Mapping[str, str]:
-    """Tensor name to shard file name, from the index of a sharded checkpoint."""
+    """Shard file name by tensor name, from the index of a sharded checkpoint."""
     shards = read_json(path).get("weight_map")
     if not isinstance(shards, dict) or not shards:
         raise ValueError(f"{path} has no weight_map")
@@ -272,7 +274,7 @@ def open_weights(form: WeightFormat, path: Path) -> dict[str, StoredTensor]:
     """All tensors of a checkpoint, given its only file or its index.
 
     Raises:
-        ValueError: a file is not whole, or the index names what is not there.
+        ValueError: a file is truncated or corrupt, or the index names missing files or tensors.
     """
     if path.name == form.file_name:
         return form.open(path)

@@ -1,4 +1,4 @@
-"""What a step takes on a device: measured by `emsjax profile`, read by draft-length policies."""
+"""Costs of a decoding step on a device: `emsjax profile` measures and policies use them."""
 
 import dataclasses
 import json
@@ -19,9 +19,9 @@ from emsjax.decode.row_counts import row_buckets
 
 FORMAT = "emsjax profile 2"
 COSTS = ("row_ms", "token_ms", "reread", "draft_ms")
-TILE_ROWS = 16  # of a sample for which the attention reads its cache once
-# Share by which drafts must raise the expected tokens per second. Costs and estimates err; and
-# by unequal luck samples finish apart, while a batch takes as long as its last one.
+TILE_ROWS = 16  # rows of a sample for which attention reads its cache once
+# Fraction by which drafts must raise the expected tokens per second. Costs and estimates err, and
+# some samples finish earlier than others while a batch takes as long as its last one.
 LEAST_GAIN = 0.05
 
 
@@ -31,13 +31,13 @@ class StepCosts:
     """Milliseconds of a decoding step: step_ms(rows) + token_ms x cached tokens + draft steps.
 
     Attributes:
-        rows: packed rows, ascending; between them the cost is interpolated.
-        row_ms: of a step of so many rows whose samples have nothing cached.
-        token_ms: for each token that is cached for an active sample.
-        reread: what reading a sample's cache once more, for each `TILE_ROWS` rows after its
-            first, takes of that: about 0 where all of its rows read it at once.
+        rows: packed rows, ascending; the cost is interpolated between them.
+        row_ms: ms of a step of that many rows whose samples have nothing cached.
+        token_ms: ms for each cached token of an active sample.
+        reread: cost of reading a sample's cache again for every `TILE_ROWS` rows after its
+            first, relative to `token_ms`; about 0 if all of its rows read it at once.
         batches: slots, ascending.
-        draft_ms: of one step of the draft model with so many slots; 0 without a draft model.
+        draft_ms: ms of one step of the draft model with that many slots; 0 without a draft model.
     """
 
     rows: Float[Array, "n"]
@@ -55,16 +55,17 @@ class StepCosts:
         draft_ms: float | Mapping[int, float] = 0.0,
         reread: float = 0.0,
     ) -> "StepCosts":
-        """From plain numbers.
+        """Costs from plain numbers.
 
         Args:
             row_ms: ms of a step, by packed rows.
             token_ms: ms for each cached token.
-            draft_ms: ms of a draft step, by slots where it depends on them.
-            reread: share of `token_ms`, see above.
+            draft_ms: ms of a draft step, or a mapping from slots to ms.
+            reread: fraction of `token_ms`, see above.
 
         Raises:
-            ValueError: no rows, or numbers that are not above 0 (`row_ms`) or below it.
+            ValueError: there are no rows, a `row_ms` is not above 0, or another number is
+                negative.
         """
         if not isinstance(draft_ms, Mapping):
             draft_ms = {1: draft_ms}
@@ -87,10 +88,10 @@ class StepCosts:
 
     @classmethod
     def from_profile(cls, profile: str | PathLike | Mapping[str, Any]) -> "StepCosts":
-        """What `emsjax profile` measured.
+        """The costs that `emsjax profile` measured.
 
         Args:
-            profile: its file, or what that holds.
+            profile: its file, or the contents.
 
         Raises:
             ValueError: not such a profile.
@@ -100,11 +101,11 @@ class StepCosts:
         return cls.of(table("row_ms"), costs["token_ms"], table("draft_ms"), costs["reread"])
 
     def without_drafting(self) -> "StepCosts":
-        """The same where proposing takes no time."""
+        """The same costs with a drafting time of 0."""
         return dataclasses.replace(self, draft_ms=0 * self.draft_ms)
 
     def step_ms(self, rows: Float[Array, "*n"], cached_tokens: Float[Array, ""]):
-        """Milliseconds of steps with so many packed rows, padding included, without drafting.
+        """Milliseconds of steps of `rows` packed rows, padding included, without drafting.
 
         >>> costs = StepCosts.of({16: 4.0, 128: 5.0}, token_ms=1e-4)
         >>> print(costs.step_ms(jnp.array([16.0, 72.0]), jnp.float32(5000)))
@@ -113,7 +114,7 @@ class StepCosts:
         return along(rows, self.rows, self.row_ms) + self.token_ms * cached_tokens
 
     def tokens_read(self, cached_tokens: Float[Array, "..."], rows: Int[Array, "..."]):
-        """Cached tokens of samples with so many rows each, those read again counted again.
+        """Cached tokens that attention reads for samples with `rows` rows each, rereads included.
 
         >>> costs = StepCosts.of({16: 4.0}, reread=0.5)
         >>> print(costs.tokens_read(jnp.array([900.0, 900.0]), jnp.array([16, 17])))
@@ -128,10 +129,10 @@ class StepCosts:
 
 
 def read_profile(profile: str | PathLike | Mapping[str, Any]) -> Mapping[str, Any]:
-    """The profile itself, from its file where that is given.
+    """A profile, read from its file if a path is given.
 
     Raises:
-        ValueError: not a profile of this version.
+        ValueError: it is not a profile of this version.
     """
     name = "profile"
     if not isinstance(profile, Mapping):
@@ -139,7 +140,7 @@ def read_profile(profile: str | PathLike | Mapping[str, Any]) -> Mapping[str, An
         try:
             profile = json.loads(Path(profile).read_bytes())
         except ValueError as error:
-            raise ValueError(f"{name} is no JSON: not written by emsjax profile") from error
+            raise ValueError(f"{name} is not JSON: not written by emsjax profile") from error
     if not isinstance(profile, Mapping) or profile.get("format") != FORMAT:
         raise ValueError(f"{name} is not of the format {FORMAT!r} that emsjax profile writes")
     costs = profile.get("costs")
@@ -161,13 +162,13 @@ def synergy_ms(
     """Milliseconds per token of a sample, by draft length s = 0..k, at batch size b.
 
     T(b, s) = (t_verify(b, s) + s t_draft(b)) / (accepted[s] + 1). A sample drafts all s tokens
-    or, as where a lookup finds nothing, none; t_verify is the mean of the measured costs of the
-    row buckets that the step's rows then need.
+    or none, as when a lookup finds no match. t_verify is the mean of the measured costs of the
+    row buckets that the step's rows need.
 
     Args:
         context: mean cached tokens of a sample.
         accepted: mean tokens that a sample accepts in a step, by draft length 0..k.
-        drafted: mean tokens that it drafts.
+        drafted: mean tokens that a sample drafts in a step, by draft length 0..k.
 
     Reference: The Synergy of Speculative Decoding and Batching, arXiv 2310.18813.
     """
@@ -181,7 +182,7 @@ def synergy_ms(
     rows_ms = (weights * bucket_ms[np.searchsorted(buckets, rows)]).sum(axis=1)
     cached = batch * context
     again = np.asarray(costs.tokens_read(jnp.float32(cached), jnp.array(length) + 1)) - cached
-    # Those that draft have more rows than one.
+    # Only samples that draft have more than one row.
     verify_ms = rows_ms + float(costs.token_ms) * (cached + share * again)
     ms = verify_ms + length * float(costs.draft_step_ms(batch))
     return ms / (accepted + 1)
@@ -196,7 +197,7 @@ def synergy_lengths(
 ) -> dict[int, int]:
     """The draft length with the most tokens per second, for each batch size: see `synergy_ms`.
 
-    One with which a step takes longer must be `LEAST_GAIN` ahead of none.
+    A length that makes a step longer must gain at least `LEAST_GAIN` over drafting nothing.
     """
 
     def best(batch: int) -> int:
@@ -208,7 +209,7 @@ def synergy_lengths(
 
 
 def binomial(trials: int, probability: float) -> Float[np.ndarray, "n1"]:
-    """How likely 0..trials of so many independent events are."""
+    """Probabilities of 0..trials successes in `trials` independent trials."""
     if probability in (0, 1):
         return np.eye(trials + 1)[round(probability) * trials]
     n = np.arange(trials + 1)
@@ -217,16 +218,16 @@ def binomial(trials: int, probability: float) -> Float[np.ndarray, "n1"]:
 
 
 def accepted_at_rate(rate: float, max_draft_tokens: int) -> Float[np.ndarray, "k1"]:
-    """Mean accepted tokens by draft length 0..k, where each token stands with this probability."""
+    """Mean accepted tokens by draft length 0..k if each token is accepted with this probability."""
     survival = rate ** np.arange(1, max_draft_tokens + 1)
     return np.concatenate([[0.0], np.cumsum(survival)])
 
 
 def along(x: Float[Array, "*n"], at: Float[Array, "k"], values: Float[Array, "k"]):
-    """Linear between the points, constant before the first, the last slope goes on behind."""
+    """Piecewise linear interpolation: constant before the first point, linear after the last."""
     widths = at[1:] - at[:-1]
     slopes = (values[1:] - values[:-1]) / widths
     last = jnp.arange(len(at) - 1) == len(at) - 2
     widths = jnp.where(last & (slopes > 0), jnp.inf, widths)
-    # A search, as in jnp.interp, would be a loop of launches on a GPU.
+    # A search, as in jnp.interp, would launch a loop of kernels on a GPU.
     return values[0] + jnp.sum(slopes * jnp.clip(x[..., None] - at[:-1], 0, widths), axis=-1)

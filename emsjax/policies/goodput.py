@@ -1,4 +1,4 @@
-"""Draft lengths from what is accepted and from what a step costs."""
+"""Draft lengths that maximise expected tokens per second, from acceptance and step costs."""
 
 import dataclasses
 import numbers
@@ -18,40 +18,39 @@ from emsjax.decode.draft import available_lengths
 from emsjax.decode.row_counts import row_buckets, smallest_bucket
 from emsjax.decode.state import admitted_policy_state
 from emsjax.policies.costs import LEAST_GAIN, TILE_ROWS, StepCosts
-from emsjax.policies.survival import Verdicts, check_estimates
+from emsjax.policies.survival import AcceptanceCounts, check_estimates
 from pallas_kernels.indexing import take
 
-LIMIT = TILE_ROWS - 1  # with the last emitted token before it a draft fills a tile
+LIMIT = TILE_ROWS - 1  # a draft and the last emitted token before it fill a tile
 PRIOR_RATE, PRIOR_WEIGHT, MEMORY = 0.7, 16.0, 0.98
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Goodput(DraftLength):
-    """The lengths, one per sample, with which the step emits the most tokens per second.
+    """One length per sample, chosen so that the step emits the most expected tokens per second.
 
-    A draft token is worth the probability that it and all before it stand, estimated from
-    the sample's own recent verdicts and those of the others. For every row bucket the
-    worthiest tokens that fill it are taken; the bucket with the most expected tokens per
-    millisecond wins, together with the longest draft where drafting takes time. All
-    lengths may be 0; as verdicts are forgotten, drafts are tried again, those of a draft model
-    less often.
+    The gain of a draft token is the probability that it and all tokens before it are accepted,
+    estimated from recent acceptance of the sample itself and of the others. Every row bucket is
+    filled with the most likely tokens, and the bucket with the most expected tokens per
+    millisecond is chosen; if drafting takes time, the longest draft is chosen with it. All lengths
+    may be 0. Old counts decay, so that drafting is tried again, less often with a draft model.
 
     Args:
         costs: of a step on this device.
-        prior_rate: acceptance rate before any verdict.
-        prior_weight: strength of the prior: after this many verdicts a sample's own acceptance
-            weighs as much as the batch's. Adapted to how much the samples are seen to differ.
-        memory: what a verdict weighs after each further step, relative to before.
-        limit: the largest length; also `DraftModel`'s limit where its user set none. Above
-            the default a sample's cache is read more than once, which is not priced here.
-        least_gain: share by which drafts that make the step longer must raise the expected
-            tokens per second: see `emsjax.policies.costs.LEAST_GAIN`.
+        prior_rate: acceptance rate before any draft has been verified.
+        prior_weight: strength of the prior: after this many verified tokens a sample's own
+            acceptance weighs as much as the batch's. It adapts to how much samples differ.
+        memory: factor by which counts decay in each step.
+        limit: the largest length; also the limit of a `DraftModel` created without one. Above
+            the default a sample's cache is read more than once, which the costs here ignore.
+        least_gain: fraction by which drafts that make a step longer must raise the expected
+            tokens per second; see `emsjax.policies.costs.LEAST_GAIN`.
 
     Raises:
-        ValueError: a `limit` that is no integer or below 1, or a profile as `costs`; where
-            decoding begins, a `prior_rate` not between 0 and 1, a `prior_weight` that is not
-            above 0, a `memory` outside 0..1, or a `least_gain` below 0.
+        ValueError: `limit` is not an integer or below 1, or `costs` is a profile. When decoding
+            begins: `prior_rate` is not between 0 and 1, `prior_weight` not above 0, `memory`
+            outside 0..1, or `least_gain` below 0.
     """
 
     costs: StepCosts
@@ -67,10 +66,10 @@ class Goodput(DraftLength):
 
     @classmethod
     def from_profile(cls, profile: str | PathLike | Mapping[str, Any], **settings) -> "Goodput":
-        """With the costs that `emsjax profile` measured.
+        """A policy with the costs that `emsjax profile` measured.
 
         Args:
-            profile: its file, or what that holds.
+            profile: its file, or the contents.
             settings: other arguments of `Goodput`.
 
         Raises:
@@ -83,17 +82,17 @@ class Goodput(DraftLength):
         return self.limit
 
     def check_settings(self) -> None:
-        # Not where it is made: a pytree is made of anything.
+        # Not in __post_init__: JAX also builds pytrees of other objects.
         check_costs(self.costs)
         check_estimates(self.prior_rate, self.prior_weight, self.memory)
         check_gain(self.least_gain)
 
-    def init(self, batch: int, max_draft_tokens: int) -> Verdicts:
-        return Verdicts.init(batch, max_draft_tokens)
+    def init(self, batch: int, max_draft_tokens: int) -> AcceptanceCounts:
+        return AcceptanceCounts.init(batch, max_draft_tokens)
 
-    def lengths(self, state: Verdicts, view: StepView) -> Int32[Array, "b"]:
+    def lengths(self, state: AcceptanceCounts, view: StepView) -> Int32[Array, "b"]:
         batch, k = state.trials.shape
-        # Where drafts are there already a long one takes no longer.
+        # If drafts exist already, a long one takes no more time.
         most = min(self.limit, k)
         longest = jnp.array([most]) if view.drafted else jnp.arange(most + 1)  # [n]
         available = jnp.minimum(view.available, longest[:, None])  # [n, b]
@@ -101,7 +100,7 @@ class Goodput(DraftLength):
         survival = state.survival(self.prior_rate, self.prior_weight)
         gains = jnp.where(usable, survival, 0).reshape(-1, batch * k)
         place = lax.broadcasted_iota(jnp.int32, gains.shape, 1)
-        # Stable: of a sample's equally worthy tokens the first come first.
+        # A stable sort keeps a sample's equally likely tokens in order.
         losses, places = lax.sort((-gains, place), num_keys=1, is_stable=True)
 
         sizes = row_buckets(batch, k + 1)
@@ -109,10 +108,10 @@ class Goodput(DraftLength):
         num_active = jnp.sum(view.active, dtype=jnp.float32)
         room = buckets - num_active
         fits = jnp.arange(batch * k, dtype=jnp.float32) < room[:, None]
-        # A sum and no product of matrices: those round to fewer bits on a GPU.
+        # A sum, because a GPU computes matrix products with fewer bits.
         gained = -jnp.sum(jnp.where(fits, losses[:, None], 0), axis=-1)  # [n, m]
-        # With too few tokens for a bucket a step takes a smaller one; with too many samples, a
-        # larger one.
+        # A step uses a smaller bucket if there are too few tokens to fill it, and a larger one if
+        # there are too many samples.
         most_rows = num_active + jnp.sum(available, axis=1, keepdims=True).astype(jnp.float32)
         used = smallest_bucket(sizes, jnp.clip(buckets, num_active, most_rows))
         bucket_ms = self.costs.step_ms(buckets, jnp.sum(cached_tokens(view)))
@@ -127,29 +126,29 @@ class Goodput(DraftLength):
         taken &= take(gains, n) > 0
         return jnp.sum(taken.reshape(batch, k), axis=1, dtype=jnp.int32)
 
-    def update(self, state: Verdicts, view, num_drafted, num_accepted) -> Verdicts:
+    def update(self, state: AcceptanceCounts, view, num_drafted, num_accepted) -> AcceptanceCounts:
         return state.update(num_drafted, num_accepted, self.memory, free=view.drafted)
 
-    def admit(self, state: Verdicts, fresh: Bool[Array, "b"]) -> Verdicts:
+    def admit(self, state: AcceptanceCounts, fresh: Bool[Array, "b"]) -> AcceptanceCounts:
         return state.admit(fresh)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CostCapped(DraftLength):
-    """Caps another policy's lengths at the length with the highest expected tokens per second.
+    """Caps another policy's lengths at the length with the most expected tokens per second.
 
-    The cap is the same for all samples and may be 0: drafting is off while it does not pay. It
-    comes from the same estimates as `Goodput`'s lengths, `least_gain` included. The other policy
-    learns only from steps in which its lengths were not cut.
+    The cap is the same for all samples and may be 0, which switches drafting off while it does
+    not pay. It uses the same estimates as `Goodput`, including `least_gain`. The other policy is
+    updated only after steps in which its lengths were not cut.
 
     Args:
-        policy: the other one.
+        policy: the other policy.
         costs: of a step on this device.
-        prior_rate, prior_weight, memory, least_gain: as for `Goodput`.
+        prior_rate, prior_weight, memory, least_gain: as in `Goodput`.
 
     Raises:
-        ValueError: as `Goodput` does.
+        ValueError: as in `Goodput`.
     """
 
     policy: DraftLength
@@ -176,15 +175,17 @@ class CostCapped(DraftLength):
         check_estimates(self.prior_rate, self.prior_weight, self.memory)
         check_gain(self.least_gain)
 
-    def init(self, batch: int, max_draft_tokens: int) -> tuple[Any, Verdicts]:
-        return self._policy.init(batch, max_draft_tokens), Verdicts.init(batch, max_draft_tokens)
+    def init(self, batch: int, max_draft_tokens: int) -> tuple[Any, AcceptanceCounts]:
+        return self._policy.init(batch, max_draft_tokens), AcceptanceCounts.init(
+            batch, max_draft_tokens
+        )
 
-    def lengths(self, state: tuple[Any, Verdicts], view: StepView) -> Int32[Array, "b"]:
-        inner, verdicts = state
-        batch, k = verdicts.trials.shape
+    def lengths(self, state: tuple[Any, AcceptanceCounts], view: StepView) -> Int32[Array, "b"]:
+        inner, counts = state
+        batch, k = counts.trials.shape
         wanted = self._wanted(inner, view)
         capped = jnp.minimum(wanted, jnp.arange(k + 1)[:, None])  # [n, b]
-        survival = verdicts.survival(self.prior_rate, self.prior_weight)
+        survival = counts.survival(self.prior_rate, self.prior_weight)
         verified = jnp.arange(k) < capped[:, :, None]
         gained = jnp.sum(jnp.where(verified, survival, 0), axis=(1, 2))
         num_active = jnp.sum(view.active, dtype=jnp.float32)
@@ -198,20 +199,22 @@ class CostCapped(DraftLength):
             ms = ms + self.costs.draft_step_ms(batch) * longest
         return capped[jnp.argmax(worth(num_active + gained, ms, ms[0], self.least_gain))]
 
-    def update(self, state: tuple[Any, Verdicts], view: StepView, num_drafted, num_accepted):
-        inner, verdicts = state
-        # Cut drafts say nothing about the other policy's own lengths.
+    def update(
+        self, state: tuple[Any, AcceptanceCounts], view: StepView, num_drafted, num_accepted
+    ):
+        inner, counts = state
+        # Acceptance of cut drafts does not apply to the other policy's own lengths.
         own = jnp.all(num_drafted == self._wanted(inner, view))
         updated = self._policy.update(inner, view, num_drafted, num_accepted)
         check_state("the policy's", "update", inner, updated)
         inner = jax.tree.map(lambda new, old: jnp.where(own, new, old), updated, inner)
-        verdicts = verdicts.update(num_drafted, num_accepted, self.memory, free=view.drafted)
-        return inner, verdicts
+        counts = counts.update(num_drafted, num_accepted, self.memory, free=view.drafted)
+        return inner, counts
 
-    def admit(self, state: tuple[Any, Verdicts], fresh: Bool[Array, "b"]):
-        inner, verdicts = state
-        inner = admitted_policy_state(self._policy, inner, fresh, verdicts.trials.shape[1])
-        return inner, verdicts.admit(fresh)
+    def admit(self, state: tuple[Any, AcceptanceCounts], fresh: Bool[Array, "b"]):
+        inner, counts = state
+        inner = admitted_policy_state(self._policy, inner, fresh, counts.trials.shape[1])
+        return inner, counts.admit(fresh)
 
     def _wanted(self, inner: Any, view: StepView) -> Int32[Array, "b"]:
         return available_lengths(self._policy, inner, view)
@@ -223,37 +226,32 @@ def worth(
     without_ms: Float[Array, ""],
     least_gain: float,
 ) -> Float[Array, "*n"]:
-    """Tokens per millisecond; a step that takes longer than one without drafts has to earn it."""
+    """Tokens per millisecond, reduced by `least_gain` if drafts make the step longer."""
     return tokens / jnp.where(ms > without_ms, (1 + least_gain) * ms, ms)
 
 
 def check_no_profile(costs: Any, instead: str) -> None:
-    """All else is taken as it is: a pytree is made of anything.
+    """Raises a ValueError if `costs` is a profile or its file.
 
-    Raises:
-        ValueError: a profile, or its file.
+    Other objects are accepted, because JAX also builds pytrees of other objects.
     """
     if isinstance(costs, str | PathLike | Mapping):
         kind = type(costs).__name__
-        raise ValueError(f"costs must be StepCosts, not {kind}: of a profile, {instead}")
+        raise ValueError(f"costs must be StepCosts, not {kind}: for a profile, use {instead}")
 
 
 def check_costs(costs: Any) -> None:
-    """Raises a ValueError where they are no `StepCosts`."""
+    """Raises a ValueError unless `costs` is a `StepCosts`."""
     if not isinstance(costs, StepCosts):
         raise ValueError(f"costs must be StepCosts, not {type(costs).__name__}")
 
 
 def check_gain(least_gain: Any) -> None:
-    """Traced values are taken as they are.
-
-    Raises:
-        ValueError: below 0.
-    """
+    """Raises a ValueError if the gain is below 0; traced values are not checked."""
     if isinstance(least_gain, numbers.Real) and not least_gain >= 0:
         raise ValueError(f"least_gain must be at least 0, not {least_gain}")
 
 
 def cached_tokens(view: StepView) -> Float[Array, "b"]:
-    """What a step reads from the cache for each sample, in tokens."""
+    """Cached tokens of each sample that a step reads."""
     return jnp.where(view.active, view.lengths - 1, 0).astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""Policies that limit how many tokens are drafted, per sample and step."""
+"""Draft-length policies: how many draft tokens of each sample a step verifies."""
 
 import dataclasses
 import numbers
@@ -16,17 +16,17 @@ from emsjax.decode.base import DraftLength, StepView
 from emsjax.policies.costs import StepCosts, accepted_at_rate, read_profile, synergy_lengths
 from pallas_kernels.indexing import take
 
-MOST = 1 << 30  # of a length: steps of the device loop may add to it
+MOST = 1 << 30  # the largest length, far from int32 overflow: the device loop may add to it
 
 
 @jax.tree_util.register_pytree_node_class
 class FixedLength(DraftLength):
     """Up to `k` draft tokens for every sample in every step; 0 switches drafting off.
 
-    The length is traced data: another k needs no new compilation.
+    The length is traced data, so another k needs no new compilation.
 
     Raises:
-        ValueError: k is no integer, or negative.
+        ValueError: k is not an integer, or negative.
     """
 
     def __init__(self, k: int):
@@ -46,28 +46,28 @@ class FixedLength(DraftLength):
 
 
 class BassState(NamedTuple):
-    """What Algorithm 1 of BASS carries from step to step."""
+    """State of Algorithm 1 of BASS."""
 
     length: Int32[Array, ""]
-    shrinking: Int32[Array, ""]  # 1 if the last step shortened it
+    shrinking: Int32[Array, ""]  # 1 if the last step reduced the length
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class BassHeuristic(DraftLength):
-    """One length for all samples: it grows when some sample accepted all of it, else shrinks.
+    """One length for all samples, which grows after fully accepted drafts and shrinks otherwise.
 
-    After a step in which some sample accepted as many tokens as the length it grows by
-    `increment`, up to `limit`. Otherwise it shrinks by a `divisor`-th, rounded up, and by one
-    more if the step before shortened it too, but not below the most that a sample accepted, nor
-    below 1. A step in which nobody drafted changes nothing.
+    If some sample accepted as many tokens as the length, it grows by `increment`, up to `limit`.
+    Otherwise it shrinks by length / `divisor`, rounded up, and by one more if it also shrank in
+    the step before, but not below the most tokens that a sample accepted, nor below 1. A step
+    without any draft tokens leaves it unchanged.
 
     Args:
-        initial: the first step's length.
-        limit: the largest length; also `DraftModel`'s limit where its user set none.
+        initial: length of the first step.
+        limit: the largest length; also the limit of a `DraftModel` created without one.
 
     Raises:
-        ValueError: a value that is no integer, below 1 or far too large, or `initial` above
+        ValueError: a value is not an integer, below 1 or far too large, or `initial` is above
             `limit`.
 
     Reference: BASS, arXiv 2404.15778, Algorithm 1 and its constants.
@@ -108,14 +108,15 @@ class BassHeuristic(DraftLength):
 
 @jax.tree_util.register_pytree_node_class
 class BatchSizeTable(DraftLength):
-    """A length for every batch size, looked up by the samples that are still active.
+    """A length for every batch size, looked up by the number of active samples.
 
     Args:
-        table: draft tokens by batch size, as in {1: 7, 8: 4, 32: 0}: the entry with the
-            largest size that is not above the number of active samples counts, or the first.
+        table: draft tokens by batch size, as in {1: 7, 8: 4, 32: 0}. The entry with the
+            largest size up to the number of active samples applies, or else the first.
 
     Raises:
-        ValueError: no mapping, or an empty one, a size below 1, or a length below 0.
+        ValueError: the table is not a mapping or empty, a size is below 1, or a length is
+            below 0.
 
     >>> BatchSizeTable({1: 7, 8: 4, 32: 0}).draft_lengths.tolist()
     [7, 4, 0]
@@ -141,14 +142,15 @@ class BatchSizeTable(DraftLength):
         *,
         free: bool = False,
     ) -> "BatchSizeTable":
-        """The table that `emsjax profile` found.
+        """The table of a profile that `emsjax profile` wrote.
 
         Args:
-            profile: its file, or what that holds.
-            acceptance: the probability that a draft token stands, or the `stats` of a run
-                that drafted as much as it could; None: the rate that the profile assumed.
-            free: proposing takes no time, as with prompt lookup: what the profile's draft model
-                costs is left out.
+            profile: its file, or the contents.
+            acceptance: the probability that a draft token is accepted, or the `stats` of a run
+                that drafted as many tokens as it could; None for the rate that the profile
+                assumed.
+            free: whether proposing takes no time, as with prompt lookup; the costs of the
+                profile's draft model are then left out.
 
         Raises:
             ValueError: not such a profile, or a probability outside 0..1.
@@ -193,11 +195,12 @@ def acceptance_curves(stats: Any) -> tuple[Float[np.ndarray, "k1"], Float[np.nda
     """Mean accepted and drafted tokens of a sample's step, by draft length 0..k.
 
     Args:
-        stats: `GenerateOutput.stats` of a run that drafted as much as it could: of what stood
-            there, a shorter draft would have had its part.
+        stats: `GenerateOutput.stats` of a run that drafted as many tokens as it could. A
+            shorter draft would have accepted the same tokens, up to its length.
     """
     histogram = stats.accepted_histogram.sum(axis=0)
     length, steps = np.arange(len(histogram)), max(histogram.sum(), 1)
     accepted = np.minimum(length, length[:, None]) @ histogram / steps
-    # Whoever drafts less than it may is taken to draft all or nothing, as a copy does.
+    # A sample with fewer draft tokens than allowed is modelled as drafting all or none of them,
+    # as prompt lookup does.
     return accepted, length * stats.num_drafted.sum() / steps / max(length[-1], 1)

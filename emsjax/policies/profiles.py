@@ -1,4 +1,4 @@
-"""Where `emsjax profile` keeps what it measured, and which policy follows from it."""
+"""The store of profiles that `emsjax profile` writes, and the policy chosen by a profile."""
 
 import dataclasses
 import hashlib
@@ -17,18 +17,18 @@ from emsjax.policies.goodput import Goodput
 from emsjax.policies.lengths import BassHeuristic, DraftLength, FixedLength
 
 POLICIES = {"fixed": FixedLength, "bass": BassHeuristic, "goodput": Goodput}
-# Of a configuration, what does not change the time of a step.
+# Fields of a configuration that do not affect the time of a step.
 TIMELESS = ("bos_token_id", "eos_token_id", "pad_token_id", "init_std", "max_position_embeddings")
 
 
 def device() -> str:
-    """What measurements of this process are of."""
+    """Name of the device that this process measures."""
     first = jax.local_devices()[0]
     return f"{first.platform} {first.device_kind}"
 
 
 def subject(config: OPTConfig, draft_config: OPTConfig | None, dtype: Any) -> dict[str, Any]:
-    """What a profile is of: the device, the shapes of the models, the dtype."""
+    """The subject of a profile: the device, the dtype and the shapes of the models."""
     shape = lambda config: {
         name: value for name, value in dataclasses.asdict(config).items() if name not in TIMELESS
     }
@@ -49,7 +49,7 @@ def folder() -> Path:
 
 
 def store(profile: Mapping[str, Any]) -> Path:
-    """Keep a profile where `find` looks; returns its path.
+    """Write a profile to the store and return its path.
 
     Raises:
         OSError: the folder cannot be written.
@@ -65,7 +65,8 @@ def store(profile: Mapping[str, Any]) -> Path:
 def find(wanted: Mapping[str, Any]) -> Path | None:
     """The file of the stored profile of this subject, or None.
 
-    Without a draft model that of any will do: it says what the target's steps take.
+    If no draft model is wanted, a profile with any draft model will do, because it has the costs
+    of the target's steps.
     """
     paths = [path_of(wanted)]
     if wanted["draft_model"] is None:
@@ -74,20 +75,20 @@ def find(wanted: Mapping[str, Any]) -> Path | None:
 
 
 def path_of(subject: Mapping[str, Any]) -> Path:
-    """Where the profile of this subject is kept, if there is one."""
+    """Path of the profile of this subject in the store, whether it exists or not."""
     digest = lambda part: hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()[:16]
     target = {name: value for name, value in subject.items() if name != "draft_model"}
     draft = subject["draft_model"]
-    # Profiles of another format are not seen, as if there were none.
+    # The format is part of the name, so profiles of other formats are not found.
     target["format"] = FORMAT
     return folder() / f"{digest(target)}-{'none' if draft is None else digest(draft)}.json"
 
 
 def read_for(path: Path, wanted: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The profile that a user named.
+    """The profile in a file that the user gave.
 
     Raises:
-        ValueError: no profile, or one of another device, dtype or model.
+        ValueError: it is not a profile, or one of another device, dtype or model.
     """
     profile = read_profile(path)
     check_subject(profile, wanted, str(path))
@@ -95,11 +96,7 @@ def read_for(path: Path, wanted: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def check_subject(profile: Mapping[str, Any], wanted: Mapping[str, Any], name: str) -> None:
-    """Whether the profile speaks of this run.
-
-    Raises:
-        ValueError: it is of another device, dtype or model.
-    """
+    """Raises a ValueError unless the profile has the wanted device, dtype and models."""
     if "subject" not in profile:
         raise ValueError(f"{name} does not say what it is a profile of")
     for what in ("device", "dtype", "model", "draft_model"):
@@ -110,7 +107,7 @@ def check_subject(profile: Mapping[str, Any], wanted: Mapping[str, Any], name: s
 
 
 def _told(this: Any, other: Any) -> str:
-    """A part of a subject; of a model what is not the other's."""
+    """A part of a subject as text; for a model, only the fields that differ from `other`."""
     if not isinstance(this, Mapping):
         return "none" if this is None else str(this)
     other = other if isinstance(other, Mapping) else {"hidden_size": 0, "num_hidden_layers": 0}
@@ -121,7 +118,7 @@ def _told(this: Any, other: Any) -> str:
 def choose(
     request: str, wanted: Mapping[str, Any], profile: Path | None, advice: str
 ) -> dict[str, Any]:
-    """What a requested draft length comes to here and now, as JSON; `policy` reads it.
+    """The policy that a requested draft length resolves to, as JSON for `policy`.
 
     Args:
         request: "auto", "bass", "goodput" or a number.
@@ -130,10 +127,10 @@ def choose(
         advice: the command that measures such a profile.
 
     Returns:
-        A policy's name, all its settings, and in words why it was chosen.
+        The policy's name, all its settings, and the reason in words.
 
     Raises:
-        ValueError: "goodput" without a profile, or a profile of something else.
+        ValueError: "goodput" is requested without a profile, or the profile has another subject.
     """
     if request not in ("auto", "goodput", "bass"):
         return _record(FixedLength, {"k": int(request)}, f"fixed at {request}")
@@ -153,7 +150,7 @@ def choose(
 
 
 def policy(record: Mapping[str, Any]) -> DraftLength:
-    """The policy that `choose` chose."""
+    """The policy of a record that `choose` returned."""
     kind, settings = POLICIES[record["policy"]], dict(record["settings"])
     if kind is Goodput:
         costs = {"format": FORMAT, "costs": settings.pop("costs")}
@@ -162,7 +159,7 @@ def policy(record: Mapping[str, Any]) -> DraftLength:
 
 
 def _record(kind: type, settings: Mapping[str, Any], why: str) -> dict[str, Any]:
-    """Defaults are written out: those of another version may differ."""
+    """A record with all defaults, because another version may have different ones."""
     fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
     defaults = {field.name: field.default for field in fields if field.name != "costs"}
     (name,) = (name for name, policy in POLICIES.items() if policy is kind)

@@ -1,4 +1,4 @@
-"""How likely drafts stand, estimated from verdicts while decoding."""
+"""Estimates of the probability that draft tokens are accepted, from counts while decoding."""
 
 import math
 import numbers
@@ -7,17 +7,17 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-PRIOR_EVIDENCE = 100.0  # verdicts that the prior weight counts for
-GROUP_WEIGHTS = (4.0, 400.0)  # the least and the largest
+PRIOR_EVIDENCE = 100.0  # verified tokens that the prior weight is worth
+GROUP_WEIGHTS = (4.0, 400.0)  # the smallest and the largest
 
 
-class Verdicts(NamedTuple):
-    """Weighted counts of verdicts on each draft position, recent ones counting more.
+class AcceptanceCounts(NamedTuple):
+    """Decaying counts of verified and accepted tokens at each draft position.
 
     Attributes:
-        trials: verdicts on position i of a draft whose earlier tokens all stood.
-        hits: those of them by which it stood too.
-        waited: steps since a sample drafted.
+        trials: drafts of which all tokens before position i were accepted, and i was verified.
+        hits: those of them of which position i was accepted too.
+        waited: steps since any sample drafted.
     """
 
     trials: Float[Array, "b k"]
@@ -25,7 +25,7 @@ class Verdicts(NamedTuple):
     waited: Float[Array, ""]
 
     @classmethod
-    def init(cls, batch: int, max_draft_tokens: int) -> "Verdicts":
+    def init(cls, batch: int, max_draft_tokens: int) -> "AcceptanceCounts":
         zeros = lambda *shape: jnp.zeros(shape, jnp.float32)
         return cls(zeros(batch, max_draft_tokens), zeros(batch, max_draft_tokens), zeros())
 
@@ -36,12 +36,12 @@ class Verdicts(NamedTuple):
         memory,
         *,
         free: bool,
-    ) -> "Verdicts":
-        """After a step; what was counted before weighs `memory` of what it did.
+    ) -> "AcceptanceCounts":
+        """Counts after a step; earlier counts are multiplied by `memory`.
 
-        A drafter that is not `free` pays for another try: a draft model has to see all that was
-        emitted while it waited. The longer it waits, the more slowly its verdicts are forgotten:
-        not exponentially, but like a power of the wait.
+        Another try costs a drafter that is not `free`: a draft model has to catch up on all
+        tokens that were emitted while it waited. So its counts decay more slowly the longer it
+        waits, as a power of the wait instead of exponentially.
         """
         position = jnp.arange(self.trials.shape[1])
         hit = position < num_accepted[:, None]
@@ -51,22 +51,23 @@ class Verdicts(NamedTuple):
             forgotten = forgotten / (1 + forgotten * self.waited)
         count = lambda old, new: (1 - forgotten) * old + new.astype(jnp.float32)
         waited = jnp.where(jnp.any(num_drafted > 0), 0, self.waited + 1)
-        return Verdicts(count(self.trials, tried), count(self.hits, hit), waited)
+        return AcceptanceCounts(count(self.trials, tried), count(self.hits, hit), waited)
 
-    def admit(self, fresh: Bool[Array, "b"]) -> "Verdicts":
-        """Nothing is known of new sequences."""
+    def admit(self, fresh: Bool[Array, "b"]) -> "AcceptanceCounts":
+        """Counts without those of `fresh` slots, which begin new sequences."""
         forget = lambda counts: jnp.where(fresh[:, None], 0, counts)
-        return Verdicts(forget(self.trials), forget(self.hits), self.waited)
+        return AcceptanceCounts(forget(self.trials), forget(self.hits), self.waited)
 
     def survival(self, prior_rate, prior_weight) -> Float[Array, "b k"]:
-        """Estimated probability that a sample's draft stands up to each position, included.
+        """Estimated probability that a draft is accepted up to and including each position.
 
-        The odds of a position are those of its sample times those of the position over all
-        samples, over the overall odds; at each level verdicts of the level above, at the top
-        of `prior_rate`, fill up one's own. There are `prior_weight` of them, but for samples
-        and for positions as many fewer or more as their rates are seen to differ or to agree.
-        To a token it speaks for its sample that the tokens before it stand: these are verdicts
-        too. Where little is known of a sample, it may be one whose long drafts stand.
+        The odds of acceptance at a position are the sample's odds times the position's odds over
+        all samples, divided by the overall odds. At each level the counts are smoothed with
+        pseudo-counts at the rate of the level above, and at the top at `prior_rate`. Their
+        number is `prior_weight`; for samples and for positions it is smaller the more their
+        rates differ, and larger the more they agree. The sample's rate at a position also counts
+        the tokens before it as accepted, because the probability is conditional on that. So a
+        sample with few counts may still turn out to be one whose long drafts are accepted.
         """
         total = lambda axis: (jnp.sum(x, axis, keepdims=True) for x in (self.hits, self.trials))
 
@@ -88,11 +89,10 @@ class Verdicts(NamedTuple):
 
 
 def check_estimates(prior_rate: Any, prior_weight: Any, memory: Any) -> None:
-    """Whether survival can be estimated so; traced values are taken as they are.
+    """Raises a ValueError unless the settings of `survival` and `update` are valid.
 
-    Raises:
-        ValueError: a prior rate outside 0..1 or at its ends, a prior weight that is not above 0,
-            or a memory outside 0..1.
+    The prior rate must be strictly between 0 and 1, the prior weight above 0, and the memory in
+    0..1. Traced values are not checked.
     """
     known = lambda value: isinstance(value, numbers.Real)
     if known(prior_rate) and not 0 < prior_rate < 1:
@@ -106,12 +106,12 @@ def check_estimates(prior_rate: Any, prior_weight: Any, memory: Any) -> None:
 def group_weight(
     hits: Float[Array, "..."], trials: Float[Array, "..."], rate: Float[Array, "..."], prior_weight
 ) -> Float[Array, ""]:
-    """How many verdicts at the common `rate` to add to each group's own.
+    """Number of pseudo-counts at the common `rate` to add to each group's own counts.
 
-    That is the sum of a beta distribution's parameters, if it has this mean and each group's own
-    rate is drawn from it. In expectation then sum (hits - trials rate)^2 / trials =
+    It is the sum of the parameters of a beta distribution with this mean, from which each group's
+    rate is drawn. Then the expectation of sum (hits - trials rate)^2 / trials is
     rate (1 - rate) sum (1 + (trials - 1) r), where r = 1 / (weight + 1) is the correlation of
-    two verdicts of a group.
+    two outcomes of a group.
     """
     surprise = jnp.where(trials > 0, (hits - trials * rate) ** 2 / jnp.maximum(trials, 1e-6), 0)
     excess = jnp.sum(surprise / (rate * (1 - rate)) - jnp.minimum(trials, 1))

@@ -1,4 +1,4 @@
-"""Checks for drafters, draft-length policies and attention of your own."""
+"""Checks of your own drafters, draft-length policies and attention."""
 
 from emsjax.testing.lossless import Lossless, assert_lossless, assert_same_distribution
 

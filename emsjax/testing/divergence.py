@@ -1,7 +1,7 @@
-"""Where two greedy runs part, and whether that is a near-tie.
+"""The first differences of two greedy runs, and whether they are near-ties.
 
-In 16-bit types a row's logits depend, in their last digits, on how many rows are computed
-beside it. Where two tokens are nearly tied that decides which one is the likelier.
+In 16-bit types the last digits of a row's logits depend on the number of rows in the same call.
+If two tokens are nearly tied, this decides which of them is the likelier.
 """
 
 import dataclasses
@@ -26,17 +26,17 @@ PREFIXES_AT_ONCE = 8
 
 @dataclasses.dataclass(frozen=True)
 class Divergence:
-    """The first token in which a sequence is another one.
+    """The first token in which a sequence differs from plain decoding.
 
     Attributes:
-        sequence: its index.
-        position: of the token among the new ones, from 0: the prompt's are not counted.
+        sequence: index of the sequence.
+        position: index of the token among the new ones, without the prompt.
         expected: the token of plain decoding.
-        token: the token instead.
-        margin: by how much their logits differ when computed in float32 from the same weights.
-        largest: the largest absolute one of these logits.
-        likeliest: the two tokens with the largest of these logits.
-        lead: by how much theirs differ.
+        token: the token of the other run.
+        margin: difference of their two logits, computed in float32 from the same weights.
+        largest: the largest absolute value among the float32 logits at this position.
+        likeliest: the two tokens with the largest float32 logits.
+        lead: difference of these two logits.
     """
 
     sequence: int
@@ -50,7 +50,7 @@ class Divergence:
 
     @property
     def is_near_tie(self) -> bool:
-        """Whether rounding may decide, as the margin is within 1/64 of the largest logit."""
+        """Whether rounding may decide: the margin is at most 1/64 of the largest logit."""
         return self.margin <= NEAR_TIE * self.largest
 
 
@@ -60,13 +60,13 @@ def first_divergences(
     expected: GenerateOutput,
     actual: GenerateOutput,
 ) -> list[Divergence]:
-    """Where each sequence of `actual` leaves that of `expected`, if it does.
+    """The first difference of each sequence of `actual` that is not the expected one.
 
     Args:
-        model: the target of both; a float32 copy of it is made if there is anything to score.
+        model: the target of both; if anything differs, a float32 copy of it computes the margins.
         prompts: one for each sequence.
-        expected: what plain greedy decoding says.
-        actual: of the same prompts, with the same limits and end tokens.
+        expected: output of plain greedy decoding.
+        actual: another output for the same prompts, limits and end tokens.
     """
     differs = np.asarray(expected.tokens) != np.asarray(actual.tokens)
     parted = np.flatnonzero(differs.any(axis=1))
@@ -90,7 +90,7 @@ def first_divergences(
 
 
 def float32_logits(model: Model, prefixes: Sequence[np.ndarray]) -> np.ndarray:
-    """Logits [n, v] behind each prefix, from the model's weights, computed in float32."""
+    """Logits [n, v] after each prefix, computed in float32 from the model's weights."""
     model = model.astype(jnp.float32)
     width = round_up_length(max(map(len, prefixes)))
     logits = []
@@ -108,7 +108,7 @@ def float32_logits(model: Model, prefixes: Sequence[np.ndarray]) -> np.ndarray:
 def last_logits(
     model: Model, tokens: Int32[Array, "b t"], lengths: Int32[Array, "b"]
 ) -> Float[Array, "b v"]:
-    """Logits of each sample's last token."""
+    """Logits after each sample's last token."""
     kernels = resolve_kernels(None)
     cache = model.init_cache(*tokens.shape)
     cache = prefill(model, cache, tokens, lengths - 1, kernels=kernels)

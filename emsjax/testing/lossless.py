@@ -1,4 +1,4 @@
-"""Checks for drafters, draft-length policies and attention of your own."""
+"""Checks of your own drafters, draft-length policies and attention."""
 
 import dataclasses
 import functools
@@ -20,23 +20,23 @@ from emsjax.generation import generate, init_state
 from emsjax.sampling import Sampling, warp
 from emsjax.testing.divergence import NEAR_TIE, Divergence, first_divergences, float32_logits
 
-EXPLAINED = 4  # sequences, or tokens, of a failure
-LEVEL = 1e-6  # of drafters that are right, so many fail
-LEAST_EXPECTED = 8  # of a token that is counted by itself
+EXPLAINED = 4  # sequences or tokens that a failure explains
+LEVEL = 1e-6  # fraction of correct drafters that fail
+LEAST_EXPECTED = 8  # expected count of a token that is compared by itself
 UNDEFINED = (
-    "The other run's log-probability is NaN there: it divides by zero, or reads what is undefined, "
+    "The other run's log-probability is NaN there: it divides by zero, or reads undefined values, "
     "such as the cache beyond cache_lengths."
 )
-ASKED = ("max_new_tokens", "num_sequences", "sampling", "key", "eos_token_ids")  # of prompts
+ASKED = ("max_new_tokens", "num_sequences", "sampling", "key", "eos_token_ids")  # per prompt
 
 
 @dataclasses.dataclass(frozen=True)
 class Lossless:
-    """What a check that passed has found.
+    """Result of a check that passed.
 
     Attributes:
-        output: of the drafter's run; `output.stats` tells whether its drafts are any good.
-        near_ties: where the run left plain decoding, as 16-bit rounding may; none in float32.
+        output: output of the drafter's run; `output.stats` has its acceptance.
+        near_ties: differences from plain decoding that 16-bit rounding explains; none in float32.
     """
 
     output: GenerateOutput
@@ -58,30 +58,29 @@ def assert_lossless(
 ) -> Lossless:
     """Decode plainly and with the drafter, and fail unless the tokens are the same.
 
-    Plain decoding uses the library's own attention. In float32 every token must be equal; in
-    16-bit types greedy sequences may part at a near-tie: see `Divergence.is_near_tie`.
+    Plain decoding uses the library's own attention. In float32 all tokens must be equal; in
+    16-bit types greedy sequences may differ from a near-tie on: see `Divergence.is_near_tie`.
+
+    If no draft token is accepted, `output.stats.num_accepted` is 0, and the check says little.
+    Tokens do not show the precision of attention: compare single calls with
+    `pallas_kernels.reference.ragged_attention` as well.
 
     Args:
         model: the target.
-        drafter: yours, or None where attention alone is to be checked.
-        prompts: token ids, ragged; as for all that follows, see `emsjax.generate`.
-        attention_implementation: yours, or None.
-        sampling: above temperature 0 the model must be in float32, and the drafter one that does
-            not draw its tokens: one that does keeps the distribution, not the tokens.
-        options: more of `emsjax.generate`.
-
-    Where no draft token stood, `output.stats.num_accepted` is 0, and the check says little. Tokens
-    tell nothing of an attention's precision: compare single calls with
-    `pallas_kernels.reference.ragged_attention` as well.
+        drafter: your drafter, or None to check only attention.
+        prompts: ragged token ids; for these and the other arguments see `emsjax.generate`.
+        attention_implementation: your attention, or None.
+        sampling: with a temperature above 0, the model must be in float32 and the drafter must
+            not draw its tokens, because then only the distribution is preserved.
+        options: other arguments of `emsjax.generate`.
 
     Raises:
-        AssertionError: tokens differ; the message tells where, and by what margins float32
-            decides there.
-        ValueError: what `emsjax.generate` refuses, or sampling that cannot be compared.
+        AssertionError: tokens differ; the message has the positions and float32 margins.
+        ValueError: `emsjax.generate` rejects the arguments, or samples cannot be compared.
     """
     check_at_least("num_sequences", num_sequences, 1)
     if options.get("time_budget_s") is not None:
-        raise ValueError("time_budget_s cannot be given: no two runs stop at the same token")
+        raise ValueError("time_budget_s cannot be used: no two runs stop at the same token")
     options |= {
         "max_new_tokens": max_new_tokens,
         "num_sequences": num_sequences,
@@ -131,33 +130,33 @@ def assert_same_distribution(
     draft_length: DraftLength | None = None,
     attention_implementation: str | Callable | None = None,
 ) -> GenerateOutput:
-    """Sample a prompt often with the drafter, and fail unless tokens follow the target.
+    """Sample a prompt many times, and fail unless the tokens follow the target's distribution.
 
-    For drafters that draw their tokens: if their `Draft.probs` are wrong, so is what is sampled,
-    and no comparison of tokens shows it. At each position the tokens are counted, and compared with
-    the sum of what the target gives each of them behind the prefixes that were sampled, in
-    float32: a chi-square test, which fails one right drafter in a million.
+    This is for drafters that draw their tokens: if their `Draft.probs` are wrong, so is the
+    distribution of the output, which a comparison of tokens cannot show. At each position the
+    counts of tokens are compared with the target's float32 probabilities, summed over the sampled
+    prefixes. The chi-square test fails one correct drafter in a million.
 
     Args:
-        model: the target, in float32; a small one is quicker, and enough to check a drafter.
-        drafter: yours.
-        prompt: token ids; take one after which several tokens are likely, and yours are drafted.
-        sampling: of a temperature above 0.
-        key: of the samples.
-        samples: sequences; with four times as many, half the difference is found.
-        new_tokens: positions that are compared; one token more is sampled, so that all of them
+        model: the target, in float32; a small one is faster and suffices to check a drafter.
+        drafter: your drafter.
+        prompt: token ids; choose a prompt after which several tokens are likely and are drafted.
+        sampling: settings with a temperature above 0.
+        key: random key of the samples.
+        samples: number of sequences; four times as many detect half the difference.
+        new_tokens: positions that are compared; one more token is sampled, so that all of them
             can be drafted.
         batch_size: sequences decoded at a time.
         draft_length: a policy, or None.
-        attention_implementation: yours, or None.
+        attention_implementation: your attention, or None.
 
     Returns:
-        The samples: their `stats` tell whether drafts were used.
+        The samples; their `stats` have the acceptance of the drafts.
 
     Raises:
         AssertionError: the distribution differs; the message has the tokens that differ most.
-        ValueError: what `emsjax.generate` refuses, a model that is not in float32, a temperature
-            of 0, or so few samples that no token is expected often enough to be counted.
+        ValueError: `emsjax.generate` rejects the arguments, the model is not in float32, the
+            temperature is 0, or there are too few samples to count any token.
     """
     _check_exact(model)
     for name, value in (("samples", samples), ("new_tokens", new_tokens)):
@@ -199,16 +198,16 @@ def assert_same_distribution(
 
 
 def _check_counts(observed: np.ndarray, expected: np.ndarray, position: int, level: float) -> None:
-    """Raises an AssertionError where the counts of tokens [v] are not what is expected."""
+    """Raises an AssertionError unless the counts of tokens [v] agree with the expected ones."""
     often = expected >= LEAST_EXPECTED
     seen, hoped = (np.append(of[often], of[~often].sum()) for of in (observed, expected))
-    if hoped[-1] < LEAST_EXPECTED and len(hoped) > 2:  # too few by themselves, even together
+    if hoped[-1] < LEAST_EXPECTED and len(hoped) > 2:  # too few even together
         rarest = hoped[:-1].argmin()
         seen, hoped = (
             np.append(np.delete(of[:-1], rarest), of[rarest] + of[-1]) for of in (seen, hoped)
         )
-    # A sum over prefixes varies no more than one distribution would.
-    if hoped[-1] < LEAST_EXPECTED:  # of one token beside the rest
+    # The sum over prefixes has at most the variance of a single distribution.
+    if hoped[-1] < LEAST_EXPECTED:  # one likely token and a rare rest: an exact test
         chance = chance_of_so_many(seen[-1], seen.sum(), hoped[-1] / hoped.sum())
     else:
         statistic = ((seen - hoped) ** 2 / hoped).sum()
@@ -224,17 +223,18 @@ def _check_counts(observed: np.ndarray, expected: np.ndarray, position: int, lev
         "\n".join(
             [
                 f"position {position} of the new tokens has another distribution than the "
-                f"target's: of {observed.sum()} samples",
+                f"target's; in {observed.sum()} samples:",
                 *told,
-                f"So much by chance: {chance:.2g}. Look at Draft.probs: probs[s, i] must be what "
-                "tokens[s, i] was drawn from, given the draft tokens before it.",
+                f"The probability of such counts is {chance:.2g}. Check Draft.probs: probs[s, i] "
+                "must be the distribution that tokens[s, i] was drawn from, given the preceding "
+                "draft tokens.",
             ]
         )
     )
 
 
 def chance_of_so_many(count: int, total: int, probability: float) -> float:
-    """That of `total` independent draws at least `count` are of what has this probability."""
+    """Probability of at least `count` successes in `total` independent trials."""
     if count == 0:
         return 1.0
     shape = float(count), float(total - count + 1)
@@ -242,16 +242,16 @@ def chance_of_so_many(count: int, total: int, probability: float) -> float:
 
 
 def _check_exact(model: Model) -> None:
-    """Raises a ValueError where rounding decides between samples."""
+    """Raises a ValueError unless the model is in float32."""
     if model.dtype != jnp.float32:
         raise ValueError(
-            f"sampled tokens can be compared in float32 alone, not {jnp.dtype(model.dtype).name}: "
-            "rounding moves the borders between draws"
+            f"sampled tokens can be compared in float32 only, not {jnp.dtype(model.dtype).name}: "
+            "rounding shifts the boundaries between draws"
         )
 
 
 def _check_comparable(run: Run, prompts) -> None:
-    """Raises ValueError unless sampled tokens must be equal; one prompt is enough to see it."""
+    """Raises a ValueError unless sampled tokens must be equal; one prompt is enough to check."""
     _check_exact(run.model)
     if run.drafter is None:
         return
@@ -266,7 +266,7 @@ def _check_comparable(run: Run, prompts) -> None:
 
 
 def _draws(drafter: Drafter, state: DecodeState, vocab_size: int) -> bool:
-    """Whether its drafts have probabilities; nothing is computed."""
+    """Whether the drafter returns probabilities; found by tracing, without any computation."""
     found = []
 
     def propose(state: DecodeState):
@@ -280,7 +280,7 @@ def _draws(drafter: Drafter, state: DecodeState, vocab_size: int) -> bool:
 
 
 def _explain(of: Divergence, prompt_tokens: int, greedy: bool, exact: bool) -> str:
-    """Where, what, and which of both runs float32 agrees with."""
+    """The position, the two tokens, and the run that float32 agrees with."""
     where = (
         f"  sequence {of.sequence}, position {of.position} of the new tokens "
         f"({prompt_tokens + of.position} with the prompt's): {of.token} instead of {of.expected}"
