@@ -1,7 +1,7 @@
 """What a step is given: the protocols of a model, a drafter and a draft-length policy.
 
 `Drafter` and `DraftLength` are base classes with defaults. Objects that merely have the right
-methods work too: `emsjax.decode.adapt` wraps them, and nothing else asks what an object has.
+methods work too: `emsjax.engine.adapt` wraps them, and nothing else asks what an object has.
 
 Axis legend: see `emsjax.decode.pack`.
 """
@@ -259,6 +259,11 @@ class DraftLength:
 
     max_draft_tokens: int | None = None
 
+    @property
+    def name(self) -> str:
+        """What messages call the policy."""
+        return type(self).__name__
+
     def init(self, batch: int, max_draft_tokens: int) -> Any:
         """State for `batch` samples, each with up to `max_draft_tokens` in a step."""
         return ()
@@ -300,3 +305,18 @@ def merge_fresh(fresh: Bool[Array, "b"], begun: Any, state: Any) -> Any:
     return jax.tree.map(
         lambda new, old: choose_slots(fresh, new, old) if leads(old) else old, begun, state
     )
+
+
+def check_state(whose: str, method: str, before: Any, after: Any) -> None:
+    """Raises ValueError unless `after`, which `method` returned, has the structure, shapes and
+    types of the state `before`, as the device loop needs."""
+    rule = f"{whose} state must keep its structure, shapes and types"
+    old, new = jax.tree.structure(before), jax.tree.structure(after)
+    if old != new:
+        raise ValueError(f"{rule}: {method} returned {new} instead of {old}")
+    kind = lambda x: f"{jax.typeof(x).dtype}{list(jnp.shape(x))}"
+    leaves = jax.tree_util.tree_leaves_with_path(before)
+    for (path, was), leaf in zip(leaves, jax.tree.leaves(after), strict=True):
+        if kind(was) != kind(leaf):
+            at = f" at {jax.tree_util.keystr(path)}" if path else ""
+            raise ValueError(f"{rule}: {method} returned {kind(leaf)} instead of {kind(was)}{at}")

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from emsjax.decode.adapt import check_state, unwrapped
-from emsjax.decode.base import Draft, Drafter, DraftLength, StepView
+from emsjax.decode.base import Draft, Drafter, DraftLength, StepView, check_state
 from emsjax.decode.run import Run
 from emsjax.sampling import Purpose, position_keys
 from emsjax.verification import usable_counts
@@ -78,7 +77,7 @@ def available_lengths(policy: DraftLength, state: Any, view: StepView) -> Int32[
     shape, dtype = jnp.shape(lengths), jnp.result_type(lengths)
     if not jnp.issubdtype(dtype, jnp.integer) or shape not in ((), view.available.shape):
         raise ValueError(
-            f"{type(unwrapped(policy)).__name__}.lengths must return integers [b] = "
+            f"{policy.name}.lengths must return integers [b] = "
             f"{view.available.shape}, not {dtype}{list(shape)}"
         )
     return jnp.clip(jnp.asarray(lengths).astype(jnp.int32), 0, view.available)

@@ -12,11 +12,11 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from emsjax.checks import check_at_least
-from emsjax.decode.adapt import as_policy, check_state
-from emsjax.decode.base import DraftLength, StepView
+from emsjax.decode.base import DraftLength, StepView, check_state
 from emsjax.decode.draft import available_lengths
 from emsjax.decode.row_counts import row_buckets, smallest_bucket
 from emsjax.decode.state import admitted_policy_state
+from emsjax.engine.adapt import as_policy
 from emsjax.policies.costs import LEAST_GAIN, TILE_ROWS, StepCosts
 from emsjax.policies.survival import AcceptanceCounts, check_estimates
 from pallas_kernels.indexing import take
