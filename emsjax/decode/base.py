@@ -305,18 +305,3 @@ def merge_fresh(fresh: Bool[Array, "b"], begun: Any, state: Any) -> Any:
     return jax.tree.map(
         lambda new, old: choose_slots(fresh, new, old) if leads(old) else old, begun, state
     )
-
-
-def check_state(whose: str, method: str, before: Any, after: Any) -> None:
-    """Raises ValueError unless `after`, which `method` returned, has the structure, shapes and
-    types of the state `before`, as the device loop needs."""
-    rule = f"{whose} state must keep its structure, shapes and types"
-    old, new = jax.tree.structure(before), jax.tree.structure(after)
-    if old != new:
-        raise ValueError(f"{rule}: {method} returned {new} instead of {old}")
-    kind = lambda x: f"{jax.typeof(x).dtype}{list(jnp.shape(x))}"
-    leaves = jax.tree_util.tree_leaves_with_path(before)
-    for (path, was), leaf in zip(leaves, jax.tree.leaves(after), strict=True):
-        if kind(was) != kind(leaf):
-            at = f" at {jax.tree_util.keystr(path)}" if path else ""
-            raise ValueError(f"{rule}: {method} returned {kind(leaf)} instead of {kind(was)}{at}")

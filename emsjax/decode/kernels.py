@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from jaxtyping import Array, Bool, Float, Int32
 
 import pallas_kernels
+from emsjax.checks import check_alike
 from emsjax.decode.pack import PackedRows
 from pallas_kernels.implementations import choose
 from pallas_kernels.ragged_attention import IMPLEMENTATIONS as ATTENTIONS
@@ -89,24 +90,7 @@ def attend(
         qkv[:, -kv_heads:],
     )
     out = attention(query, key, value, cached.keys, cached.values, *places, **options)
-    return checked(out, query)
-
-
-def checked(output: Any, query: Float[Array, "r hq d"]) -> Float[Array, "r hq d"]:
-    """The output of a user's attention for these queries.
-
-    Raises:
-        ValueError: no array, or one of another shape or dtype than the queries'.
-    """
-    is_array = hasattr(output, "dtype") and hasattr(output, "shape")
-    kind = lambda x: f"{x.dtype}{list(x.shape)}"
-    found = kind(output) if is_array else type(output).__name__
-    if found != kind(query):
-        raise ValueError(
-            "attention_implementation must return [rows, heads, head_dim] in the query's dtype, "
-            f"{kind(query)}, not {found}"
-        )
-    return output
+    return check_alike(out, query)
 
 
 def resolve_kernels(attention_implementation: str | Callable | None) -> Kernels:

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
-from emsjax.decode.base import ObservedRows, check_state
+from emsjax.decode.base import ObservedRows
+from emsjax.checks import check_state
 from emsjax.decode.draft import propose
 from emsjax.decode.pack import pack
 from emsjax.decode.refill import (

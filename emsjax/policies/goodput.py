@@ -12,7 +12,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from emsjax.checks import check_at_least
-from emsjax.decode.base import DraftLength, StepView, check_state
+from emsjax.decode.base import DraftLength, StepView
+from emsjax.checks import check_state
 from emsjax.decode.draft import available_lengths
 from emsjax.decode.row_counts import row_buckets, smallest_bucket
 from emsjax.decode.state import admitted_policy_state
