@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.implementations import runs_triton
+from pallas_kernels.common.implementations import runs_triton
 
 
 def best_dtype():

@@ -40,13 +40,12 @@ MODULES = (  # whose docstrings are public
     "emsjax.testing",
     "emsjax.vanilla",
     "emsjax.verification",
-    "pallas_kernels.add_layer_norm",
-    "pallas_kernels.keys_and_values",
-    "pallas_kernels.linear",
-    "pallas_kernels.ragged_attention",
+    "pallas_kernels.add_norm",
+    "pallas_kernels.attention",
+    "pallas_kernels.cache_update",
+    "pallas_kernels.cutoff",
+    "pallas_kernels.matmul",
     "pallas_kernels.reference",
-    "pallas_kernels.sampling_cutoff",
-    "pallas_kernels.update_kv_cache",
 )
 
 name_of = lambda path: str(path.relative_to(examples.ROOT))

@@ -134,13 +134,13 @@ def test_only_the_librarys_own_attention_gets_queries_keys_and_values_together(m
 
     def attention(query, key, value, lengths, *, option):
         seen.append([None if x is None else x.shape for x in (query, key, value)])
-        return query[:, 0] if key is None else query + option * (2 * key + 4 * value)
+        return query[:, :2] if key is None else query + option * (2 * key + 4 * value)
 
-    qkv = jnp.arange(5 * 3 * 2 * 4.0).reshape(5, 3, 2, 4)
+    qkv = jnp.arange(5 * 6 * 4.0).reshape(5, 6, 4)
     cache = KVCache.init(2, 8, num_layers=1, num_heads=2, head_dim=4, dtype=jnp.float32)
     out = cache.attention(attention)(qkv, cache.lengths, option=1)
-    np.testing.assert_array_equal(out, qkv[:, 0] + 2 * qkv[:, 1] + 4 * qkv[:, 2])
+    np.testing.assert_array_equal(out, qkv[:, :2] + 2 * qkv[:, 2:4] + 4 * qkv[:, 4:])
     monkeypatch.setattr(pallas_kernels, "ragged_attention", attention)
     for own in (attention, functools.partial(attention, option=1)):
         cache.attention(own)(qkv, cache.lengths, option=1)
-    assert seen == [[(5, 2, 4)] * 3] + [[(5, 3, 2, 4), None, None]] * 2
+    assert seen == [[(5, 2, 4)] * 3] + [[(5, 6, 4), None, None]] * 2

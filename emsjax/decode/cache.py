@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int32
 import pallas_kernels
 from emsjax.decode.kernels import AttentionOfThree
 from emsjax.decode.pack import PackedRows
-from pallas_kernels.indexing import take
+from pallas_kernels.common.indexing import take
 
 # Whether branches of `lax.switch` may write a cache. What jax 0.10.2 compiles for a CPU copies all
 # of it then; what 0.11.2 compiles does not, for a CPU and for a GPU.
@@ -36,21 +36,22 @@ class KeysValues:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FreshRows:
-    """Queries, keys and values of a forward's rows in every layer, as one product makes them."""
+    """Queries, keys and values of a forward's rows in every layer, as one product computes them."""
 
-    layers: tuple[Float[Array, "r 3 h d"], ...]
+    layers: tuple[Float[Array, "r n d"], ...]
 
     @property
     def keys(self) -> tuple[Float[Array, "r h d"], ...]:
-        return tuple(qkv[:, 1] for qkv in self.layers)
+        return tuple(jnp.split(qkv, 3, axis=1)[1] for qkv in self.layers)
 
     @property
     def values(self) -> tuple[Float[Array, "r h d"], ...]:
-        return tuple(qkv[:, 2] for qkv in self.layers)
+        return tuple(jnp.split(qkv, 3, axis=1)[2] for qkv in self.layers)
 
     def keys_values(self, num_rows: int) -> KeysValues:
         """Copied to arrays of `num_rows` rows; those beyond are arbitrary."""
-        return KeysValues(*map(tuple, pallas_kernels.keys_and_values(self.layers, num_rows)))
+        copy = lambda x: jnp.pad(x, [(0, num_rows - x.shape[0]), (0, 0), (0, 0)])
+        return KeysValues(tuple(map(copy, self.keys)), tuple(map(copy, self.values)))
 
 
 @jax.tree_util.register_dataclass

@@ -23,7 +23,7 @@ from emsjax.decode.pack import PackedRows, pack
 from emsjax.decode.row_counts import prompt_row_counts, smallest_bucket
 from emsjax.decode.verify import Verdict, judge, random_bits
 from emsjax.drafters import Draft
-from pallas_kernels.indexing import take, take_in_rows
+from pallas_kernels.common.indexing import take, take_in_rows
 
 
 class Fed(NamedTuple):

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 import pallas_kernels
-from pallas_kernels.implementations import choose
-from pallas_kernels.ragged_attention import IMPLEMENTATIONS as ATTENTIONS
-from pallas_kernels.update_kv_cache import IMPLEMENTATIONS as UPDATES
+from pallas_kernels.attention import IMPLEMENTATIONS as ATTENTIONS
+from pallas_kernels.cache_update import IMPLEMENTATIONS as UPDATES
+from pallas_kernels.common.implementations import choose
 
 
 class Kernels(NamedTuple):
@@ -23,7 +23,7 @@ class Kernels(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class AttentionOfThree:
-    """Attention whose queries, keys and values lie side by side, [r, 3, h, d].
+    """Attention whose queries, keys and values lie side by side, [r, 3 * h, d].
 
     Attributes:
         attention: a callable with the signature of `pallas_kernels.ragged_attention`, which alone
@@ -32,12 +32,12 @@ class AttentionOfThree:
 
     attention: Callable
 
-    def __call__(self, qkv: Float[Array, "r 3 h d"], *args, **options) -> Float[Array, "r h d"]:
+    def __call__(self, qkv: Float[Array, "r n d"], *args, **options) -> Float[Array, "r h d"]:
         called = self.attention
         called = called.func if isinstance(called, functools.partial) else called
         if called is pallas_kernels.ragged_attention:
             return self.attention(qkv, None, None, *args, **options)
-        query, key, value = jnp.unstack(qkv, axis=1)
+        query, key, value = jnp.split(qkv, 3, axis=1)
         return checked(self.attention(query, key, value, *args, **options), query)
 
 

@@ -9,7 +9,7 @@ from emsjax.decode.kernels import Kernels
 from emsjax.decode.pack import pack
 from emsjax.decode.row_counts import chunk_rows
 from emsjax.models.opt import OPT
-from pallas_kernels.indexing import take
+from pallas_kernels.common.indexing import take
 
 
 def prefill(

@@ -22,7 +22,7 @@ from emsjax.drafters import Drafter
 from emsjax.models.opt import OPT
 from emsjax.policies.lengths import DraftLength, admitted_by_policy
 from emsjax.sampling import Sampling
-from pallas_kernels.indexing import take
+from pallas_kernels.common.indexing import take
 
 
 @jax.tree_util.register_dataclass

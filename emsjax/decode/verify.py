@@ -10,7 +10,7 @@ from emsjax.decode.pack import PackedRows
 from emsjax.drafters import Draft
 from emsjax.sampling import Purpose, Sampling, draw, position_keys, warp
 from emsjax.verification import acceptance_probability, residual_distribution
-from pallas_kernels.indexing import take, take_in_rows
+from pallas_kernels.common.indexing import take, take_in_rows
 
 
 class Verdict(NamedTuple):

@@ -23,7 +23,7 @@ from emsjax.distillation.sequences import Batch, PackedSequences
 from emsjax.distillation.training import forward
 from emsjax.models.config import ACTIVATIONS, POSITION_OFFSET, OPTConfig
 from emsjax.models.opt import LAYER_NORM_EPSILON, OPT, OPTLayer, affine, weights
-from pallas_kernels.add_layer_norm import normalise
+from pallas_kernels.add_norm.xla import normalise
 
 SEQUENCES, TOKENS = 64, 256  # of each, that directions and deviations are measured on
 PROJECTED, SHARED = "projected", "shared"

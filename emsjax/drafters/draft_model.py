@@ -17,7 +17,7 @@ from emsjax.decode.prefill import prefill
 from emsjax.models.config import OPTConfig
 from emsjax.models.opt import OPT, check_is_model
 from emsjax.sampling import Purpose, draw, position_keys, warp
-from pallas_kernels.indexing import take
+from pallas_kernels.common.indexing import take
 
 DEFAULT_DRAFT_TOKENS = 4
 CATCH_UP_ROWS = 2  # a sample whose drafts were all accepted is one token behind

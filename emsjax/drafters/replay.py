@@ -11,7 +11,7 @@ from jaxtyping import Array, Int32
 
 from emsjax.decode.base import Draft, admitted, is_free, state_after_commit
 from emsjax.models.config import OPTConfig
-from pallas_kernels.indexing import take_in_rows
+from pallas_kernels.common.indexing import take_in_rows
 
 
 class Overriding(abc.ABC):

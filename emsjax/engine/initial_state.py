@@ -12,7 +12,7 @@ from emsjax.decode.prefill import prefill
 from emsjax.decode.step import Counters, DecodeState
 from emsjax.drafters import Drafter
 from emsjax.engine.requests import Requests, keys_at
-from pallas_kernels.indexing import take
+from pallas_kernels.common.indexing import take
 
 
 def max_draft_tokens_of(drafter: Drafter | None) -> int:

@@ -15,9 +15,9 @@ from emsjax.decode.cache import Cache, FreshRows, KVCache
 from emsjax.decode.pack import PackedRows
 from emsjax.models import checkpoint
 from emsjax.models.config import ACTIVATIONS, POSITION_OFFSET, OPTConfig
-from pallas_kernels.add_layer_norm import add, normalise
-from pallas_kernels.implementations import matmul_precision, with_gradient_of
-from pallas_kernels.indexing import take
+from pallas_kernels.add_norm.xla import add, normalise
+from pallas_kernels.common.implementations import matmul_precision, with_gradient_of
+from pallas_kernels.common.indexing import take
 
 LAYER_NORM_EPSILON = 1e-5
 
@@ -46,7 +46,7 @@ class OPTLayer(nnx.Module):
         self.final_layer_norm = layer_norm(config, dtype, rngs)
 
     def __call__(self, x: Float[Array, "r e"], y: "Addend | None", attend: Callable):
-        """One layer over the residual stream x + y; returns the next x and y, and qkv [r, 3, h, d].
+        """One layer over the residual stream x + y; returns the next x and y, and qkv [r, n, d].
 
         The normalisation that follows does the addition, in one pass. The stream is float32: it
         is added to often, and rounded each time. Where layers are normalised after each part
@@ -65,7 +65,7 @@ class OPTLayer(nnx.Module):
 
     def attention(self, h: Float[Array, "r e"], attend: Callable):
         qkv = pallas_kernels.linear(h, *weights(self.qkv_proj))
-        qkv = qkv.reshape(-1, 3, self.config.num_attention_heads, self.config.head_dim)
+        qkv = qkv.reshape(-1, 3 * self.config.num_attention_heads, self.config.head_dim)
         return addend(self.out_proj, attend(qkv).reshape(h.shape)), qkv
 
     def feed_forward(self, h: Float[Array, "r e"]) -> "Addend":

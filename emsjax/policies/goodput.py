@@ -23,7 +23,7 @@ from emsjax.policies.lengths import (
     check_is_policy,
 )
 from emsjax.policies.survival import Verdicts, check_estimates
-from pallas_kernels.indexing import take
+from pallas_kernels.common.indexing import take
 
 LIMIT = TILE_ROWS - 1  # with the last emitted token before it a draft fills a tile
 PRIOR_RATE, PRIOR_WEIGHT, MEMORY = 0.7, 16.0, 0.98

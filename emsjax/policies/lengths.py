@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from emsjax.checks import check_at_least
 from emsjax.decode.base import of_fresh_slots
 from emsjax.policies.costs import StepCosts, accepted_at_rate, read_profile, synergy_lengths
-from pallas_kernels.indexing import take
+from pallas_kernels.common.indexing import take
 
 MOST = 1 << 30  # of a length: steps of the device loop may add to it
 
