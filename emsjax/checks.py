@@ -88,7 +88,9 @@ def check_state(whose: str, method: str, before: Any, after: Any) -> None:
             raise ValueError(f"{rule}: {method} returned {kind(leaf)} instead of {kind(was)}{at}")
 
 
-def check_array(name: str, value: Any, kind: Any, fits: Callable[[tuple], bool], what: str) -> Array:
+def check_array(
+    name: str, value: Any, kind: Any, fits: Callable[[tuple], bool], what: str
+) -> Array:
     """`value` as an array.
 
     Args:

@@ -18,7 +18,7 @@ from emsjax.engine import slots
 from emsjax.engine.adapt import make_run
 from emsjax.engine.preparation import check
 from emsjax.generation import complete
-from pallas_kernels.indexing import take, take_in_rows
+from pallas_kernels.common.indexing import take, take_in_rows
 
 LENGTHS = [5, 9, 20, 3, 14, 1]
 RUNS = {

@@ -20,13 +20,14 @@ from flax import nnx
 from jax import lax
 
 from emsjax.benchmarks.device_times import kernel_times, kernels_per_step
+from emsjax.decode.base import Draft
 from emsjax.decode.cache import KVCache
 from emsjax.decode.layout import UNPADDED
 from emsjax.decode.row_counts import round_up_length
 from emsjax.decode.run import Run
 from emsjax.decode.state import DecodeState
 from emsjax.decode.step import decode_loop
-from emsjax.drafters import Draft, DraftModel
+from emsjax.drafters import DraftModel
 from emsjax.drafters.replay import Overriding
 from emsjax.engine.adapt import as_drafter, make_run
 from emsjax.generation import init_state

@@ -118,9 +118,13 @@ def checked_draft(draft: Draft, batch: int, max_draft_tokens: int, vocab_size: i
     """
     block = (batch, max_draft_tokens)
     what = f"integers [b, k] = {block}, k = max_draft_tokens"
-    tokens = check_array("Draft.tokens", draft.tokens, jnp.integer, lambda shape: shape == block, what)
+    tokens = check_array(
+        "Draft.tokens", draft.tokens, jnp.integer, lambda shape: shape == block, what
+    )
     what = f"integers [b] = {(batch,)}"
-    counts = check_array("Draft.counts", draft.counts, jnp.integer, lambda shape: shape == (batch,), what)
+    counts = check_array(
+        "Draft.counts", draft.counts, jnp.integer, lambda shape: shape == (batch,), what
+    )
     probs = draft.probs
     if probs is not None:
         fits = lambda shape: len(shape) == 3 and shape[:2] == block and shape[2] <= vocab_size

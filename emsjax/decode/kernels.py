@@ -10,9 +10,9 @@ from jaxtyping import Array, Bool, Float, Int32
 import pallas_kernels
 from emsjax.checks import check_alike
 from emsjax.decode.pack import PackedRows
-from pallas_kernels.implementations import choose
-from pallas_kernels.ragged_attention import IMPLEMENTATIONS as ATTENTIONS
-from pallas_kernels.update_kv_cache import IMPLEMENTATIONS as UPDATES
+from pallas_kernels.attention import IMPLEMENTATIONS as ATTENTIONS
+from pallas_kernels.cache_update import IMPLEMENTATIONS as UPDATES
+from pallas_kernels.common.implementations import choose
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,6 @@ def attend(
     places = (rows.segment_ids, rows.positions, visible.lengths)
     called = attention.func if isinstance(attention, functools.partial) else attention
     if isinstance(called, OwnAttention) or called is pallas_kernels.ragged_attention:
-        qkv = qkv.reshape(qkv.shape[0], 3, -1, qkv.shape[2])  # SHIM
         return attention(qkv, None, None, cached.keys, cached.values, *places, **options)
     kv_heads = cached.keys.shape[2]
     query, key, value = (

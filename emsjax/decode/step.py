@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
-from emsjax.decode.base import ObservedRows
 from emsjax.checks import check_state
+from emsjax.decode.base import ObservedRows
 from emsjax.decode.draft import propose
 from emsjax.decode.pack import pack
 from emsjax.decode.refill import (
@@ -30,7 +30,7 @@ from emsjax.decode.row_counts import prompt_row_counts
 from emsjax.decode.run import Run
 from emsjax.decode.state import Counters, DecodeState, StepInfo, is_ready
 from emsjax.decode.verify import random_bits, verify
-from pallas_kernels.indexing import take, take_in_rows
+from pallas_kernels.common.indexing import take, take_in_rows
 
 
 def advance(

@@ -18,7 +18,7 @@ from emsjax.decode.run import LogitsContext, Processor, process
 from emsjax.device import tree_bytes
 from emsjax.engine.adapt import check_is_model
 from emsjax.sampling import Purpose, draw, position_keys, warp
-from pallas_kernels.indexing import take
+from pallas_kernels.common.indexing import take
 
 DEFAULT_DRAFT_TOKENS = 4
 CATCH_UP_ROWS = 2  # a sample whose drafts were all accepted is one token behind

@@ -11,7 +11,7 @@ from jaxtyping import Array, Int32
 
 from emsjax.decode.base import Draft, Drafter, ModelConfig
 from emsjax.engine.adapt import as_drafter
-from pallas_kernels.indexing import take_in_rows
+from pallas_kernels.common.indexing import take_in_rows
 
 
 class Overriding(Drafter, abc.ABC):
