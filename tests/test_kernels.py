@@ -369,7 +369,6 @@ def test_a_tiles_lanes_hold_the_query_heads_of_its_rows(group, most, lanes, tile
     for name, tiling in TILINGS.items():
         monkeypatch.setattr(tilings, name, tiling)
     monkeypatch.setattr(tilings, "DECODE_TILES", 3)
-    monkeypatch.setattr(tilings, "DECODE_LANES", 64)
     launch = tilings.launch_for(4 * group, (8, 64, 4, 128), 8 * most, most, item_bytes=2, scale=1.0)
     assert launch.tiling.rows == lanes
     assert launch.tiling.rows // launch.group == tile_rows
