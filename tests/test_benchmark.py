@@ -1,4 +1,4 @@
-"""The benchmark's cases are what they are said to be, and what it measures is right."""
+"""The benchmark's cases are the documented ones, and its figures are right."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ PREFILL = Case(*MODEL, "prefill", "none", 4, (0, 0), (6, 6), 6)
 
 @pytest.fixture
 def one_case(monkeypatch):
-    """Main does a single decode case and one prefill."""
+    """`main` runs one decode case and one prefill case."""
     monkeypatch.setattr(benchmark, "decode_cases", lambda settings: [RAGGED])
     monkeypatch.setattr(benchmark, "prefill_cases", lambda settings: [PREFILL])
     monkeypatch.setattr(benchmark, "all_ratios", lambda decode, prefill: {})
@@ -32,7 +32,7 @@ def one_case(monkeypatch):
 
 @pytest.fixture
 def cudnn_by_xla(monkeypatch):
-    """XLA's attention stands in for cuDNN's, with the same arguments; forms go to a list."""
+    """Replace cuDNN's attention by XLA's, with the same arguments, and list the forms used."""
     real, forms = jax.nn.dot_product_attention, []
 
     def attention(*tensors, implementation, **options):
@@ -128,7 +128,7 @@ def test_padded_attention_does_the_same_work(case, form, cudnn_by_xla):
     assert max(errors.values()) <= 1e-2
 
 
-def test_what_cudnn_refuses_by_lengths_goes_by_a_mask(cudnn_by_xla, monkeypatch):
+def test_cudnn_gets_a_mask_where_it_rejects_lengths(cudnn_by_xla, monkeypatch):
     stand_in = jax.nn.dot_product_attention
 
     def attention(*tensors, **options):
@@ -143,7 +143,7 @@ def test_what_cudnn_refuses_by_lengths_goes_by_a_mask(cudnn_by_xla, monkeypatch)
     assert programs.compare(SINGLE, runs, chains, "reference")["cudnn"] <= 1e-2
 
 
-def test_a_chain_feeds_outputs_on_and_takes_caches_in_turns():
+def test_a_chain_passes_outputs_on_and_takes_caches_in_turns():
     lasts = []
     for calls, caches in ((1, 1), (2, 1), (2, 2), (3, 2), (3, 1)):
         chains = {"xla": programs.build_program("xla", RAGGED, calls, caches)}
@@ -232,7 +232,7 @@ def test_wrong_implementation_stops_the_run(factor, one_case, monkeypatch, tmp_p
     assert not output.exists()
 
 
-def test_refusal_is_recorded_not_raised(one_case, monkeypatch, tmp_path, capsys):
+def test_cudnns_error_is_recorded_not_raised(one_case, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(benchmark, "implementations", lambda: ("xla", "cudnn"))
     output = tmp_path / "figures.json"
     assert benchmark.main(["--quick", "--output", str(output)]) == 0
@@ -242,7 +242,7 @@ def test_refusal_is_recorded_not_raised(one_case, monkeypatch, tmp_path, capsys)
         assert entry["implementations"]["cudnn"]["error"]
 
 
-def test_spans_part_where_nothing_runs_for_long():
+def test_spans_are_split_where_nothing_runs_for_long():
     gap = measure.GAP_NS
     spans = [(gap * 5, 7), (0, 3), (2, 4), (gap // 2, 1)]
     assert measure.split_at_gaps(spans) == [[3, 4, 1], [7]]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_kernels import lower_for_cuda
+from kernel_cases import lower_for_cuda
 
 import pallas_kernels
 from pallas_kernels import matmul
@@ -72,7 +72,7 @@ def test_sums_add_up_to_the_product(options, dtype, rows, inputs, outputs):
 
 
 def check_sums(rows, inputs, outputs, dtype, options, scale=40):
-    """Sums: a product that nothing rounded, or shares, no less accurate than it is rounded."""
+    """Check that sums are the product unrounded, or shares as accurate as the rounded product."""
     x = random(rows, inputs, dtype=dtype)
     weight = random(inputs, outputs, dtype=dtype, seed=1)
     sums = pallas_kernels.linear_sums(x, weight, **options)
@@ -101,7 +101,7 @@ def check_sums(rows, inputs, outputs, dtype, options, scale=40):
     ],
 )
 def test_sum_and_normalisation_equal_numpy(options, dtype, shares, vectors, stream):
-    """The sum stays in x's type, though its normalisation be rounded."""
+    """The sum stays in x's dtype even if the normalisation is rounded."""
     size = 96
     x = random(7, size, dtype=stream or dtype)
     shape = (3, 7, size) if shares else (7, size)
@@ -124,7 +124,7 @@ def test_sum_and_normalisation_equal_numpy(options, dtype, shares, vectors, stre
     close(out, expected * value("scale", 1) + value("bias", 0), dtype, scale=4)
 
 
-def test_few_rows_of_16_bits_take_the_triton_product_where_it_fits(monkeypatch):
+def test_the_default_for_few_16_bit_rows_is_triton_if_the_sizes_fit(monkeypatch):
     def choose(x, weight):
         found = matmul._kernel_for(x, weight, None, False)
         return "xla" if found is None else found[0].__name__.rpartition(".")[2]
@@ -150,7 +150,7 @@ def test_few_rows_of_16_bits_take_the_triton_product_where_it_fits(monkeypatch):
         (False, 0, 128, "bfloat16", ()),
     ],
 )
-def test_up_to_a_number_of_rows_sums_stay_in_shares(
+def test_sums_stay_in_shares_up_to_a_number_of_rows(
     monkeypatch, triton, beyond, inputs, dtype, shares
 ):
     device_runs_triton(monkeypatch, triton)
@@ -160,8 +160,8 @@ def test_up_to_a_number_of_rows_sums_stay_in_shares(
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_errors_of_shares_that_cancel_are_those_of_rounding_each(monkeypatch, dtype):
-    """Neither share is a number of float16, and their sum is."""
+def test_shares_that_cancel_have_no_error_beyond_the_rounding_of_each(monkeypatch, dtype):
+    """Both shares overflow in float16, and their sum does not."""
     device_runs_triton(monkeypatch, True)
     x = random(200, 128, dtype=dtype) + 300 * jnp.repeat(jnp.array([1, -1], dtype), 64)
     weight = abs(random(128, 64, dtype=dtype, seed=1)) + jnp.array(4, dtype)
@@ -174,7 +174,7 @@ def test_errors_of_shares_that_cancel_are_those_of_rounding_each(monkeypatch, dt
 
 @pytest.mark.parametrize("shares", [True, False])
 def test_sums_have_the_gradient_of_the_product(monkeypatch, shares):
-    """Made of factors of 16 bits, whatever the sums are kept in."""
+    """It is computed from 16-bit factors, whatever the dtype of the sums."""
     device_runs_triton(monkeypatch, shares)
     rng, asked = np.random.default_rng(0), jnp.arange(64.0) % 2
     # Small numbers, which nothing rounds.
@@ -200,7 +200,7 @@ def test_sums_have_the_gradient_of_the_product(monkeypatch, shares):
     ("rows", "inputs", "outputs", "split"),
     [(8, 768, 2304, False), (8, 768, 768, True), (8, 3072, 768, True), (64, 2048, 6144, False)],
 )
-def test_a_small_weight_is_cut_into_enough_programs(rows, inputs, outputs, split):
+def test_a_small_weight_is_split_into_enough_programs(rows, inputs, outputs, split):
     tiling = triton.tiling_for(rows, inputs, outputs, split=split)
     assert outputs % tiling.columns == inputs % (tiling.depth * tiling.splits) == 0
     assert outputs // tiling.columns * tiling.splits >= 72
@@ -225,7 +225,7 @@ def test_the_triton_kernels_lower_for_cuda(rows, monkeypatch):
 
 
 @pytest.mark.parametrize("call", ["linear", "linear_sums", "add_layer_norm"])
-def test_an_unknown_implementation_is_named(call):
+def test_an_error_names_an_unknown_implementation(call):
     x = jnp.zeros((4, 128))
     arguments = {"add_layer_norm": (x, x, None, None, None)}.get(call, (x, jnp.zeros((128, 128))))
     options = {"epsilon": 1e-5} if call == "add_layer_norm" else {}
@@ -238,15 +238,15 @@ def test_an_unknown_implementation_is_named(call):
 @pytest.mark.parametrize(
     ("rows", "inputs", "outputs"), [(129, 128, 128), (4, 96, 128), (4, 64, 80)]
 )
-def test_triton_is_refused_where_its_tiles_do_not_fit(rows, inputs, outputs):
+def test_triton_raises_an_error_for_sizes_that_do_not_fit(rows, inputs, outputs):
     x, weight = jnp.zeros((rows, inputs)), jnp.zeros((inputs, outputs))
     with pytest.raises(ValueError, match="at most 128 rows and weights whose sizes are multiples"):
         pallas_kernels.linear(x, weight, implementation="triton", interpret=True)
 
 
 @pytest.mark.parametrize("interpret", [False, True], ids=["xla", "triton"])
-def test_gradients_are_those_of_the_formulas(interpret):
-    """Against jax's own, of the plainest way to write them."""
+def test_gradients_equal_those_of_the_plain_formulas(interpret):
+    """The expected gradients are jax's, of the plainest way to write the operations."""
     options = OPTIONS[1] if interpret else OPTIONS[0]
     x, y, weight = random(5, 512), random(5, 256, seed=1), random(512, 256, seed=2)
     vectors = [random(256, seed=seed) for seed in (3, 4, 5)]

@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from test_kernels import lower_for_cuda
+from kernel_cases import lower_for_cuda
 from test_linear import check_product, check_sums
 
 import pallas_kernels
@@ -49,7 +49,7 @@ def test_sums_add_up_to_the_product(rows, inputs, shares, dtype):
 @needs_new_jax
 @pytest.mark.parametrize("rows", [104, 160, 384, 512])
 def test_the_kernels_lower_for_cuda(rows, monkeypatch):
-    """At the sizes of OPT-6.7B, where columns in tiles of 96 fill the device best."""
+    """The sizes are OPT-6.7B's, for which tiles of 96 columns fill the device best."""
     monkeypatch.setattr("pallas_kernels.common.implementations._compute_capability", lambda: 9.0)
     options = {"implementation": "mosaic"}
     x, vector = (rows, 4096, "bfloat16"), lambda size: (size, "bfloat16")
@@ -74,7 +74,7 @@ def test_the_kernels_lower_for_cuda(rows, monkeypatch):
         (3072, 768, True),
     ],
 )
-def test_tiles_cover_the_product_and_fit_into_the_device(rows, inputs, outputs, split):
+def test_tiles_cover_the_product_and_fit_on_the_device(rows, inputs, outputs, split):
     tiling = mosaic.tiling_for(rows, inputs, outputs, split=split)
     of_inputs, of_outputs = tiling.multiples
     assert inputs % of_inputs == outputs % of_outputs == 0
@@ -95,12 +95,12 @@ def test_tiles_cover_the_product_and_fit_into_the_device(rows, inputs, outputs, 
         ((jnp.zeros((8, 64), "bfloat16"), jnp.zeros((64, 80), "bfloat16")), r"of \(64, 64\)"),
     ],
 )
-def test_what_the_kernel_does_not_take_is_refused(arguments, error):
+def test_arrays_that_the_kernel_does_not_take_raise_an_error(arguments, error):
     with pytest.raises(ValueError, match="needs jax 0.11" if IS_OLD else error):
         pallas_kernels.linear(*arguments, **MOSAIC)
 
 
-def test_another_device_is_refused(monkeypatch):
+def test_another_device_raises_an_error(monkeypatch):
     monkeypatch.setattr("pallas_kernels.common.implementations._compute_capability", lambda: 10.0)
     x = jnp.zeros((8, 128), "bfloat16")
     with pytest.raises(ValueError, match="needs jax 0.11" if IS_OLD else "capability 9.0"):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_kernels import lower_for_cuda
+from kernel_cases import lower_for_cuda
 from test_linear import every_implementation, random
 
 import pallas_kernels
@@ -42,7 +42,7 @@ def cutoffs(logits, limits, options):
 
 @every_implementation
 @pytest.mark.parametrize("vocab", [7, 4096, 9001])
-def test_what_is_kept_is_what_sorting_keeps(options, vocab):
+def test_the_kept_logits_are_those_that_sorting_keeps(options, vocab):
     logits = 3 * random(len(LIMITS), vocab)
     found = cutoffs(logits, LIMITS, options)
     for row, limits, cutoff in zip(logits, LIMITS, found, strict=True):
@@ -64,7 +64,7 @@ def test_equal_logits_are_kept_together(options, logits, top_k, top_p):
 
 @every_implementation
 @pytest.mark.parametrize("start", [2.5, -2.5])
-def test_neighbouring_floats_are_told_apart(options, start):
+def test_neighbouring_floats_are_distinguished(options, start):
     logits = [np.float32(start)]
     while len(logits) < 5:
         logits.append(np.nextafter(logits[-1], np.float32(-9)))
@@ -80,7 +80,7 @@ def test_both_zeros_are_equal(options):
 
 
 @every_implementation
-def test_a_limit_that_nobody_has_is_as_one_that_keeps_all(options):
+def test_no_limit_equals_a_limit_that_keeps_all(options):
     logits = random(2, 50)
     top_k, top_p = jnp.array([4, 0], jnp.int32), jnp.array([1, 0.4], jnp.float32)
     cut = lambda *limits: pallas_kernels.sampling_cutoff(logits, *limits, **options)

@@ -15,7 +15,7 @@ class Tiling(NamedTuple):
     """Sizes of one program, found by measurement on an H200."""
 
     rows: int  # lanes of a query tile; a matrix unit takes 16 at least
-    keys: int  # of a block
+    keys: int  # keys of a block
     num_warps: int
     num_stages: int
 
@@ -26,15 +26,15 @@ class Tiling(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """What is static in one launch."""
+    """The static parameters of one launch."""
 
     tiling: Tiling
-    few: Tiling | None  # for tiles with few rows in a prefill; None: a launch that decodes
+    few: Tiling | None  # for tiles with few rows in prefill; None in decoding
     group: int  # query heads that share a K/V head
-    splits: int  # shares that the keys of all samples are cut into
-    max_tiles: int  # of any sample
-    one_block: bool  # of tiling.rows keys, which holds the fresh rows of any sample
-    scale: float  # of the scores
+    splits: int  # shares into which the keys of all samples are cut
+    max_tiles: int  # most tiles of any sample
+    one_block: bool  # whether tiling.rows keys hold the fresh rows of any sample
+    scale: float  # factor of the scores
 
 
 DECODE = Tiling(rows=16, keys=64, num_warps=4, num_stages=3)
@@ -45,12 +45,14 @@ DECODE_PADDED = Tiling(rows=16, keys=32, num_warps=2, num_stages=3)
 # where there is hardly a program for each multiprocessor.
 DECODE_SMALL = Tiling(rows=16, keys=64, num_warps=2, num_stages=4)
 DECODE_FEW_SMALL = Tiling(rows=16, keys=128, num_warps=4, num_stages=4)
-DECODE_TILES = 3  # of DECODE.rows rows of a sample, each reading its keys; larger tiles serve more
-DECODE_LANES = 64  # of a tile that decodes, where query heads share a K/V head
-ROWS_PER_WARP = 16  # registers hold no more of a grouped tile
+# A sample with more rows than so many tiles of DECODE.rows is a prefill: each tile reads the
+# sample's keys, and larger tiles read them less often.
+DECODE_TILES = 3
+DECODE_LANES = 64  # most lanes of a tile in decoding, where query heads share a K/V head
+ROWS_PER_WARP = 16  # most lanes of a grouped tile for each warp, whose registers hold them
 PREFILL = Tiling(rows=64, keys=64, num_warps=4, num_stages=3)
 PREFILL_FLOAT32 = PREFILL._replace(keys=32)  # as many bytes in shared memory
-FEW_ROWS = 16  # of a tile beside long ones: it waits for keys more than it computes
+FEW_ROWS = 16  # rows of a short tile beside long ones: it waits for keys more than it computes
 PROGRAMS_WANTED = 128  # about one for each multiprocessor: far fewer, and keys are split
 PROGRAMS_THAT_FILL = 1024
 

@@ -122,8 +122,8 @@ def _attend(query, key, value, key_cache, value_cache, visible, committed, scale
         query: [b, q, h, d].
         key, value: [b, f, k, d].
         key_cache, value_cache: [b, l, k, d].
-        visible: of the fresh rows, [q, f] or [b, q, f].
-        committed: of the cache's entries, [b, l].
+        visible: the fresh rows that each row sees, bool [q, f] or [b, q, f].
+        committed: the cache's entries that all rows see, bool [b, l].
         scale: the factor of the scores.
     """
     group = query.shape[2] // key_cache.shape[2]

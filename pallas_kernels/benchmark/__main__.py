@@ -32,7 +32,7 @@ from pallas_kernels.benchmark.report import add_rates, all_ratios, describe_run,
 from pallas_kernels.benchmark.updates import time_updates
 from pallas_kernels.common.implementations import runs_triton
 
-TOLERANCE = 2e-2  # of the norm of a row's head, in bfloat16
+TOLERANCE = 2e-2  # in bfloat16, relative to the norm of a row's head
 REFERENCE_BATCH, REFERENCE_ROWS = 8, 64  # the dense reference gathers a cache for each row
 ERROR_CHARACTERS = 500
 
@@ -42,7 +42,7 @@ class MismatchError(Exception):
 
 
 def implementations() -> tuple[str, ...]:
-    """Those to time; the table is about the first."""
+    """The implementations to time; the tables give more figures of the first one."""
     return ("triton", "xla", "cudnn") if runs_triton() else PLAIN
 
 
@@ -92,14 +92,14 @@ def run_all(settings: Settings, profile: bool) -> dict[str, object]:
     read = measure.pure_read(*settings.read, settings.repetitions, settings.seconds)
     entries = []
     for case in cases:
-        # What others were only compared with is not timed.
+        # The implementation that others were only compared with is not timed.
         programs[case] = {name: programs[case][name] for name in names}
         entries.append(time_case(case, programs[case], runs_of(case), errors[case], settings))
 
     updates = time_updates([name for name in names if name != "cudnn"], settings)
 
     log("profiling" if profile else "not profiling")
-    # Last, lest the profiler disturb the timing.
+    # The profiler comes last because it disturbs the timing.
     for case, entry in zip(cases, entries, strict=True) if profile else ():
         runs = runs_of(case)
         for name, seconds in zip(runs, measure.kernel_seconds(runs.values()) or (), strict=False):
@@ -120,7 +120,7 @@ def run_all(settings: Settings, profile: bool) -> dict[str, object]:
 
 
 def check(errors: Mapping[Case, Mapping[str, float]]) -> None:
-    """Raise what `run_all` documents."""
+    """Raises MismatchError unless all errors are within the tolerance."""
     wrong = [
         f"{case.model}, committed {case.committed}, batch {case.batch}, rows {case.rows}: "
         f"{name} differs from {expected_from(case)} by {error:.3g} of the norm of a row's head"

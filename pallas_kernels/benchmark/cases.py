@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 DTYPE = jnp.bfloat16
-MAX_ROWS = 8  # of a sample that decodes
+MAX_ROWS = 8  # per sample in decoding
 PLAIN = ("xla", "reference")  # slow and long to compile
 
 
@@ -20,12 +20,12 @@ class Case:
     heads: int
     kv_heads: int
     head_dim: int
-    rows: str  # of each sample: "1", "8" or "ragged"; "prefill"
+    rows: str  # per sample: "1", "8" or "ragged"; "prefill"
     committed: str  # how the lengths were chosen
     max_len: int
     lengths: tuple[int, ...]  # committed tokens
     counts: tuple[int, ...]  # fresh rows
-    padded_rows: int  # of each sample in a padded batch
+    padded_rows: int  # per sample in a padded batch
 
     @property
     def batch(self) -> int:
@@ -73,17 +73,17 @@ class Settings:
     """The sizes of the cases, and how long each is measured."""
 
     models: tuple[tuple[str, int, int, int], ...]  # name, heads, kv_heads, head_dim
-    totals: tuple[tuple[int, int], ...]  # batch, committed tokens of its random lengths
-    shortest: int  # random length
-    max_len: int  # of caches with random lengths
-    full_len: int  # of caches that MAX_ROWS fresh rows fill up
+    totals: tuple[tuple[int, int], ...]  # batch, committed tokens if lengths are random
+    shortest: int  # shortest random length
+    max_len: int  # max_len of caches with random lengths
+    full_len: int  # max_len of caches that MAX_ROWS fresh rows fill up
     prefill: tuple[int, int, int]  # samples, tokens of each, max_len of the empty caches
-    calls: int  # in a chain that decodes, at least
-    rotated_bytes: int  # committed in all caches of a chain together
+    calls: int  # least number of calls in a chain that decodes
+    rotated_bytes: int  # committed bytes in all caches of a chain together
     read: tuple[int, int]  # buffers, bytes of each
-    layers: int  # whose caches one update writes
+    layers: int  # layers whose caches one update writes
     repetitions: int
-    seconds: float  # of a repetition; two runs where they take longer
+    seconds: float  # length of a repetition, which has two runs at least
 
 
 FULL = Settings(
@@ -139,7 +139,7 @@ def decode_cases(settings: Settings) -> list[Case]:
 
 
 def random_lengths(batch: int, total: int, shortest: int, longest: int) -> tuple[int, ...]:
-    """Seeded by the batch; each within the bounds, and `total` together."""
+    """Random lengths within the bounds whose sum is `total`, seeded by the batch."""
     rng = np.random.default_rng(batch)
     lengths = rng.integers(shortest, longest + 1, batch)
     while missing := total - int(lengths.sum()):

@@ -12,9 +12,9 @@ import numpy as np
 
 from pallas_kernels.benchmark.cases import DTYPE
 
-MAX_LAUNCHES = 200  # queued before waiting
-PAUSE_SECONDS = 0.05  # between programs under the profiler
-GAP_NS = 20_000_000  # of idleness that tells one program's kernels from the next one's
+MAX_LAUNCHES = 200  # runs queued before the host waits
+PAUSE_SECONDS = 0.05  # pause between programs under the profiler
+GAP_NS = 20_000_000  # idle time that separates one program's kernels from the next one's
 
 
 def time_runs(run: Callable[[], object], repetitions: int, seconds: float) -> list[float]:
@@ -31,19 +31,19 @@ def time_runs(run: Callable[[], object], repetitions: int, seconds: float) -> li
         jax.block_until_ready(out)
         return (time.perf_counter() - start) / launches
 
-    wall(1)  # whatever the first run alone does
+    wall(1)  # the first run may be slower than the others
     launches = int(np.clip(seconds / wall(2), 2, MAX_LAUNCHES))
     return [wall(launches) for _ in range(repetitions)]
 
 
 def best_and_median_us(seconds: Sequence[float], calls: int) -> dict[str, float]:
-    """Microseconds of each of a run's calls."""
+    """Best and median microseconds per call, from the seconds of runs with `calls` calls each."""
     us = 1e6 * np.array(seconds) / calls
     return {"best_us": float(np.min(us)), "median_us": float(np.median(us))}
 
 
 def pure_read(buffers: int, size: int, repetitions: int, seconds: float) -> dict[str, float]:
-    """The rate at which XLA reads bf16 buffers of `size` bytes for their largest elements."""
+    """The rate at which XLA reads bfloat16 buffers of `size` bytes to find their maxima."""
     elements = size // jnp.dtype(DTYPE).itemsize
     make = jax.jit(lambda key: jax.random.normal(key, elements, DTYPE))
     made = [make(jax.random.key(i)) for i in range(buffers)]
@@ -57,8 +57,8 @@ def pure_read(buffers: int, size: int, repetitions: int, seconds: float) -> dict
 def kernel_seconds(runs: Collection[Callable[[], object]]) -> list[float] | None:
     """Seconds that the GPU's streams are busy with each run, by the profiler.
 
-    All runs share one trace, since a trace is slow to start and to write; pauses
-    part them. None: the trace does not fall into one part for each run.
+    All runs share one trace, since a trace is slow to start and to write, with pauses between
+    them. Returns None if the trace cannot be split into one part for each run.
     """
     for run in runs:
         jax.block_until_ready(run())
@@ -73,12 +73,12 @@ def kernel_seconds(runs: Collection[Callable[[], object]]) -> list[float] | None
 
 
 def stream_events(run: Callable[[], object]) -> list[tuple[str, float, float]]:
-    """(name, start, duration) of all that a GPU's streams do for the run, in nanoseconds."""
+    """(name, start, duration) of all that the GPU's streams do in the run, in nanoseconds."""
     with tempfile.TemporaryDirectory() as directory:
         with jax.profiler.trace(directory):
             jax.block_until_ready(run())
         (path,) = glob.glob(directory + "/**/*.xplane.pb", recursive=True)
-        # Bound to a name: it has to outlive the iterators over its planes.
+        # The variable keeps it alive for as long as the iterators over its planes.
         data = jax.profiler.ProfileData.from_file(path)
         return [
             (event.name, event.start_ns, event.duration_ns)
@@ -92,7 +92,7 @@ def stream_events(run: Callable[[], object]) -> list[tuple[str, float, float]]:
 
 
 def split_at_gaps(spans: Sequence[tuple[float, float]]) -> list[list[float]]:
-    """Durations of (start, duration) spans, parted where nothing runs for `GAP_NS`."""
+    """Durations of (start, duration) spans, split where nothing runs for `GAP_NS`."""
     parts, end = [], -float("inf")
     for start, duration in sorted(spans):
         if start - end > GAP_NS:

@@ -1,10 +1,10 @@
 """`python -m pallas_kernels.benchmark.products`: products with the weights of a layer, in bfloat16.
 
-Each implementation multiplies the same rows with several weights in turn, so that none is found in
-a cache. `--tune` times every tiling of the Mosaic kernel instead of the one that it would choose.
+Each implementation multiplies the same rows with several weights in turn, so that no weight is in
+the GPU's cache. `--tune` times every tiling of the Mosaic kernel instead of its default one.
 
-The JSON file holds `command`, `hardware`, `versions`, `commit` and `products`: of each product and
-row count the microseconds of every implementation, with its largest difference from XLA's, or the
+The JSON file holds `command`, `hardware`, `versions`, `commit` and `products`: for each product and
+row count the microseconds of every implementation and its largest difference from XLA's, or the
 error with which it failed.
 """
 
@@ -28,21 +28,21 @@ from pallas_kernels.benchmark.report import describe_run
 from pallas_kernels.matmul import mosaic
 from pallas_kernels.matmul.xla import sums_dtype
 
-PRODUCTS = {  # of OPT-6.7B: inputs, outputs, whether sums may be left in shares
+PRODUCTS = {  # inputs, outputs, whether sums may be left in shares; the sizes are OPT-6.7B's
     "qkv_proj": (4096, 12288, False),
     "out_proj": (4096, 4096, True),
     "fc1": (4096, 16384, False),
     "fc2": (16384, 4096, True),
 }
 ROWS = (64, 128, 160, 192, 256, 320, 384, 512, 1024)
-WEIGHTS = 16  # of each product: more bytes than a cache holds, more time than a launch takes
+WEIGHTS = 16  # per product: more bytes than a cache holds, more time than a launch takes
 ERROR_CHARACTERS = 300
-MOST_PADDED = 1.2  # rows of tiles, as a multiple of those of the smallest ones
+MOST_PADDED = 1.2  # rows of all tiles, relative to those of the smallest tiles
 Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def implementations(split: bool) -> dict[str, Product]:
-    """By name; "default" is what a model would use."""
+    """The implementations by name; a model uses "default"."""
 
     def product(name, x, weight, bias):
         if split:
@@ -54,7 +54,7 @@ def implementations(split: bool) -> dict[str, Product]:
 
 
 def tilings(rows: int, inputs: int, outputs: int, split: bool) -> dict[str, Product]:
-    """Every one of the Mosaic kernel's that fits, by its fields."""
+    """The Mosaic kernel with every tiling that fits, by the tiling's fields."""
 
     def product(tiling, x, weight, bias):
         bias, dtype = (None, sums_dtype(x.dtype, tiling.splits)) if split else (bias, x.dtype)
@@ -69,7 +69,7 @@ def tilings(rows: int, inputs: int, outputs: int, split: bool) -> dict[str, Prod
 
 
 def fitting(rows: int, inputs: int, outputs: int, split: bool) -> Iterator[mosaic.Tiling]:
-    """The kernel's tilings, but for those with much padding, or with small tiles of many rows."""
+    """The kernel's tilings, except those with much padding or with small tiles for many rows."""
     unit = mosaic.UNIT_ROWS
     few = -(-rows // unit) * unit
     padded = lambda height: -(-rows // height) * height
@@ -89,7 +89,7 @@ def fitting(rows: int, inputs: int, outputs: int, split: bool) -> Iterator[mosai
 
 
 def measure(name: str, rows: int, tune: bool) -> dict[str, object]:
-    """The entry of one product and row count."""
+    """The entry in the results for one product and row count."""
     inputs, outputs, split = PRODUCTS[name]
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (rows, inputs), jnp.bfloat16)
@@ -102,18 +102,18 @@ def measure(name: str, rows: int, tune: bool) -> dict[str, object]:
         ways = {"xla": ways["xla"], **tilings(rows, inputs, outputs, split)}
 
     def build(product):
-        of = jax.jit(product)  # is traced and lowered once for all weights
-        every = jax.jit(lambda x, weights, bias: [of(x, weight, bias) for weight in weights])
+        one = jax.jit(product)  # traced and lowered once for all weights
+        every = jax.jit(lambda x, weights, bias: [one(x, weight, bias) for weight in weights])
         return every.lower(x, weights, bias).compile()
 
-    with ThreadPoolExecutor() as pool:  # compilers run side by side, and what is timed alone
+    with ThreadPoolExecutor() as pool:  # programs are compiled in parallel, and timed alone
         programs = {way: pool.submit(build, product) for way, product in ways.items()}
     expected, figures = whole(ways["xla"](x, weights[0], bias)), {}
     for way, program in programs.items():
         try:
             run = functools.partial(program.result(), x, weights, bias)
             error = float(np.abs(whole(run()[0]) - expected).max())
-        except Exception as error:  # of a compiler or a driver: the others are still of interest
+        except Exception as error:  # from a compiler or a driver; the others still run
             figures[way] = {"error": str(error)[:ERROR_CHARACTERS]}
             continue
         seconds = time_runs(run, FULL.repetitions, FULL.seconds)

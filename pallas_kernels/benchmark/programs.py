@@ -24,11 +24,11 @@ Result = TypeVar("Result")
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled chain of calls, or why there is none."""
+    """A compiled chain of calls, or the error with which it failed to compile."""
 
     calls: int = 0
     layout: str = "packed"
-    form: str | None = None  # how cuDNN is told what a row sees
+    form: str | None = None  # the form in which cuDNN is given what a row sees
     run: Callable | None = None  # (query, caches, rest) -> first and last output
     error: str | None = None
 
@@ -66,9 +66,9 @@ def make_inputs(case: Case, index: Array) -> dict[str, tuple]:
 
 
 def _visible(case: Case) -> tuple[Array, Array]:
-    """What rows of a padded batch see: entries of each sample, int32 [b]; a mask [b, 1, q, l]."""
+    """What rows of a padded batch see: the number of entries, int32 [b]; a mask [b, 1, q, l]."""
     lengths = np.array(case.lengths, np.int32)
-    last = lengths[:, None] + np.arange(case.padded_rows)  # position that a row sees last
+    last = lengths[:, None] + np.arange(case.padded_rows)  # the last position that a row sees
     mask = np.arange(case.max_len) <= last[..., None]
     return jnp.asarray(lengths + np.int32(case.padded_rows)), jnp.asarray(mask[:, None])
 
@@ -94,14 +94,14 @@ def build_program(name: str, case: Case, calls: int, caches: int) -> Program:
     if case.is_prefill:
         forms = ["causal"]
     else:
-        # Lengths spare the padding's work. A single row sees all up to its length.
+        # With lengths, cuDNN skips padding. A single row sees everything up to its length.
         forms = ["lengths" if case.padded_rows == 1 else "lengths and mask", "mask"]
     refusals = []
     for form in forms:
         step = functools.partial(_cudnn, form)
         try:
             run = _compile_chain(step, case, "padded", calls, caches)
-        except Exception as error:  # cuDNN refuses shapes by errors of several types
+        except Exception as error:  # cuDNN rejects shapes with errors of several types
             refusals.append(f"{form}: {error}")
         else:
             return Program(calls, "padded", form, run)
@@ -130,7 +130,7 @@ def _cudnn(form: str, query, key, value, lengths=None, mask=None):
 
 
 def _compile_chain(step: Callable, case: Case, layout: str, calls: int, caches: int) -> Callable:
-    call = jax.jit(step)  # traced and lowered once, not once a call
+    call = jax.jit(step)  # traced and lowered once, not once per call
 
     def chain(query, caches, rest):
         outputs = [query]
@@ -143,7 +143,7 @@ def _compile_chain(step: Callable, case: Case, layout: str, calls: int, caches: 
 
 
 def compile_all(jobs: Mapping[Hashable, Callable[[], Result]]) -> dict[Hashable, Result]:
-    """Run compile jobs on all cores; none is left to disturb a timing."""
+    """Run compile jobs on all cores, and wait for all of them: none may disturb a timing."""
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as executor:
         futures = {name: executor.submit(job) for name, job in jobs.items()}
         return {name: future.result() for name, future in futures.items()}
@@ -152,7 +152,7 @@ def compile_all(jobs: Mapping[Hashable, Callable[[], Result]]) -> dict[Hashable,
 def bind(
     inputs: Callable[[np.int32], dict[str, tuple]], programs: Mapping[str, Program], caches: int
 ) -> dict[str, Callable]:
-    """Fill the caches, and give them to the programs that there are."""
+    """Fill the caches, and bind them to the programs that compiled."""
     made = [inputs(np.int32(index)) for index in range(caches)]
 
     def bound(program: Program) -> Callable:
@@ -166,7 +166,7 @@ def bind(
 def compare(case: Case, runs, programs: dict[str, Program], expected: str) -> dict[str, float]:
     """Largest error of each run's first output, relative to the norm of a row's head.
 
-    A program that cuDNN refuses only now is replaced by its error.
+    A program that cuDNN rejects only when it runs is replaced by its error.
     """
     outputs = {}
     for name, run in runs.items():

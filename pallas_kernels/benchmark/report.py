@@ -1,4 +1,4 @@
-"""What figures say: rates, ratios, tables, and where and how they were taken."""
+"""Rates, ratios and tables of the figures, and the circumstances under which they were measured."""
 
 import dataclasses
 import datetime
@@ -17,7 +17,7 @@ from pallas_kernels.benchmark.cases import MAX_ROWS, PLAIN, Case, Settings
 
 
 def add_rates(case: Case, entry: dict, read_gb_per_s: float) -> None:
-    """What each implementation achieves in its median time, and in its kernels' alone."""
+    """Add rates to each implementation's figures, from its median and from its kernel time."""
     for figures in entry["implementations"].values():
         for prefix, time in (("", "median_us"), ("kernel_", "kernel_us")):
             us = figures.get(time)
@@ -32,7 +32,7 @@ def add_rates(case: Case, entry: dict, read_gb_per_s: float) -> None:
 
 
 def quotients(entries: Sequence[dict], field: str, over, under, figure: str) -> list[dict]:
-    """`figure` of cases with `over` in `field` / that of those with `under`, all else equal."""
+    """`figure` where `field` is `over`, divided by `figure` where it is `under`, all else equal."""
     names = ("heads", "kv_heads", "head_dim", "committed", "batch", "rows")
     others = [name for name in names if name != field]
     same = lambda entry: tuple(entry[name] for name in others)
@@ -51,7 +51,7 @@ def quotients(entries: Sequence[dict], field: str, over, under, figure: str) -> 
 
 
 def all_ratios(decode: Sequence[dict], prefill: Sequence[dict]) -> dict[str, object]:
-    """From wall times, and from kernel times (no ratios where those were not taken)."""
+    """Ratios of wall times, and of kernel times where these were measured."""
     rows = functools.partial(quotients, decode, "rows", str(MAX_ROWS), "1")
     dims = functools.partial(quotients, decode, "head_dim", 80, 128)
 
@@ -77,7 +77,7 @@ def all_ratios(decode: Sequence[dict], prefill: Sequence[dict]) -> dict[str, obj
 
 
 def print_tables(results: Mapping) -> None:
-    """Rates of decoding are those of the first implementation, in its median time."""
+    """Print the results; rates of decoding are the first implementation's, in its median time."""
     first, *others = results["implementations"]
     print(f"pure read: {results['pure_read']['gb_per_s']:.0f} GB/s")
     timed = [(name, "median") for name in others]
@@ -124,7 +124,7 @@ def print_row(*cells) -> None:
 
 
 def describe_run(arguments: Sequence[str], settings: Settings, commit: str | None) -> dict:
-    """Everything but the figures."""
+    """The results' entries beside the figures."""
     return {
         **surroundings("jax", "jaxlib"),
         "commit": commit or checkout_commit() or "unknown",
@@ -135,7 +135,7 @@ def describe_run(arguments: Sequence[str], settings: Settings, commit: str | Non
 
 
 def surroundings(*packages: str) -> dict[str, object]:
-    """What any figure depends on beside the code and its settings."""
+    """The hardware and software that every figure depends on."""
     device = jax.devices()[0]
     return {
         "hardware": {
@@ -156,14 +156,14 @@ def surroundings(*packages: str) -> dict[str, object]:
 
 
 def checkout_commit() -> str | None:
-    """HEAD of the checkout this package lies in, "-dirty" if files differ; None outside one."""
+    """HEAD of this package's checkout, with "-dirty" if files differ; None outside a checkout."""
     here = str(pathlib.Path(__file__).parent)
     describe = ("describe", "--always", "--abbrev=40", "--exclude=*", "--dirty")
     return output_of("git", "-C", here, *describe)
 
 
 def output_of(*command: str) -> str | None:
-    """The first line that a program prints; None where it is missing or fails."""
+    """The first line that a program prints; None if it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):

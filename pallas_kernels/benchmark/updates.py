@@ -12,8 +12,8 @@ import pallas_kernels
 from pallas_kernels.benchmark import measure
 from pallas_kernels.benchmark.cases import DTYPE, Settings
 
-CALLS = 20  # of one compiled loop
-MAX_LEN = 64  # what is not written costs nothing
+CALLS = 20  # updates in one compiled loop
+MAX_LEN = 64  # entries that are not written cost nothing
 
 
 def time_updates(names: Sequence[str], settings: Settings) -> list[dict]:

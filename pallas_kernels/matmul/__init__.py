@@ -13,11 +13,11 @@ from pallas_kernels.matmul import xla
 
 KERNELS = ("triton", "mosaic")  # modules beside this one, imported when they are used
 XLA_SHARES = 2
-# Of more rows it was not measured. In steps of four layers of OPT-6.7B (bfloat16, an H200, jax
-# 0.11.2) leaving sums in shares took 54 us off all kernels at 360 and at 368 rows, 49 at 376, 91 at
-# 392 and 43 at 408, of 2099 to 2220: XLA cuts some of these too, in float32, and adds up in a
-# launch of its own. Rounded, shares took 16 us less than in float32 at 144 rows, 18 at 160 and 27
-# at 344. To compare, with this at 256 and at 512, the profiles of
+# More rows were not measured. In steps of four layers of OPT-6.7B (bfloat16, H200, jax 0.11.2)
+# shares made all kernels together, 2099 to 2220 us, faster by 54 us at 360 and at 368 rows, by 49
+# at 376, 91 at 392 and 43 at 408: XLA itself splits some of these products, in float32, and adds
+# the shares up in another launch. bfloat16 shares took 16 us less than float32 ones at 144 rows, 18
+# at 160 and 27 at 344. To measure this, compare profiles with the limit at 256 and at 512:
 # `python -m emsjax.benchmarks.step --layers 4 --shapes 43x8,45x8,47x8,51x8`.
 MAX_ROWS_IN_SHARES = 408
 
@@ -31,25 +31,26 @@ def linear(
     implementation: str | None = None,
     interpret: bool = False,
 ) -> Array:
-    """x @ weight + bias, rectified where asked.
+    """x @ weight + bias, followed by a ReLU if `relu` is set.
 
     Args:
         x: [rows, inputs].
         weight: [inputs, outputs].
-        bias: [outputs]; None: left out.
+        bias: [outputs]; None: no bias.
         relu: whether negative outputs become 0.
-        implementation: "triton" (streams the weights once past at most 128 rows), "mosaic"
+        implementation: "triton" (at most 128 rows; it reads the weights once), "mosaic"
             (Pallas Mosaic GPU: 16-bit numbers, rows in multiples of 8, jax 0.11 and compute
-            capability 9.0; never the default), "xla", or None: Triton where the device runs it
-            and it is faster: few rows of 16-bit numbers, sizes that are multiples of its tiles.
+            capability 9.0; never the default), "xla", or None: Triton if the device runs it
+            and it is faster (few rows of 16-bit numbers, sizes that are multiples of its tiles),
+            otherwise XLA.
         interpret: run the kernel in interpret mode, on any device.
 
     Returns:
         [rows, outputs] in x's dtype.
 
     Raises:
-        ValueError: unknown implementation, or one that the device cannot run; a kernel was
-            asked for, and there are too many rows or sizes are no multiples of its tiles.
+        ValueError: `implementation` is unknown or the device cannot run it; or it names a kernel
+            that does not take so many rows or weights of these sizes.
     """
     kernel = _kernel_for(x, weight, implementation, interpret)
     reference = functools.partial(xla.linear, relu=relu)
@@ -70,13 +71,13 @@ def linear_sums(
 ) -> Array:
     """x @ weight as partial sums, for a consumer that adds them up in float32 anyway.
 
-    Where there are fewer columns than keep a device busy the contracted axis is cut
+    If the weight has too few columns to keep the device busy, the contracted axis is split
     into shares. Arguments and errors are those of `linear`.
 
     Returns:
         The product [rows, outputs] in float32, or shares [shares, rows, outputs]. Shares are
-        bfloat16 where x is, and float32 elsewhere: the errors of rounding each add up to one of
-        the size that rounding the product makes, unless shares cancel each other.
+        bfloat16 if x is, otherwise float32: rounding every share costs about as much accuracy
+        as rounding the product, unless shares cancel each other.
     """
     kernel = _kernel_for(x, weight, implementation, interpret, split=True)
     if kernel is not None:
@@ -96,10 +97,10 @@ def linear_sums(
 def _kernel_for(
     x, weight, implementation, interpret: bool, *, split: bool = False
 ) -> tuple[ModuleType, Any] | None:
-    """The module that launches it and the sizes of the launch; None: XLA.
+    """The module of the kernel to launch and the sizes of the launch; None: XLA.
 
     Raises:
-        ValueError: as `linear`.
+        ValueError: see `linear`.
     """
     rows, (inputs, outputs) = x.shape[0], weight.shape
     default = implementation is None
@@ -125,6 +126,6 @@ def _kernel_for(
 
 
 def _shares_pay(x, weight) -> bool:
-    """Whether XLA would cut the contracted axis and add the shares up in a launch of its own."""
+    """Whether XLA would split the contracted axis and add the shares up in another launch."""
     few = x.shape[0] <= MAX_ROWS_IN_SHARES and x.dtype.itemsize == 2
     return few and weight.shape[0] % XLA_SHARES == 0 and runs_triton()

@@ -1,8 +1,8 @@
 """Products of many rows as a Pallas Mosaic GPU kernel, for compute capability 9.0.
 
-A block of threads owns one tile of the output, with all rows where they fit, so that weights
-are read once. One warpgroup fetches blocks of rows and weights into shared memory, the others
-multiply, each its part of the rows. Neighbours in a cluster share the blocks of rows.
+A thread block owns one tile of the output, with all rows if they fit, so that weights are read
+once. One warpgroup fetches blocks of rows and weights into shared memory; the others multiply,
+each its part of the rows. Neighbours in a cluster share the blocks of rows.
 """
 
 import functools
@@ -15,46 +15,48 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-WARPGROUP_THREADS, REGISTERS = 128, 512  # registers: of a thread, if there were one warpgroup
-FETCHING_REGISTERS = 40  # of a thread that fetches; the others get what it leaves
-OTHER_REGISTERS = 32  # of a thread that multiplies, beside its sums
-MOST_REGISTERS = 255  # of a thread
+WARPGROUP_THREADS = 128
+REGISTERS = 512  # for one thread of each warpgroup, together
+FETCHING_REGISTERS = 40  # for a thread that fetches; the others share the rest
+OTHER_REGISTERS = 32  # for a thread that multiplies, beside its sums
+MOST_REGISTERS = 255  # for any thread
 DEPTH = 64  # a swizzled line of 16-bit numbers
 LINE = 128  # bytes of a swizzled line
-UNIT_ROWS = 64  # of a matrix instruction
-WARPGROUPS = (2, 3, 1)  # beside the one that fetches, in order of preference
-LARGE_ROWS = (384, 256)  # of tiles where there are more rows than units of so many warpgroups
-COLUMNS = (128, 96, 64)  # of a tile, in order of preference
+UNIT_ROWS = 64  # rows of a matrix instruction
+WARPGROUPS = (2, 3, 1)  # that multiply, in order of preference
+LARGE_ROWS = (384, 256)  # rows of a tile if there are more than max(WARPGROUPS) units
+COLUMNS = (128, 96, 64)  # columns of a tile, in order of preference
 SPLITS = (1, 2, 4, 8)
-SHARED_BYTES = 226 * 1024  # of a block; the rest is for barriers
+SHARED_BYTES = 226 * 1024  # of a thread block's shared memory; the rest is for barriers
 MOST_STAGES = 6
 MULTIPROCESSORS = 132
-MAX_ROWS, ROW_MULTIPLE = None, 8  # any number that is a multiple
-ITEM_BYTES = (2,)  # of a number
+MAX_ROWS, ROW_MULTIPLE = None, 8  # any multiple of 8 rows
+ITEM_BYTES = (2,)  # bytes of a number
 TAKES = f"16-bit numbers, rows in multiples of {ROW_MULTIPLE}"
 
 
 class Tiling(NamedTuple):
     """Sizes of one launch."""
 
-    rows: int  # of a tile
-    columns: int  # of a tile
+    rows: int  # rows of a tile
+    columns: int  # columns of a tile
     splits: int  # shares of the contracted axis
-    cluster: int  # tiles side by side that share blocks of rows
-    warpgroups: int  # that multiply: each a part of the tile's rows
-    stages: int  # blocks on their way
-    depth: int = DEPTH  # of a block along the contracted axis
+    cluster: int  # neighbouring tiles that share blocks of rows
+    warpgroups: int  # warpgroups that multiply, each a part of the tile's rows
+    stages: int  # blocks in flight
+    depth: int = DEPTH  # size of a block along the contracted axis
 
     @property
     def multiples(self) -> tuple[int, int]:
-        """What numbers of inputs and of outputs are multiples of."""
+        """The numbers of which inputs and outputs must be multiples."""
         return self.depth * self.splits, self.columns
 
 
 def tiling_for(rows: int, inputs: int, outputs: int, *, split: bool = False) -> Tiling:
-    """That with the least work for one multiprocessor; `split`: sums may be left in shares.
+    """The tiling with the least work for one multiprocessor.
 
-    Where the sizes are no multiples of any tile's it is the smallest one.
+    `split` tells whether sums may be left in shares. If the sizes are multiples of no tile's, the
+    smallest tile is returned.
     """
     of_rows = tile_rows(rows)
     candidates = [
@@ -77,7 +79,7 @@ def tiling_for(rows: int, inputs: int, outputs: int, *, split: bool = False) -> 
 
 
 def tile_rows(rows: int) -> int:
-    """Few: all of them. Many: as few as possible beyond the last."""
+    """Rows of a tile: all if there are few, otherwise the size with the least padding."""
     units = pl.cdiv(rows, UNIT_ROWS)
     if units <= max(WARPGROUPS):
         return units * UNIT_ROWS
@@ -85,19 +87,19 @@ def tile_rows(rows: int) -> int:
 
 
 def warpgroups_of(rows: int, columns: int) -> int:
-    """Of a tile, all with as many units."""
+    """Warpgroups that multiply a tile of this size, each the same number of units."""
     units = rows // UNIT_ROWS
     return next(n for n in WARPGROUPS if units % n == 0 and sums_fit(rows, columns, n))
 
 
 def sums_fit(rows: int, columns: int, warpgroups: int) -> bool:
-    """Whether registers of the threads that multiply hold a tile's sums, and what else is there."""
+    """Whether the registers of the threads that multiply hold a tile's sums beside the rest."""
     of_thread = min(MOST_REGISTERS, (REGISTERS - FETCHING_REGISTERS) // warpgroups)
     return rows // warpgroups * columns // WARPGROUP_THREADS + OTHER_REGISTERS <= of_thread
 
 
 def stages_that_fit(rows: int, columns: int, warpgroups: int) -> int:
-    """Blocks of 16-bit numbers in shared memory, beside what is staged of the output."""
+    """Blocks of 16-bit numbers that fit in shared memory beside the staged part of the output."""
     staged = warpgroups * UNIT_ROWS * LINE
     return min(MOST_STAGES, (SHARED_BYTES - staged) // (2 * DEPTH * (rows + columns)))
 
@@ -113,15 +115,14 @@ def launch(
     dtype: jnp.dtype,
     interpret: bool,
 ) -> Array:
-    """[rows, outputs], or shares [splits, rows, outputs], of this type; see
-    `pallas_kernels.linear`."""
+    """[rows, outputs], or shares [splits, rows, outputs]: see `pallas_kernels.linear`."""
     rows, (inputs, outputs) = x.shape[0], weight.shape
     shares = (tiling.splits,) if tiling.splits > 1 else ()
     clusters = outputs // tiling.columns // tiling.cluster
     return plgpu.kernel(
         functools.partial(_kernel, tiling=tiling, relu=relu, biased=bias is not None),
         out_type=jax.ShapeDtypeStruct((*shares, rows, outputs), dtype),
-        # Tiles of other rows and the same columns run at one time: weights are read once.
+        # Tiles with the same columns run at the same time, so that weights are read once.
         grid=(tiling.splits, clusters * pl.cdiv(rows, tiling.rows)),
         grid_names=("split", "tile"),
         cluster=(tiling.cluster,),
@@ -171,12 +172,12 @@ def _kernel(x_ref, weight_ref, *refs, tiling: Tiling, relu: bool, biased: bool):
 
     def write(row, column, staged):
         piece = staged.at[warpgroup]
-        # Rows beyond the last are left out.
+        # The copy leaves out rows beyond the last.
         at = pl.ds(row, piece.shape[0]), pl.ds(column, piece.shape[1])
         out = out_ref.at[split] if tiling.splits > 1 else out_ref
         plgpu.copy_smem_to_gmem(piece, out.at[at])
 
-    lines = _swizzled(tiling.columns, x_ref.dtype)  # one form for both factors
+    lines = _swizzled(tiling.columns, x_ref.dtype)  # the same for both factors
     pipeline = functools.partial(
         plgpu.emit_pipeline_warp_specialized,
         grid=(share // DEPTH,),
@@ -227,7 +228,7 @@ def _kernel(x_ref, weight_ref, *refs, tiling: Tiling, relu: bool, biased: bool):
 
 
 def _pieces(rows: int, columns: int, dtype) -> list[tuple[slice, slice]]:
-    """What is staged of a warpgroup's output at a time: a line of a unit's rows."""
+    """The pieces in which a warpgroup's output is staged: a line of a unit's rows each."""
     width = _line(columns, dtype)
     return [
         (slice(row, row + UNIT_ROWS), slice(column, column + width))
@@ -237,12 +238,12 @@ def _pieces(rows: int, columns: int, dtype) -> list[tuple[slice, slice]]:
 
 
 def _swizzled(columns: int, dtype) -> tuple:
-    """Blocks in shared memory of lines that divide this many columns."""
+    """Transforms of a block in shared memory, whose lines divide this many columns."""
     line = _line(columns, dtype)
     bytes_of_line = line * jnp.dtype(dtype).itemsize
     return plgpu.TilingTransform((8, line)), plgpu.SwizzleTransform(bytes_of_line)
 
 
 def _line(columns: int, dtype) -> int:
-    """Numbers of a swizzled line: as many as divide the columns."""
+    """The length of a swizzled line, in numbers: the largest that divides the columns."""
     return math.gcd(LINE // jnp.dtype(dtype).itemsize, columns)

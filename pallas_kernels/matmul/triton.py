@@ -1,4 +1,4 @@
-"""Products of few rows as a Pallas Triton kernel: near the read rate, for rows of decoding."""
+"""Products of few rows, as in decoding, as a Pallas Triton kernel limited by memory bandwidth."""
 
 import functools
 from typing import NamedTuple
@@ -15,20 +15,20 @@ from pallas_kernels.common.implementations import matmul_precision, stages_that_
 class Tiling(NamedTuple):
     """Sizes of one launch."""
 
-    columns: int  # of a program's tile of the weights
-    depth: int  # of a block along the contracted axis
+    columns: int  # columns of a program's tile of the weights
+    depth: int  # size of a block along the contracted axis
     splits: int  # shares of the contracted axis
     num_warps: int
     num_stages: int
 
     @property
     def multiples(self) -> tuple[int, int]:
-        """What numbers of inputs and of outputs are multiples of."""
+        """The numbers of which inputs and outputs must be multiples."""
         return self.depth * self.splits, self.columns
 
 
-# By the padded number of rows: the tilings of whole products and of sums in shares.
-# Found by measurement on an H200, at the sizes of OPT-6.7B.
+# The tilings of whole products and of sums in shares, by the padded number of rows. They were
+# found by measurement on an H200, at the sizes of OPT-6.7B.
 _WIDE = Tiling(columns=128, depth=64, splits=1, num_warps=4, num_stages=5)
 TILINGS = {
     16: (
@@ -39,18 +39,18 @@ TILINGS = {
     64: (_WIDE, Tiling(columns=64, depth=64, splits=2, num_warps=4, num_stages=8)),
     128: (_WIDE, Tiling(columns=64, depth=64, splits=2, num_warps=4, num_stages=6)),
 }
-# Where these would be too few programs, those of so many rows, in more shares, and then narrower
-# ones: their columns, and warps.
+# If a tiling makes too few programs, the one for this number of rows is used, which has more
+# shares, and if there are still too few, narrower ones.
 IN_MORE_SHARES = 32
-NARROWER = ((64, 4), (32, 2))
-PROGRAMS_WANTED = 90  # of 132 multiprocessors
-MAX_ROWS = max(TILINGS)  # more, and arithmetic counts: other products are faster
+NARROWER = ((64, 4), (32, 2))  # columns, warps
+PROGRAMS_WANTED = 90  # for 132 multiprocessors
+MAX_ROWS = max(TILINGS)  # with more rows the arithmetic dominates, and other kernels are faster
 ROW_MULTIPLE, ITEM_BYTES = 1, (2, 4)  # bytes of a number
 TAKES = f"at most {MAX_ROWS} rows"
 
 
 def tiling_for(rows: int, inputs: int, outputs: int, *, split: bool = False) -> Tiling:
-    """Of a product; `split`: of one whose sums may be left in shares."""
+    """The tiling of a product; `split`: whether its sums may be left in shares."""
     too_few = lambda tiling: outputs // tiling.columns * tiling.splits < PROGRAMS_WANTED
     tile_rows = min(_tile_rows(rows), MAX_ROWS)
     tiling = TILINGS[tile_rows][split]
@@ -77,8 +77,7 @@ def launch(
     dtype: jnp.dtype,
     interpret: bool,
 ) -> Array:
-    """[rows, outputs], or shares [splits, rows, outputs], of this type; see
-    `pallas_kernels.linear`."""
+    """[rows, outputs], or shares [splits, rows, outputs]: see `pallas_kernels.linear`."""
     (rows, inputs), outputs = x.shape, weight.shape[1]
     shares = (tiling.splits,) if tiling.splits > 1 else ()
     kernel = functools.partial(
@@ -110,8 +109,8 @@ def _kernel(x_ref, weight_ref, *refs, tiling: Tiling, share: int, relu: bool, bi
     rows = x_ref.shape[0]
     row = jnp.arange(_tile_rows(rows))
     column = tile * tiling.columns + jnp.arange(tiling.columns)
-    # Masked, not clamped: every program would read the same last row again and again, and
-    # wait for the others that do.
+    # Rows beyond the last are masked, not clamped: otherwise every program would read the same
+    # last row many times, and wait for the others that read it.
     is_row = row[:, None] < rows
 
     def block(i, total):

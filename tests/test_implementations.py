@@ -1,0 +1,92 @@
+"""The choice of an implementation, and properties that those of all operations have."""
+
+import functools
+import inspect
+import sys
+from types import SimpleNamespace
+
+import jax
+import pytest
+from kernel_cases import lower_for_cuda
+
+import pallas_kernels
+from pallas_kernels.common.implementations import choose, runs_triton, stages_that_fit
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize(
+    ("package", "function"),
+    [
+        ("attention", "ragged_attention"),
+        ("cache_update", "update_kv_caches"),
+        ("cutoff", "sampling_cutoff"),
+        ("add_norm", "add_layer_norm"),
+    ],
+)
+def test_implementations_of_an_operation_take_the_same_arguments(package, function):
+    modules = vars(getattr(pallas_kernels, package))
+    functions = [
+        getattr(modules[m], function) for m in ("reference", "xla", "triton") if m in modules
+    ]
+    first, *others = map(inspect.signature, functions)
+    assert others
+    assert all(other.parameters == first.parameters for other in others)
+
+
+@pytest.mark.parametrize("call", [pallas_kernels.ragged_attention, pallas_kernels.update_kv_cache])
+def test_an_error_names_an_unknown_implementation(call):
+    arguments = [None] * (8 if call is pallas_kernels.ragged_attention else 6)
+    with pytest.raises(ValueError, match=r"implementation must be None or one of .* not 'fast'"):
+        call(*arguments, implementation="fast")
+
+
+def test_an_implementation_that_the_device_cannot_run_raises_an_error(monkeypatch):
+    monkeypatch.setattr("pallas_kernels.common.implementations.runs_triton", lambda: False)
+    assert choose(None, ["triton", "xla"]) == "xla"
+    assert choose("triton", ["triton", "xla"], interpret=True) == "triton"
+    with pytest.raises(ValueError, match=r"compute capability 8\.0 or newer"):
+        choose("triton", ["triton", "xla"])
+    monkeypatch.setattr("pallas_kernels.common.implementations.runs_triton", lambda: True)
+    assert choose(None, ["triton", "xla"]) == "triton"
+    assert choose(None, ["xla"]) == "xla"
+
+
+def test_lowering_a_kernel_does_not_search_for_a_missing_module(monkeypatch):
+    """The search, for every value of the kernel, took longer than the rest of the lowering."""
+    searched = []
+    finder = SimpleNamespace(find_spec=lambda name, *_: searched.append(name))
+    monkeypatch.setattr("pallas_kernels.common.implementations.runs_triton", lambda: True)
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+    cut = functools.partial(pallas_kernels.sampling_cutoff, top_k=None, top_p=None)
+    lower_for_cuda(cut, (2, 16, "float32"))
+    assert not [name for name in searched if name.endswith(".tt")]
+
+
+def test_pipelines_fit_in_shared_memory(monkeypatch):
+    assert stages_that_fit(3, 64 << 10) == 3  # without a GPU, or on an H200
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for capability, stages in (("9.0", 3), ("8.0", 2), ("8.9", 1), ("12.0", 1)):
+        device = SimpleNamespace(compute_capability=capability)
+        monkeypatch.setattr(jax, "devices", lambda device=device: [device])
+        assert stages_that_fit(3, 64 << 10) == stages
+    assert stages_that_fit(3, 1 << 20) == 1
+
+
+@pytest.mark.parametrize(
+    ("backend", "capability", "runs"),
+    [
+        ("gpu", "7.5", False),
+        ("gpu", "8.0", True),
+        ("gpu", "9.0", True),
+        ("gpu", "12.0", True),
+        ("gpu", "gfx942", False),
+        ("gpu", None, False),
+        ("cpu", "9.0", False),
+    ],
+)
+def test_triton_runs_from_compute_capability_8(backend, capability, runs, monkeypatch):
+    device = SimpleNamespace(compute_capability=capability)
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    assert runs_triton() == runs
