@@ -1,7 +1,7 @@
 """The benchmarks page: tables of the JSON files in `benchmarks/`, written when the site is built.
 
-What a file holds is told by its command. A kind of file that is not there has no section, and a
-file of an unknown kind is listed without a table.
+A file's command tells its kind. A kind without files has no section, and a file of an unknown kind
+is listed without a table.
 """
 
 import dataclasses
@@ -9,8 +9,9 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import result_tables as tables
-from result_tables import Results
+import device_tables
+import result_tables
+from markdown_tables import Results
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 DOCUMENT, MARK = "benchmarks", "<!-- results -->"
@@ -21,131 +22,137 @@ class Kind:
     """One kind of results.
 
     Attributes:
-        title: of its section.
-        command: what in a file's command tells that it is of this kind.
-        about: what was measured, in Markdown.
-        body: the settings and tables of a file, in Markdown.
+        title: the title of its section.
+        commands: a file is of this kind if its command contains one of these.
+        about: a description of the measurement, in Markdown.
+        body: makes the settings and tables of a file, in Markdown.
     """
 
     title: str
-    command: str
+    commands: tuple[str, ...]
     about: str
     body: Callable[[Results], Sequence[str]]
+
+
+def benchmark(module: str) -> tuple[str, ...]:
+    """Both forms of the command that runs a benchmark."""
+    return f"emsjax.benchmarks.{module}", f"emsjax bench {module.replace('_', '-')}"
 
 
 KINDS = (
     Kind(
         "EMS-SD beside padding",
-        "bench ems-sd",
+        benchmark("ems_sd"),
         "Plain decoding, batched speculation with padding (`vanilla`), with either half of it "
         "(`unpad-kv`, `unpad-inputs`) and without (`ems`), with the same prompts and drafts: see "
         "[padding](concepts/padding.md).",
-        tables.ems_sd,
+        result_tables.ems_sd,
     ),
     Kind(
         "Beside transformers",
-        "bench peers",
+        benchmark("peers"),
         "The same weights and prompts through `emsjax.generate` and through `generate` of "
-        "transformers, which drafts for one sample at a time only.",
-        tables.peers,
+        "transformers, which drafts for batches of one sample only.",
+        result_tables.peers,
     ),
     Kind(
         "Draft lengths",
-        "bench draft-length",
-        "Policies beside every fixed length. The target says a known text, and drafts are that "
-        "text with wrong tokens mixed in. `llma`: prompt lookup that finds nothing three times in "
-        "ten and otherwise 7 tokens, half of the time all right. `draft-model`: a draft model, "
-        "each token right with probability 0.8; `poor` and `poor-draft-model`: 0.2. `mixed`: "
-        "copies, right with probability 0.95 in half of the samples and 0.1 in the others, timed "
-        "as long as all of them run.",
-        tables.draft_length,
+        benchmark("draft_length"),
+        "Policies beside every fixed length. The target is scripted to output a known text, and "
+        "drafts are that text with some wrong tokens. `llma`: prompt lookup that drafts nothing "
+        "with probability 0.3 and otherwise 7 tokens, which are all right with probability 0.5. "
+        "`draft-model`: a draft model whose tokens are right with probability 0.8; `poor` and "
+        "`poor-draft-model`: 0.2. `mixed`: copies whose tokens are right with probability 0.95 in "
+        "half of the samples and 0.1 in the others, timed while all samples are live.",
+        result_tables.draft_length,
     ),
     Kind(
         "Slots that refill",
-        "emsjax.benchmarks.refill",
+        benchmark("refill"),
         "A set of prompts in batches that end with their last sequence, and in as many slots that "
         "take the next prompt when a sequence has finished; whole calls, prefill included.",
-        tables.refill,
+        result_tables.refill,
     ),
     Kind(
         "Decoding steps",
-        "emsjax.benchmarks.step",
+        benchmark("step"),
         "One step of the device loop (draft, forward, verify, commit), all drafts rejected. The "
         "floor reads every weight and every committed key and value once, or computes where that "
         "takes longer.",
-        tables.step,
+        device_tables.step,
     ),
     Kind(
         "Costs of a step",
-        "emsjax profile",
-        "What `emsjax profile` measures for [draft-length policies](concepts/draft-lengths.md).",
-        tables.profile,
+        ("emsjax profile",),
+        "The measurements of `emsjax profile` for [draft-length "
+        "policies](concepts/draft-lengths.md).",
+        device_tables.profile,
     ),
     Kind(
         "Row buckets",
-        "emsjax.benchmarks.buckets",
+        benchmark("buckets"),
         "Steps whose rows are rounded up to a compiled row count, beside the same steps compiled "
         "for exactly their rows.",
-        tables.buckets,
+        device_tables.buckets,
     ),
     Kind(
-        "What sampling, drafting and the loop cost",
-        "emsjax.benchmarks.overheads",
+        "Costs of sampling, drafting and the loop",
+        benchmark("overheads"),
         "`plain`: the loop with `drafter=None` beside one without speculation in it. `drafting`: "
         "a draft model's tokens beside given ones. `sampling`: sampled steps beside greedy ones.",
-        tables.overheads,
+        device_tables.overheads,
     ),
     Kind(
         "Products",
-        "pallas_kernels.benchmark.products",
-        "Packed rows times the weights of a layer, by each implementation that takes so many rows. "
+        ("pallas_kernels.benchmark.products",),
+        "Packed rows times the weights of a layer, by each implementation that supports the number "
+        "of rows. "
         "`default` is what a model uses.",
-        tables.products,
+        device_tables.products,
     ),
     Kind(
         "Kernels",
-        "pallas_kernels.benchmark",
+        ("pallas_kernels.benchmark",),
         "Attention of packed rows and the commit of keys and values. `cudnn` is the padded "
         "attention of cuDNN through `jax.nn.dot_product_attention`.",
-        tables.kernels,
+        device_tables.kernels,
     ),
     Kind(
         "The first call",
-        "emsjax.benchmarks.first_call",
+        benchmark("first_call"),
         "Seconds of two calls of `emsjax.generate` in a new process: the first one compiles.",
-        tables.first_call,
+        device_tables.first_call,
     ),
     Kind(
-        "Where 16-bit decoding parts",
-        "emsjax.benchmarks.divergences",
-        "Greedy sequences that are not those of plain decoding, and by what margin float32 decides "
-        "between the two tokens: see [losslessness](concepts/losslessness.md).",
-        tables.divergences,
+        "Where 16-bit decoding differs",
+        benchmark("divergences"),
+        "Greedy sequences that differ from plain decoding, and the margin between the two tokens "
+        "in float32: see [losslessness](concepts/losslessness.md).",
+        result_tables.divergences,
     ),
     Kind(
         "Training steps",
-        "emsjax.benchmarks.training",
+        benchmark("training"),
         "A step of distillation beside the rate of a large matrix product.",
-        tables.training,
+        device_tables.training,
     ),
     Kind(
         "Distilled draft models",
-        "emsjax distil",
-        "What `emsjax distil` measures at its end: decoding plainly, with the draft model that "
-        "training began with, and with the trained one. Position: of the draft tokens there, all "
-        "before which stood, how many stood.",
-        tables.distillation,
+        ("emsjax distil",),
+        "Decoding plainly, with the draft model before training, and with the trained one. "
+        "Position: the share of draft tokens at that position that were accepted, if all before them were.",
+        result_tables.distillation,
     ),
 )
 
 
 def surroundings(name: str, results: Results) -> str:
-    """Where, with what and how a file was measured."""
+    """Hardware, versions, commit and command of a file."""
     hardware, versions = results.get("hardware", {}), results.get("versions", {})
     device = hardware.get("device") or hardware.get("device_kind") or "an unknown device"
     packages = ", ".join(f"{package} {of}" for package, of in versions.items() if of)
     last = results.get("commit") or "unknown"
-    # A resumed run may have gone on with other code.
+    # A resumed run may have continued at another commit.
     commits = {entry.get("commit") or last for entry in results.get("entries", [])} or {last}
     commits = ", ".join(f"`{commit}`" for commit in sorted(commits))
     where = f"`benchmarks/{name}`: {device}; {packages}; commit {commits}."
@@ -154,7 +161,7 @@ def surroundings(name: str, results: Results) -> str:
 
 
 def picture(results: Path) -> list[str]:
-    """The figure beside a file of results, if there is one."""
+    """The figure beside a file of results, if it exists."""
     image = results.with_suffix(".png")
     return [f"![{image.stem}](../benchmarks/{image.name})"] if image.exists() else []
 
@@ -175,18 +182,18 @@ def page(folder: Path = FOLDER) -> str:
 
 
 def kind_of(results: Results) -> Kind | None:
-    """The first kind whose command is that of the file."""
+    """The first kind that the file's command belongs to."""
     command = results.get("command", "")
-    return next((kind for kind in KINDS if kind.command in command), None)
+    return next((kind for kind in KINDS if any(of in command for of in kind.commands)), None)
 
 
 def fill_in(app, docname: str, source: list[str]) -> None:
-    """The page's source with the tables in the place of the mark."""
+    """Replace the mark in the page's source by the tables."""
     if docname == DOCUMENT:
         source[0] = source[0].replace(MARK, page())
 
 
 def setup(app) -> dict[str, bool]:
     app.connect("source-read", fill_in)
-    app.connect("env-get-outdated", lambda *_: [DOCUMENT])  # files may come and go
+    app.connect("env-get-outdated", lambda *_: [DOCUMENT])  # files may have been added or removed
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,23 +1,19 @@
 """Lossless batched speculative decoding in JAX, unpadded (EMS-SD)."""
 
 from emsjax import vanilla, verification
-from emsjax.decode.step import DecodeState, StepInfo, step
+from emsjax.decode.base import Draft, Drafter, DraftLength, StepView
+from emsjax.decode.state import DecodeState, StepInfo
+from emsjax.decode.step import step
 from emsjax.device import best_dtype
-from emsjax.drafters import Draft, Drafter, DraftModel, PromptLookup
+from emsjax.drafters import DraftModel, PromptLookup
 from emsjax.engine.output import GenerateOutput, Stats, rank_by_mean_logprob
 from emsjax.generation import generate, init_state
 from emsjax.models.opt import OPT, OPTConfig
 from emsjax.policies.costs import StepCosts
 from emsjax.policies.goodput import CostCapped, Goodput
-from emsjax.policies.lengths import (
-    BassHeuristic,
-    BatchSizeTable,
-    DraftLength,
-    FixedLength,
-    StepView,
-)
+from emsjax.policies.lengths import BassHeuristic, BatchSizeTable, FixedLength
 from emsjax.sampling import Sampling
-from emsjax.streaming import Completion, stream
+from emsjax.streaming import Completion, Engine, stream
 
 __version__ = "0.1.0"
 __all__ = [
@@ -31,6 +27,7 @@ __all__ = [
     "DraftLength",
     "DraftModel",
     "Drafter",
+    "Engine",
     "FixedLength",
     "GenerateOutput",
     "Goodput",

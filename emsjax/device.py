@@ -1,5 +1,8 @@
 """The dtype that suits the default device."""
 
+import os
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -23,3 +26,44 @@ def best_dtype():
 def dtype_name(given: str | None) -> str:
     """The given dtype name, or that of `best_dtype`."""
     return given or jnp.dtype(best_dtype()).name
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of the arrays of a pytree, which may be abstract."""
+    return sum(x.size * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
+
+
+def available_bytes(device: jax.Device | None = None) -> int | None:
+    """Free memory of a device, or of the default one; None where it cannot be told."""
+    device = device or jax.config.jax_default_device
+    if device is None or isinstance(device, str):  # the name of a platform
+        device = jax.local_devices(backend=device)[0]
+    stats = device.memory_stats()
+    if stats and "bytes_limit" in stats:
+        # A reserve for fragmentation and for the libraries' own workspaces.
+        return int(0.98 * stats["bytes_limit"]) - stats["bytes_in_use"]
+    if device.platform == "cpu" and "SC_AVPHYS_PAGES" in os.sysconf_names:
+        return _available_host_bytes()
+    return None
+
+
+def _available_host_bytes() -> int:
+    """What the system can hand out, file caches included where it says so."""
+    try:
+        with open("/proc/meminfo") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def readable(size: int) -> str:
+    """Bytes with a binary unit."""
+    value = float(size)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.2f} GiB"

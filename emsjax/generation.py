@@ -1,30 +1,27 @@
-"""`generate`: ragged prompts in, the target model's own continuations out."""
+"""`generate`: prompts in, completions out; and the state that a custom loop starts from."""
 
-import functools
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from time import monotonic, perf_counter
+from time import monotonic
 
 import jax
 import numpy as np
 
 from emsjax.checks import check_at_least
-from emsjax.decode.kernels import resolve_kernels
+from emsjax.decode.base import Drafter, DraftLength, Model
 from emsjax.decode.layout import UNPADDED, Layout
-from emsjax.decode.step import DecodeState, Flat, decode_loop
-from emsjax.drafters import Drafter
-from emsjax.engine.initial_state import init_group, served_by
-from emsjax.engine.output import GenerateOutput, assemble, collect
-from emsjax.engine.preparation import check, check_memory, drafter_for
+from emsjax.decode.run import Run
+from emsjax.decode.state import DecodeState
+from emsjax.engine.group import begin_group, prompts_served
+from emsjax.engine.output import GenerateOutput, assemble
+from emsjax.engine.preparation import check, check_memory, for_prompts
 from emsjax.engine.requests import Requests
-from emsjax.engine.slots import BUDGET_CHECK_STEPS, Slots, sequences_of, stacked
-from emsjax.models.opt import OPT
-from emsjax.policies.lengths import DraftLength
+from emsjax.engine.slots import Slots, sequences_of, stacked
 from emsjax.sampling import Sampling
 
 
 def generate(
-    model: OPT,
+    model: Model,
     prompts: Sequence[Sequence[int]],
     drafter: Drafter | None = None,
     draft_length: DraftLength | None = None,
@@ -39,9 +36,9 @@ def generate(
 ) -> GenerateOutput:
     """Complete ragged prompts by batched, unpadded, lossless speculative decoding.
 
-    Greedy tokens are those of plain decoding (`drafter=None`) whatever the drafter
-    proposes, and so are sampled ones, under the same keys, if the drafter is
-    deterministic; with a draft model they have the same distribution.
+    Greedy output is identical to plain decoding (`drafter=None`) for any drafter.
+    Sampled output is identical under the same keys if the drafter is deterministic,
+    and has the same distribution otherwise.
 
     Args:
         model: the target model.
@@ -79,10 +76,9 @@ def generate(
     if not (is_time or time_budget_s is None):
         raise ValueError(f"time_budget_s must be seconds above 0, not {time_budget_s!r}")
     deadline = None if time_budget_s is None else monotonic() + time_budget_s
-    requests, drafter = check(
-        model,
-        drafter,
-        draft_length,
+    run = Run.of(model, drafter, draft_length, attention_implementation=attention_implementation)
+    run, requests = check(
+        run,
         prompts,
         max_new_tokens=max_new_tokens,
         sampling=sampling,
@@ -90,110 +86,63 @@ def generate(
         eos_token_ids=eos_token_ids,
         key=key,
     )
-    return complete(
-        model,
-        drafter,
-        requests,
-        draft_length=draft_length,
-        batch_size=batch_size,
-        deadline=deadline,
-        attention_implementation=attention_implementation,
-    )
+    return complete(run, requests, batch_size=batch_size, deadline=deadline)
 
 
 def complete(
-    model: OPT,
-    drafter: Drafter | None,
+    run: Run,
     requests: Requests,
     *,
-    draft_length: DraftLength | None,
-    batch_size: int | None,
+    batch_size: int | None = None,
     deadline: float | None = None,
-    attention_implementation: str | Callable | None,
-    layout: Layout = UNPADDED,
 ) -> GenerateOutput:
     """Complete checked requests, `batch_size` sequences at a time; None: all at once.
 
     Args:
-        deadline: of `time.monotonic`; None: there is none.
-        layout: what is padded.
+        deadline: in `time.monotonic`; None: there is none.
 
     Raises:
-        ValueError: a batch size below 1, a drafter that does not suit, or what does not fit.
+        ValueError: a batch size below 1, a drafter that does not suit, or a run that does not fit
+            into memory.
     """
     total = requests.total_sequences
-    slots = total if batch_size is None else check_at_least("batch_size", batch_size, 1)
-    resolve_kernels(attention_implementation)
-    if slots < total and layout == UNPADDED:
-        served = Slots.of(model, drafter, requests, draft_length, slots, attention_implementation)
-        rows = sorted(
-            served.serve(sequences_of(requests), deadline=deadline),
-            key=lambda row: row["sequence_ids"],
-        )
-        results = [stacked(rows) | served.counts()]
+    count = total if batch_size is None else check_at_least("batch_size", batch_size, 1)
+    if count < total and run.layout == UNPADDED:
+        slots = Slots(run, requests, count)
+        rows = slots.serve(sequences_of(requests), deadline=deadline)
+        rows = sorted(rows, key=lambda row: row["sequence_ids"])
+        results = [stacked(rows) | slots.counts()]
     else:
-        results = in_groups(
-            model,
-            drafter,
-            requests,
-            slots,
-            draft_length=draft_length,
-            deadline=deadline,
-            attention_implementation=attention_implementation,
-            layout=layout,
-        )
-    return assemble(results, requests, pad_token_id=model.config.pad_token_id or 0)
+        results = in_groups(run, requests, count, deadline)
+    return assemble(results, requests, pad_token_id=run.model.config.pad_token_id or 0)
 
 
 def in_groups(
-    model,
-    drafter,
-    requests: Requests,
-    slots: int,
-    *,
-    draft_length,
-    deadline,
-    layout: Layout,
-    **options,
+    run: Run, requests: Requests, count: int, deadline: float | None
 ) -> list[Mapping[str, np.ndarray]]:
-    """The results of `slots` sequences at a time: a group ends with its last sequence."""
-    groups = [
-        np.arange(first, min(first + slots, requests.total_sequences))
-        for first in range(0, requests.total_sequences, slots)
-    ]
+    """The results of `count` sequences at a time: a group ends with its last sequence."""
+    total = requests.total_sequences
+    groups = [np.arange(first, min(first + count, total)) for first in range(0, total, count)]
     # Every group is checked before the first one runs.
-    drafters = [drafter_for(drafter, *served_by(requests, group, slots)) for group in groups]
-    cache_length = check_memory(model, drafter, slots=slots, layout=layout, **requests.sizes)
-    options |= {"layout": layout}
-    weights, results = Flat.of(model), []
-    for group, group_drafter in zip(groups, drafters, strict=True):
-        state = init_group(
-            model,
-            group_drafter,
-            requests,
-            group,
-            slots,
-            draft_length,
-            cache_length=cache_length,
-            **options,
-        )
-        run = functools.partial(decode_loop, weights, Flat.of(group_drafter), **options)
-        jax.block_until_ready(state)
-        started = perf_counter()
-        if deadline is None:
-            state = run(state, draft_length, np.iinfo(np.int32).max // 2)
-        while deadline is not None and monotonic() < deadline:
-            state = run(state, draft_length, BUDGET_CHECK_STEPS)
-            if not np.asarray(state.active).any():
-                break
-        jax.block_until_ready(state)
-        results.append(collect(state, len(group), perf_counter() - started))
-        del state  # two groups' caches must not exist at once
+    runs = [group_run(run, requests, group, count) for group in groups]
+    cache_length = check_memory(run, requests, count)
+    results = []
+    for group, own in zip(groups, runs, strict=True):
+        slots = Slots.filled(own, requests, group, count, cache_length)
+        rows = slots.finish(deadline)
+        results.append(stacked(rows) | slots.counts())
+        del slots  # two groups' caches must not exist at once
     return results
 
 
+def group_run(run: Run, requests: Requests, group: np.ndarray, slots: int) -> Run:
+    """The run with the drafter for the prompts of one group of sequences."""
+    prompts = prompts_served(requests, group, slots) // requests.num_sequences
+    return for_prompts(run, prompts, requests.num_prompts)
+
+
 def init_state(
-    model: OPT,
+    model: Model,
     drafter: Drafter | None,
     prompts: Sequence[Sequence[int]],
     *,
@@ -208,14 +157,19 @@ def init_state(
 ) -> DecodeState:
     """The state before the first `step`: prompts prefilled, nothing emitted.
 
-    Arguments and errors are those of `generate`; every sequence gets a slot. `layout` says
-    what is padded. With several sequences per prompt, a drafter that holds something for each
-    prompt goes to `step` as drafter.for_prompts(np.arange(slots) // num_sequences, len(prompts)).
+    Arguments and errors are those of `generate`; every sequence gets a slot, and `layout` is what
+    is padded. With several sequences per prompt, a drafter that holds something for each prompt
+    goes to `step` as drafter.for_prompts(np.arange(slots) // num_sequences, len(prompts)).
     """
-    requests, drafter = check(
+    run = Run.of(
         model,
         drafter,
         draft_length,
+        attention_implementation=attention_implementation,
+        layout=layout,
+    )
+    run, requests = check(
+        run,
         prompts,
         max_new_tokens=max_new_tokens,
         sampling=sampling,
@@ -225,15 +179,5 @@ def init_state(
     )
     slots = requests.total_sequences
     group = np.arange(slots)
-    resolve_kernels(attention_implementation)
-    return init_group(
-        model,
-        drafter_for(drafter, *served_by(requests, group, slots)),
-        requests,
-        group,
-        slots,
-        draft_length,
-        cache_length=check_memory(model, drafter, slots=slots, layout=layout, **requests.sizes),
-        attention_implementation=attention_implementation,
-        layout=layout,
-    )
+    run = group_run(run, requests, group, slots)
+    return begin_group(run, requests, group, slots, check_memory(run, requests, slots))

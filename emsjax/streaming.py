@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,22 +12,18 @@ import numpy as np
 from jaxtyping import Float32, Int32
 
 from emsjax.checks import as_token_ids, check_at_least
-from emsjax.decode.base import check_is_drafter
-from emsjax.decode.kernels import resolve_kernels
+from emsjax.decode.base import Drafter, DraftLength, Model, ModelConfig
 from emsjax.decode.row_counts import round_up
-from emsjax.drafters import Drafter
+from emsjax.decode.run import Run
 from emsjax.engine.output import finish_reasons
-from emsjax.engine.preparation import check, check_drafter, holds_prompts
-from emsjax.engine.replicas import rows_of_all
+from emsjax.engine.preparation import check, holds_prompts, with_checked_drafter
+from emsjax.engine.replicas import make_slots, reopen, rows_of_all
 from emsjax.engine.requests import KEY_IMPL, Requests, check_positions, check_requests
-from emsjax.engine.slots import Entry, Row, Slots, sequences_of
-from emsjax.models.config import OPTConfig
-from emsjax.models.opt import OPT, check_is_model
-from emsjax.policies.lengths import DraftLength
+from emsjax.engine.slots import Entry, Row, sequences_of
 from emsjax.sampling import Sampling
 
 KEYS_AT_ONCE = 256
-WIDTH = 64  # of whose multiples caches are long
+WIDTH = 64  # lengths of caches are multiples of it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +54,7 @@ class Completion:
 
 
 def stream(
-    model: OPT,
+    model: Model,
     prompts: Iterable[Sequence[int]],
     drafter: Drafter | None = None,
     draft_length: DraftLength | None = None,
@@ -97,148 +94,168 @@ def stream(
         Exception: what the iterator raises, when all prompts before are done; a note tells how
             many these were.
     """
+    options = {
+        "max_new_tokens": max_new_tokens,
+        "sampling": sampling,
+        "num_sequences": num_sequences,
+        "eos_token_ids": eos_token_ids,
+        "key": key,
+    }
     if not hasattr(prompts, "__len__"):
         return stream_numbered(
             model,
             enumerate(prompts),
             drafter,
             draft_length,
-            max_new_tokens,
-            sampling,
-            num_sequences,
+            **options,
             batch_size=batch_size,
             max_len=max_len,
-            eos_token_ids=eos_token_ids,
-            key=key,
             attention_implementation=attention_implementation,
             devices=devices,
         )
-    requests, drafter = check(
-        model,
-        drafter,
-        draft_length,
-        prompts,
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        num_sequences=num_sequences,
-        eos_token_ids=eos_token_ids,
-        key=key,
-    )
-    rows = rows_of(
-        model,
-        drafter,
-        requests,
-        sequences_of(requests),
-        draft_length=draft_length,
-        batch_size=min(check_at_least("batch_size", batch_size, 1), requests.total_sequences),
-        attention_implementation=attention_implementation,
-        devices=devices,
-    )
+    run = Run.of(model, drafter, draft_length, attention_implementation=attention_implementation)
+    run, requests = check(run, prompts, **options)
+    count = min(check_at_least("batch_size", batch_size, 1), requests.total_sequences)
+    slots = make_slots(run, requests, count, devices)
+    rows = rows_of_all(slots, sequences_of(requests))
     return completions_of(rows, requests.num_sequences)
 
 
 def stream_numbered(
-    model: OPT,
+    model: Model,
     prompts: Iterator[tuple[int, Sequence[int]]],
     drafter: Drafter | None = None,
     draft_length: DraftLength | None = None,
-    max_new_tokens: int = 128,
-    sampling: Sampling | None = None,
-    num_sequences: int = 1,
     *,
     batch_size: int,
     max_len: int | None = None,
-    eos_token_ids: Sequence[int] | None = None,
-    key: jax.Array | None = None,
     attention_implementation: str | Callable | None = None,
     devices: Sequence[jax.Device] | None = None,
+    **options: Any,
 ) -> Iterator[Completion]:
-    """`stream` for an iterator of prompts with their places, which tell each sequence's key.
+    """`stream` for an iterator of prompts with their places, which decide each sequence's key.
 
-    A run that leaves out what it has done already says the same of the rest.
+    A run that leaves out what is done already has the same output for the rest.
     """
-    check_is_model("model", model)
-    if drafter is not None:
-        check_is_drafter(drafter)
+    run = Run.of(model, drafter, draft_length, attention_implementation=attention_implementation)
     batch_size = check_at_least("batch_size", batch_size, 1)
-    if getattr(key, "ndim", 0):
+    longest = longest_sequence(run, max_len)
+    run, requests = check_unseen(run, longest, **options)
+    source = Source(prompts, run.model.config, requests, options.get("key"), longest)
+    slots = make_slots(run, requests, batch_size, devices)
+    return source.completions(rows_of_all(slots, source.entries()))
+
+
+class Engine:
+    """Slots that are held and fed: compiled programs and caches outlive a call of `stream`.
+
+    For a rollout worker or an actor that is asked again and again. Each call's output is that of
+    `emsjax.stream` with the same arguments. One call is served at a time.
+
+    Args:
+        model, drafter, draft_length, attention_implementation, devices: as for `emsjax.stream`.
+        batch_size: slots of each device.
+        max_len: tokens of the longest prompt and its continuation, which set the size of the
+            caches; None: as many as the model has positions for.
+
+    Raises:
+        ValueError: as `emsjax.stream`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        drafter: Drafter | None = None,
+        draft_length: DraftLength | None = None,
+        *,
+        batch_size: int,
+        max_len: int | None = None,
+        attention_implementation: str | Callable | None = None,
+        devices: Sequence[jax.Device] | None = None,
+    ):
+        run = Run.of(
+            model, drafter, draft_length, attention_implementation=attention_implementation
+        )
+        self.longest = longest_sequence(run, max_len)
+        self.run = with_checked_drafter(run, self.longest - 1)
+        requests = check_requests(model.config, [[0]], max_new_tokens=1)
+        requests = dataclasses.replace(requests, max_len=round_up(self.longest, WIDTH))
+        count = check_at_least("batch_size", batch_size, 1)
+        self.slots = make_slots(self.run, requests, count, devices)
+
+    def stream(
+        self,
+        prompts: Iterable[Sequence[int]],
+        max_new_tokens: int | Sequence[int] = 128,
+        sampling: Sampling | None = None,
+        num_sequences: int = 1,
+        *,
+        eos_token_ids: Sequence[int] | None = None,
+        key: jax.Array | None = None,
+    ) -> Iterator[Completion]:
+        """Complete prompts in these slots: see `emsjax.stream`.
+
+        Raises:
+            ValueError: as `emsjax.stream`, a sequence of more than `max_len` tokens, or another
+                call's results that are still to be read.
+        """
+        options = {
+            "max_new_tokens": max_new_tokens,
+            "sampling": sampling,
+            "num_sequences": num_sequences,
+            "eos_token_ids": eos_token_ids,
+            "key": key,
+        }
+        if hasattr(prompts, "__len__"):
+            _, requests = check(self.run, prompts, **options)
+            if requests.positions >= self.longest:
+                raise ValueError(
+                    f"a prompt and its continuation need {requests.positions + 1} tokens: more "
+                    f"than max_len {self.longest}"
+                )
+            entries, source = sequences_of(requests), None
+            requests = dataclasses.replace(requests, max_len=0)  # checked above
+        else:
+            _, requests = check_unseen(self.run, self.longest, **options)
+            source = Source(enumerate(prompts), self.run.model.config, requests, key, self.longest)
+            entries = source.entries()
+        reopen(self.slots, requests)
+        rows = rows_of_all(self.slots, entries)
+        if source is not None:
+            return source.completions(rows)
+        return completions_of(rows, requests.num_sequences)
+
+
+def longest_sequence(run: Run, max_len: int | None) -> int:
+    """Tokens of the longest prompt and its continuation that slots have room for."""
+    longest = run.model.config.max_position_embeddings + 1  # the last token is never fed
+    return longest if max_len is None else min(longest, check_at_least("max_len", max_len, 2))
+
+
+def check_unseen(run: Run, longest: int, **options: Any) -> tuple[Run, Requests]:
+    """The run, and what holds for all prompts of an iterator, none of which has been read yet.
+
+    Raises:
+        ValueError: see `stream`.
+    """
+    if getattr(options.get("key"), "ndim", 0):
         raise ValueError("one key per sequence needs a sequence of prompts, no iterator")
-    if holds_prompts(drafter, None):
+    if holds_prompts(run.drafter, None):
         raise ValueError(
             "a drafter that holds something for each prompt needs a sequence of prompts, "
             "no iterator"
         )
-    # Of the prompts nothing is known yet: one stands for all when the rest is checked.
-    requests = check_requests(
-        model.config,
-        [[0]],
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        num_sequences=num_sequences,
-        eos_token_ids=eos_token_ids,
-        key=key,
-    )
-    longest = model.config.max_position_embeddings + 1  # the last token is never fed
-    if max_len is not None:
-        longest = min(longest, check_at_least("max_len", max_len, 2))
+    # One prompt stands in for all when the rest is checked.
+    requests = check_requests(run.model.config, [[0]], **options)
     new = int(requests.max_new_tokens[0])
     if new >= longest:
         raise ValueError(
             f"max_new_tokens must be below {longest}, the tokens of a prompt and its continuation "
             f"together, not {new}"
         )
-    # One width for the whole run: no need to have few of them.
+    # One width for the whole run: there is no need for few widths.
     requests = dataclasses.replace(requests, max_len=round_up(longest, WIDTH))
-    drafter = check_drafter(model, drafter, draft_length, longest - 1)
-    source = Source(prompts, model.config, requests, key, longest)
-    rows = rows_of(
-        model,
-        drafter,
-        requests,
-        source.entries(),
-        draft_length=draft_length,
-        batch_size=batch_size,
-        attention_implementation=attention_implementation,
-        devices=devices,
-    )
-    return source.completions(rows)
-
-
-def rows_of(
-    model: OPT,
-    drafter: Drafter | None,
-    requests: Requests,
-    entries: Iterator[Entry],
-    *,
-    draft_length: DraftLength | None,
-    batch_size: int,
-    attention_implementation: str | Callable | None,
-    devices: Sequence[jax.Device] | None,
-) -> Generator[Row, None, None]:
-    """The rows of all entries; caches have been allocated when this returns."""
-    resolve_kernels(attention_implementation)
-
-    def slots(model: OPT, drafter: Drafter | None) -> Slots:
-        return Slots.of(
-            model, drafter, requests, draft_length, batch_size, attention_implementation
-        )
-
-    if devices is None:
-        return slots(model, drafter).serve(entries)
-    if not isinstance(devices, Iterable):
-        raise ValueError(f"devices must be a sequence of devices, not {type(devices).__name__}")
-    devices = tuple(devices)
-    if not devices:
-        raise ValueError("devices must not be empty")
-    replicas = {}
-    for device in devices:
-        with jax.default_device(device):
-            # A drafter that is no pytree goes as it is.
-            own = (
-                drafter if jax.tree_util.all_leaves([drafter]) else jax.device_put(drafter, device)
-            )
-            replicas[device] = slots(jax.device_put(model, device), own)
-    return rows_of_all(replicas, entries)
+    return with_checked_drafter(run, longest - 1), requests
 
 
 class Source:
@@ -253,7 +270,7 @@ class Source:
     def __init__(
         self,
         prompts: Iterator[tuple[int, Sequence[int]]],
-        config: OPTConfig,
+        config: ModelConfig,
         requests: Requests,
         key: jax.Array | None,
         longest: int,
@@ -308,7 +325,7 @@ class Source:
         return self.keys[first][sequence - first]
 
     def completions(self, rows: Generator[Row, None, None]) -> Iterator[Completion]:
-        """What the rows say, and what was refused; at the end what the iterator raised."""
+        """Completions of the rows, and refusals; at the end what the iterator raised."""
         yield from completions_of(rows, self.requests.num_sequences)
         if self.error is not None:
             raise self.error
@@ -321,7 +338,7 @@ def _keys_from(key: jax.Array, first: int) -> jax.Array:
 
 
 def completions_of(rows: Generator[Row, None, None], num_sequences: int) -> Iterator[Completion]:
-    """What the rows say, and what was refused. Whoever stops reading ends the decoding too."""
+    """Completions of the rows, and refusals. Closing the iterator ends the decoding too."""
     with contextlib.closing(rows):
         for row in rows:
             yield row if isinstance(row, Completion) else completion(row, num_sequences)

@@ -6,17 +6,16 @@ drafters and its kernels, so that what they take longer is what padding costs.
 
 from collections.abc import Callable, Sequence
 
+from emsjax.decode.base import Drafter, DraftLength, Model
 from emsjax.decode.layout import Layout
-from emsjax.drafters import Drafter
+from emsjax.decode.run import Run
 from emsjax.engine.output import GenerateOutput
 from emsjax.engine.preparation import check
 from emsjax.generation import complete
-from emsjax.models.opt import OPT
-from emsjax.policies.lengths import DraftLength
 
 
 def generate(
-    model: OPT,
+    model: Model,
     prompts: Sequence[Sequence[int]],
     drafter: Drafter | None = None,
     draft_length: DraftLength | None = None,
@@ -52,20 +51,12 @@ def generate(
 
     Reference: EMS-SD, arXiv 2405.07542.
     """
-    requests, drafter = check(
+    run = Run.of(
         model,
         drafter,
         draft_length,
-        prompts,
-        max_new_tokens=max_new_tokens,
-        eos_token_ids=eos_token_ids,
-    )
-    return complete(
-        model,
-        drafter,
-        requests,
-        draft_length=draft_length,
-        batch_size=batch_size,
         attention_implementation=attention_implementation,
         layout=Layout(pad_inputs=not unpad_inputs, pad_kv_cache=not unpad_kv_cache),
     )
+    run, requests = check(run, prompts, max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids)
+    return complete(run, requests, batch_size=batch_size)

@@ -38,15 +38,18 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 CHECKED = [
     "decode.base",
     "decode.cache",
+    "decode.draft",
     "decode.layout",
     "decode.pack",
     "decode.prefill",
     "decode.row_counts",
+    "decode.state",
     "decode.step",
     "decode.verify",
     "drafters",
-    "engine.initial_state",
+    "engine.group",
     "engine.output",
+    "models.layers",
     "models.opt",
     "verification",
 ]
@@ -105,16 +108,11 @@ def few_row_counts(monkeypatch):
 @pytest.fixture
 def fresh_loops():
     """Loops are traced anew in a test, and after it."""
-    from emsjax.decode.refill import refill_loop
     from emsjax.decode.step import decode_loop
 
-    def forget() -> None:
-        for loop in (decode_loop, refill_loop):
-            loop.clear_cache()
-
-    forget()
-    yield forget
-    forget()
+    decode_loop.clear_cache()
+    yield decode_loop.clear_cache
+    decode_loop.clear_cache()
 
 
 @pytest.fixture

@@ -9,8 +9,9 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from emsjax.cli.arguments import make_parser
-from emsjax.cli.main import run_options
+from emsjax.benchmarks.registry import BENCHMARKS
+from emsjax.cli.generate_arguments import run_options
+from emsjax.cli.main import make_parser
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -61,12 +62,12 @@ def commands(path: Path) -> list[str]:
 
 
 def check_command(command: str) -> None:
-    """Whether the program's own parser takes it.
+    """Check that the program's own parser accepts the command.
 
     Raises:
-        SystemExit: it does not.
+        SystemExit: the parser refuses it.
         ValueError: options that do not go together.
-        AssertionError: an extra that there is not, or an unknown program.
+        AssertionError: an unknown extra or program.
     """
     program, *arguments = shlex.split(command)
     if program == "emsjax":
@@ -74,9 +75,10 @@ def check_command(command: str) -> None:
         if parsed.command == "generate":
             run_options(parsed)
     elif [program, *arguments[:1]] == ["python", "-m"]:
-        module = importlib.import_module(arguments[1])
-        if hasattr(module, "make_parser"):
-            module.make_parser().parse_args(arguments[2:])
+        importlib.import_module(arguments[1])
+        for benchmark in BENCHMARKS.values():
+            if arguments[1] == f"emsjax.benchmarks.{benchmark.module}":
+                benchmark.make_parser().parse_args(arguments[2:])
     elif [program, *arguments[:1]] == ["pip", "install"]:
         extras = re.findall(r"\[(.*)\]", command)
         known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

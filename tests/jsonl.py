@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerFast
 
 import emsjax
 from emsjax import streaming
-from emsjax.cli.drafting import read_config
 from emsjax.policies import profiles as profile_store
 from emsjax.policies.costs import FORMAT
+from emsjax.terminal.models import load_config
 
 END, POSITIONS = 2, 64
 TEXTS = ["def f(x):\n    return x", "for i in range(3):", "a", "print('hello, world')", "x = 1"]
@@ -57,9 +57,9 @@ def save_tiny_model(folder):
 
 
 def profile_of(model, draft_model=None, dtype="float32", row_ms=None, draft_ms=0.0):
-    """What `emsjax profile` could have measured for these folders: by default drafts pay."""
+    """A possible profile of these folders' models; by default drafting pays off."""
     configs = [
-        None if folder is None else read_config(folder, None) for folder in (model, draft_model)
+        None if folder is None else load_config(folder, None) for folder in (model, draft_model)
     ]
     row_ms = {1: 1.0, 1000: 1.1} if row_ms is None else row_ms
     return {
@@ -84,7 +84,7 @@ class InterruptedStream:
 
 
 class FakeStream:
-    """Tokens that depend on a sequence's prompt and key alone; remembers its calls."""
+    """Replaces decoding: tokens depend on a sequence's prompt and key only. Records its calls."""
 
     def __init__(self, interrupt_after=None):
         self.calls = []
@@ -139,7 +139,7 @@ def command(model, paths, *options):
 
 
 def assert_error(capsys, code, *parts):
-    """One line on stderr, exit code 2."""
+    """Check for exit code 2 and one line on stderr."""
     captured = capsys.readouterr()
     assert code == 2
     assert captured.out == ""

@@ -26,7 +26,7 @@ from emsjax.records.input import Records
 
 @pytest.fixture(scope="session")
 def draft_models(tmp_path_factory):
-    """Folders of draft models that suit it, or do not."""
+    """Folders of suitable and of unsuitable draft models."""
     sizes = {
         "equal": {},
         "padded": {"vocab_size": 320},
@@ -58,7 +58,7 @@ def test_an_output_line_holds_the_emitted_tokens_and_their_text(tiny_model, path
     assert call.batch_size == 3
 
 
-def test_a_log_tells_how_far_a_run_is(tiny_model, paths, fake, capsys, monkeypatch):
+def test_a_log_shows_the_progress_of_a_run(tiny_model, paths, fake, capsys, monkeypatch):
     write_records(paths.input)
     monkeypatch.setattr(batch_run, "LOG_SECONDS", 0)
     assert main(command(tiny_model, paths)) == 0
@@ -70,7 +70,7 @@ def test_a_log_tells_how_far_a_run_is(tiny_model, paths, fake, capsys, monkeypat
     assert f" of {count} results, " not in capsys.readouterr().err
 
 
-def test_records_have_keys_of_their_place_and_the_seed(tiny_model, paths, fake):
+def test_a_records_key_depends_on_its_position_and_the_seed(tiny_model, paths, fake):
     write_records(paths.input, [{"id": i, "prompt": "same"} for i in range(5)])
     assert main(command(tiny_model, paths)) == 0
     tokens = [tuple(line["tokens"]) for line in read_lines(paths.output)]
@@ -80,7 +80,7 @@ def test_records_have_keys_of_their_place_and_the_seed(tiny_model, paths, fake):
     assert {tuple(line["tokens"]) for line in read_lines(paths.output)}.isdisjoint(tokens)
 
 
-def test_sequences_share_their_record_and_have_keys_of_their_own(tiny_model, paths, fake):
+def test_sequences_of_a_record_have_different_keys(tiny_model, paths, fake):
     write_records(paths.input)
     options = ["--num-sequences", "3", "--batch-size", "7", "--seed", "5"]
     assert main(command(tiny_model, paths, *options)) == 0
@@ -102,7 +102,7 @@ def test_mean_logprob_is_that_of_the_tokens(tiny_model, paths, fake):
 
 
 def attributes(drafter):
-    """A drafter's settings; those of a draft model without its weights."""
+    """A drafter's settings, without the weights of a draft model."""
     settings = dict(vars(drafter))
     model = settings.pop("draft_model", None)
     return settings if model is None else settings | {"dtype": model.dtype.name}
@@ -146,7 +146,9 @@ MODEL |= {"dtype": "float32"}
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
 )
-def test_the_drafter_is_made_as_asked_for(tiny_model, draft_models, paths, fake, options, expected):
+def test_the_options_configure_the_drafter(
+    tiny_model, draft_models, paths, fake, options, expected
+):
     write_records(paths.input)
     options = [draft_models.get(option, option) for option in options]
     assert main(command(tiny_model, paths, "--drafter", *options)) == 0
@@ -168,14 +170,14 @@ def test_the_drafter_is_made_as_asked_for(tiny_model, draft_models, paths, fake,
     ],
     ids=["greedy", "temperature", "all"],
 )
-def test_sampling_is_as_asked_for(tiny_model, paths, fake, options, expected):
+def test_the_options_configure_sampling(tiny_model, paths, fake, options, expected):
     write_records(paths.input)
     assert main(command(tiny_model, paths, *options)) == 0
     assert all(call.sampling == expected for call in fake.calls)
     assert fake.calls[0].drafter is None
 
 
-def test_a_cpu_decodes_in_float32_unless_told(tiny_model, paths, fake):
+def test_a_cpu_decodes_in_float32_by_default(tiny_model, paths, fake):
     write_records(paths.input)
     asked = command(tiny_model, paths)
     place = asked.index("--dtype")
@@ -208,7 +210,7 @@ BAD_LINES = {
     "malformed": ('{"id": 2, "prompt": "b"', "line 2: not JSON", "delimiter, column 24"),
     "no JSON": ("not json", "line 2: not JSON: 'not json' (Expecting value, column 1)"),
     "long and no JSON": ("x" * 99, f"line 2: not JSON: '{'x' * 40}...' ("),
-    "nested": ("[" * 100_000, "line 2: not JSON that can be read: nested too deeply"),
+    "nested": ("[" * 100_000, "line 2: JSON that is nested too deeply"),
     "byte-order mark": (b'\xef\xbb\xbf{"id": 2}', "line 2: not JSON"),
     "no object": ("[1]", "line 2", "object"),
     "not UTF-8": (b'{"id": 2, "prompt": "\xff"}', "line 2", "utf-8"),
@@ -243,7 +245,7 @@ def test_a_byte_order_mark_before_the_first_line_is_skipped(tmp_path, first):
 def test_an_input_that_can_be_read_only_once_is_refused(paths, fake, capsys):
     os.mkfifo(paths.input)
     code = main(command("no such model", paths))
-    assert_error(capsys, code, f"{paths.input} is no regular file")
+    assert_error(capsys, code, f"{paths.input} is not a regular file")
 
 
 def test_an_input_that_changes_while_it_is_read_is_an_error(tmp_path):
@@ -260,15 +262,13 @@ def test_an_input_that_changes_while_it_is_read_is_an_error(tmp_path):
             next(going_through)
 
 
-def test_a_token_that_is_none_of_the_models_names_its_record(
-    paths, fake, tiny_model, tmp_path, capsys
-):
+def test_a_token_outside_the_vocabulary_names_its_record(paths, fake, tiny_model, tmp_path, capsys):
     write_records(paths.input, [{"id": "one", "prompt": "a b c"}])
     folder = shutil.copytree(tiny_model, tmp_path / "small")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 4}))
     code = main(command(folder, paths))
-    assert_error(capsys, code, "record 'one' (line 1): the tokenizer's token", "the model's 4")
+    assert_error(capsys, code, "record 'one' (line 1): the tokenizer's token", "vocabulary of 4")
     assert not paths.output.exists()
 
 
@@ -296,7 +296,10 @@ def test_a_token_that_is_none_of_the_models_names_its_record(
         (["--keep", "last"], ["--keep needs --max-prompt-tokens"]),
         (["--drafter", "model"], ["--drafter model", "--draft-model"]),
         (["--drafter", "tree"], ["--drafter", "prompt-lookup"]),
-        (["--drafter", "model", "--draft-model", "./none"], ["--draft-model", "none is no folder"]),
+        (
+            ["--drafter", "model", "--draft-model", "./none"],
+            ["--draft-model", "none is not a folder"],
+        ),
         (["--draft-model", "d"], ["--draft-model", "--drafter model"]),
         (["--draft-model", "d", "--drafter", "prompt-lookup"], ["--draft-model", "model"]),
         (["--draft-revision", "main"], ["--draft-revision", "--drafter model"]),
@@ -343,7 +346,7 @@ def test_a_bad_option_is_named(tiny_model, paths, fake, capsys, monkeypatch, opt
         ("few positions", ["10 positions", "are needed"]),
     ],
 )
-def test_a_draft_model_that_does_not_suit_is_refused_before_the_model_is_loaded(
+def test_an_unsuitable_draft_model_is_refused_before_the_model_is_loaded(
     tiny_model, draft_models, paths, fake, capsys, monkeypatch, draft, parts
 ):
     write_records(paths.input)
@@ -371,7 +374,7 @@ def test_prompts_beyond_the_position_limit_are_counted(tiny_model, paths, fake, 
     assert main(command(tiny_model, paths, "--max-prompt-tokens", "59")) == 0
 
 
-def test_a_prompt_may_be_made_of_a_number_that_is_the_id(tiny_model, paths, fake):
+def test_a_template_may_use_a_numeric_id(tiny_model, paths, fake):
     write_records(paths.input, [{"id": 17, "text": "x"}])
     assert main(command(tiny_model, paths, "--prompt-template", "{id}: {text}")) == 0
     (prompt,) = fake.calls[0].prompts.values()

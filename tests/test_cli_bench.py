@@ -1,4 +1,4 @@
-"""`emsjax bench draft-length`: what it measures, shows and writes, and how it goes on."""
+"""`emsjax bench draft-length`: measurements, output, resumption and errors."""
 
 import json
 import shutil
@@ -9,7 +9,7 @@ import pytest
 from jsonl import assert_error
 
 from emsjax.benchmarks import draft_length, policy_runs, step_costs, workloads
-from emsjax.cli.draft_length import find_models
+from emsjax.benchmarks.draft_length_command import find_models
 from emsjax.cli.main import main
 from emsjax.policies import profiles as profile_store
 from emsjax.policies.costs import FORMAT, StepCosts
@@ -24,7 +24,7 @@ ADAPTIVE = [name for name in POLICIES if not name.startswith("fixed ")]
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    """Little is decoded, once, and in a dtype that flax does not promote on its own."""
+    """Decode little, once, in a dtype that flax does not promote."""
     monkeypatch.setattr(draft_length, "SEQUENCES", 2)
     monkeypatch.setattr(draft_length, "DRAWS", (1, 1))
     monkeypatch.setattr(workloads, "PROMPT_TOKENS", (8, 12))
@@ -44,7 +44,7 @@ def profile_of(models):
 
 @pytest.fixture
 def stored():
-    """A profile of the tiny pair, where it is looked for."""
+    """A stored profile of the tiny pair."""
     profile = profile_of(find_models("tiny", "tiny"))
     profile_store.store(profile)
     return profile
@@ -56,7 +56,7 @@ def bench(*options):
 
 @pytest.fixture
 def fake_entries(monkeypatch):
-    """Nothing is decoded; the (workload, batch size) pairs that were asked for."""
+    """Replace decoding; returns the list of (workload, batch size) pairs that were measured."""
     measured = []
 
     def measure(self, name):
@@ -75,7 +75,7 @@ def fake_entries(monkeypatch):
     return measured
 
 
-def test_results_say_what_was_measured_and_every_policy_says_the_text(stored, tmp_path, capsys):
+def test_results_describe_the_run_and_every_policy_outputs_the_text(stored, tmp_path, capsys):
     output = tmp_path / "bench.json"
     assert bench(*TINY, "--output", output, "--commit", "abc", "--draws", 2) == 0
     results = json.loads(output.read_bytes())
@@ -114,7 +114,7 @@ def test_the_embedded_pair_is_the_default(profiles, tmp_path, fake_entries):
     assert not profiles.exists()  # nothing measured
 
 
-def test_a_run_that_was_broken_off_goes_on_with_its_costs(
+def test_an_interrupted_run_resumes_with_its_costs(
     stored, profiles, tmp_path, monkeypatch, fake_entries, capsys
 ):
     output = tmp_path / "bench.json"
@@ -214,7 +214,9 @@ def test_a_profile_of_other_models_is_refused(tmp_path, fake_entries, capsys):
 
 
 @pytest.mark.parametrize("content", ["", "notes", "[1]", "{}"])
-def test_a_file_of_something_else_stays(stored, tmp_path, fake_entries, capsys, content):
+def test_a_file_with_other_content_is_left_unchanged(
+    stored, tmp_path, fake_entries, capsys, content
+):
     output = tmp_path / "notes.json"
     output.write_text(content)
     code = bench(*TINY, "--output", output)

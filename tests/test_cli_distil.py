@@ -17,8 +17,7 @@ from transformers import AutoTokenizer
 import emsjax
 from emsjax import distillation
 from emsjax.cli import distil as command
-from emsjax.cli.arguments import make_parser
-from emsjax.cli.main import main
+from emsjax.cli.main import main, make_parser
 from emsjax.distillation.texts import read_texts
 
 LINES = [{"text": TEXTS[i % 5] * (1 + i % 4)} for i in range(14)]
@@ -42,7 +41,7 @@ def arguments(target, data, output, *options):
 
 @pytest.fixture(scope="module")
 def whole(tiny_model, tmp_path_factory):
-    """The folder of a run that was never stopped."""
+    """The output folder of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole")
     data = folder / "texts.jsonl"
     data.write_text("\n".join(map(json.dumps, LINES)))
@@ -86,7 +85,7 @@ def test_the_folder_is_a_model_with_its_card_figure_and_record(whole, tiny_model
     assert f"{results['plain']['tokens_per_s']:.0f}" in card
 
 
-def test_torch_reads_it(whole):
+def test_torch_loads_the_model(whole):
     pytest.importorskip("torch")
     from transformers import OPTForCausalLM
 
@@ -101,7 +100,7 @@ class StoppedError(BaseException):
 @pytest.mark.parametrize(
     "moment", ["continuations", "Checkpoints", "train", "evaluate", "model_card", "clean_up"]
 )
-def test_a_run_stopped_anywhere_ends_with_the_same_bits(
+def test_an_interrupted_run_ends_with_the_same_bits(
     whole, tiny_model, data, tmp_path, monkeypatch, moment
 ):
     run = arguments(tiny_model, data, tmp_path / "draft")
@@ -127,7 +126,7 @@ def test_a_run_stopped_anywhere_ends_with_the_same_bits(
     )
 
 
-def test_a_killed_process_goes_on_to_the_same_bits(whole, tiny_model, data, tmp_path):
+def test_a_killed_run_resumes_and_ends_with_the_same_bits(whole, tiny_model, data, tmp_path):
     output = tmp_path / "draft"
     run = arguments(tiny_model, data, output)
     process = subprocess.Popen([sys.executable, "-m", "emsjax", *run], stderr=subprocess.DEVNULL)
@@ -141,7 +140,7 @@ def test_a_killed_process_goes_on_to_the_same_bits(whole, tiny_model, data, tmp_
     assert (output / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
-def test_a_finished_run_is_left_alone_and_another_is_refused(
+def test_a_finished_run_is_left_unchanged_and_another_is_refused(
     whole, tiny_model, data, capsys, monkeypatch
 ):
     monkeypatch.setattr(command, "run", None)  # nothing is done
@@ -157,7 +156,7 @@ def test_a_finished_run_is_left_alone_and_another_is_refused(
     assert_error(capsys, main(arguments(tiny_model, data, whole)), "data_sha256")
 
 
-def test_a_draft_model_of_ones_own_is_trained_on(tmp_path, tiny_model, data):
+def test_a_given_draft_model_is_trained_further(tmp_path, tiny_model, data):
     save_random_model(tmp_path / "start", 1, hidden_size=8, ffn_dim=16, num_attention_heads=1)
     run = arguments(tiny_model, data, tmp_path / "draft", "--draft-model", tmp_path / "start")
     for option in ("--layers", "--width"):
@@ -191,7 +190,7 @@ def test_texts_of_another_file_may_be_held_out(tiny_model, data, tmp_path, monke
     assert_error(capsys, main(again), "held_out_data_sha256")
 
 
-def test_without_matplotlib_the_rest_is_there(tmp_path, whole, monkeypatch, capsys):
+def test_without_matplotlib_everything_else_is_written(tmp_path, whole, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     folder, said = tmp_path, []
     record = record_of(whole)
@@ -236,7 +235,7 @@ def test_texts_that_cannot_be_trained_on_are_named(
         (["--temperature", "-1"], "--temperature must be finite and >= 0, not -1.0"),
         (["--learning-rate", "0"], "--learning-rate must be finite and > 0, not 0.0"),
         (["--weight-decay", "inf"], "--weight-decay must be finite and >= 0, not inf"),
-        (["--target", "./none"], "--target: none is no folder"),
+        (["--target", "./none"], "--target: none is not a folder"),
         (["--data", "none.jsonl"], "none.jsonl"),
         (["--text-template", "{"], "{"),
     ],
@@ -258,9 +257,7 @@ def test_what_cannot_be_trained_is_named_before_any_work(
         ({}, "must be smaller than --target"),
     ],
 )
-def test_a_draft_model_that_does_not_suit_is_named(
-    tiny_model, data, tmp_path, capsys, config, error
-):
+def test_an_unsuitable_draft_model_is_named(tiny_model, data, tmp_path, capsys, config, error):
     save_random_model(tmp_path / "start", 1, **config)
     run = arguments(tiny_model, data, tmp_path / "draft", "--draft-model", tmp_path / "start")
     for option in ("--layers", "--width"):
@@ -280,7 +277,7 @@ def test_training_may_start_with_random_weights(tiny_model, data, tmp_path):
     assert "random weights (embeddings projected)" in (tmp_path / "draft/README.md").read_text()
 
 
-def test_continuations_have_the_temperature_asked_for(tiny_model, data, tmp_path, monkeypatch):
+def test_continuations_have_the_given_temperature(tiny_model, data, tmp_path, monkeypatch):
     def asked(*_, temperature, **__):
         raise StoppedError(temperature)
 
@@ -289,15 +286,15 @@ def test_continuations_have_the_temperature_asked_for(tiny_model, data, tmp_path
         main(arguments(tiny_model, data, tmp_path / "draft", "--temperature", 0.25))
 
 
-def test_an_output_that_holds_something_else_is_left_alone(tiny_model, data, tmp_path, capsys):
+def test_an_output_folder_with_other_content_is_left_unchanged(tiny_model, data, tmp_path, capsys):
     (tmp_path / "mine.txt").write_text("mine")
     assert_error(capsys, main(arguments(tiny_model, data, tmp_path)), "holds something else")
     file = tmp_path / "mine.txt"
-    assert_error(capsys, main(arguments(tiny_model, data, file)), "is no folder")
+    assert_error(capsys, main(arguments(tiny_model, data, file)), "is not a folder")
     assert file.read_text() == "mine"
 
 
-def test_a_batch_that_cannot_be_dealt_out_is_named_before_any_work(
+def test_a_batch_that_does_not_divide_among_devices_is_named_before_any_work(
     tiny_model, data, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr(command.jax, "local_devices", lambda: [None] * 3)

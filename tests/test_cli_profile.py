@@ -1,4 +1,4 @@
-"""Draft lengths on the command line: `emsjax profile`, and what `emsjax generate` makes of it."""
+"""Draft lengths on the command line: `emsjax profile`, and its use by `emsjax generate`."""
 
 import json
 import re
@@ -81,7 +81,7 @@ def test_auto_is_bass_without_a_profile_and_goodput_with_one(
 
 
 @pytest.mark.parametrize("which", ["another dtype", "another model", "another draft model"])
-def test_a_stored_profile_of_something_else_is_not_used(
+def test_a_stored_profile_of_other_models_is_not_used(
     tiny_model, draft_model, drafting, fake, which
 ):
     profile = {
@@ -94,7 +94,7 @@ def test_a_stored_profile_of_something_else_is_not_used(
     assert policies(fake) == emsjax.BassHeuristic()
 
 
-def test_prompt_lookup_takes_a_profile_with_any_draft_model(tiny_model, draft_model, paths, fake):
+def test_prompt_lookup_uses_a_profile_with_any_draft_model(tiny_model, draft_model, paths, fake):
     write_records(paths.input)
     profile_store.store(profile_of(tiny_model, draft_model))
     assert main(command(tiny_model, paths, "--drafter", "prompt-lookup")) == 0
@@ -109,7 +109,7 @@ def test_plain_decoding_has_no_policy(tiny_model, paths, fake, capsys):
     assert "Draft lengths" not in capsys.readouterr().err
 
 
-def test_a_policy_by_name_or_number_is_used_whatever_is_stored(
+def test_a_given_policy_is_used_regardless_of_stored_profiles(
     tiny_model, draft_model, paths, drafting, fake, capsys
 ):
     profile_store.store(profile_of(tiny_model, draft_model))
@@ -151,7 +151,7 @@ BAD_PROFILES = {
 
 
 @pytest.mark.parametrize(("make", "part"), BAD_PROFILES.values(), ids=BAD_PROFILES)
-def test_a_given_profile_that_does_not_suit_is_named_before_anything_is_loaded(
+def test_an_unsuitable_profile_is_named_before_anything_is_loaded(
     tiny_model, draft_model, paths, drafting, fake, tmp_path, capsys, monkeypatch, make, part
 ):
     monkeypatch.delattr(emsjax.OPT, "from_pretrained")
@@ -177,7 +177,7 @@ def tokens(paths):
 
 
 def policies_of_parts(monkeypatch, arguments, between):
-    """Of a run that is broken off after five completions, and of the rest."""
+    """Policies of a run that is interrupted after five completions, and of its resumption."""
     parts = InterruptedStream(5), InterruptedStream(None)
     for stream, code in zip(parts, (130, 0), strict=True):
         with monkeypatch.context() as patch:
@@ -192,7 +192,7 @@ def policies_of_parts(monkeypatch, arguments, between):
 def test_a_resumed_run_keeps_its_policy(
     tiny_model, draft_model, paths, drafting, profiles, monkeypatch, capsys, before
 ):
-    """Whether a profile comes or goes in between."""
+    """Also if a profile is stored or removed in between."""
     profile = profile_of(tiny_model, draft_model, **NO_DRAFT_PAYS)
     change = lambda: profile_store.store(profile)
     other = lambda: shutil.rmtree(profiles, ignore_errors=True)
@@ -220,7 +220,7 @@ def test_a_resumed_run_keeps_its_policy(
     assert shown.count("as when the run began\n") == 1
 
 
-def test_a_run_goes_on_without_the_profile_that_it_began_with(
+def test_a_run_resumes_without_the_profile_that_it_began_with(
     tiny_model, draft_model, drafting, profiles, monkeypatch
 ):
     profile_store.store(profile_of(tiny_model, draft_model, draft_ms=0.5))
@@ -253,7 +253,7 @@ def test_another_policy_is_another_run(
     assert paths.output.read_bytes() == before
 
 
-def test_of_a_given_profile_the_content_belongs_to_the_run(
+def test_the_content_of_a_given_profile_identifies_the_run(
     tiny_model, draft_model, paths, drafting, monkeypatch, tmp_path, capsys
 ):
     given, same = tmp_path / "given.json", tmp_path / "same.json"
@@ -267,7 +267,7 @@ def test_of_a_given_profile_the_content_belongs_to_the_run(
     assert_error(capsys, main(drafting("--profile", given)), "profile_sha256 was")
 
 
-def test_what_the_output_has_recorded_wins_even_at_the_last_moment(tmp_path):
+def test_the_recorded_choices_of_an_output_take_precedence(tmp_path):
     path = tmp_path / "out.jsonl"
     with batch_output.open_results(path, {}, {1}, 1, {"value": "first"}) as results:
         assert results.resolved == {"value": "first"}
@@ -278,14 +278,14 @@ def test_what_the_output_has_recorded_wins_even_at_the_last_moment(tmp_path):
 
 @pytest.fixture(scope="module")
 def bare_models(tiny_model, draft_model, tmp_path_factory):
-    """Folders with nothing but the configurations."""
+    """Folders with only the configurations."""
     folders = [tmp_path_factory.mktemp(name) for name in ("target", "draft")]
     for source, folder in zip((tiny_model, draft_model), folders, strict=True):
         shutil.copy(source / "config.json", folder)
     return folders
 
 
-def test_the_command_that_goodput_asks_for_makes_it_work(
+def test_the_command_that_goodput_suggests_makes_it_work(
     tiny_model, draft_model, bare_models, paths, drafting, fake, profiles, tmp_path, capsys
 ):
     code = main(drafting("--draft-length", "goodput"))
@@ -333,8 +333,8 @@ def test_the_command_that_goodput_asks_for_makes_it_work(
         (["--acceptance-rate", "1"], ["--acceptance-rate", "between 0 and 1"]),
         (["--acceptance-rate", "often"], ["--acceptance-rate", "often"]),
         (["--draft-revision", "main"], ["--draft-revision", "--draft-model"]),
-        (["--draft-model", "./none"], ["--draft-model", "none is no folder"]),
-        (["--model", "./none"], ["--model", "none is no folder"]),
+        (["--draft-model", "./none"], ["--draft-model", "none is not a folder"]),
+        (["--model", "./none"], ["--model", "none is not a folder"]),
         (["--output", "no/such/folder/p.json"], ["--output", "no/such/folder/p.json"]),
         (["--output", "."], ["--output", "directory"]),
     ],

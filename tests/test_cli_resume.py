@@ -53,7 +53,7 @@ def test_an_interrupted_run_ends_with_the_results_of_an_uninterrupted_one(
 
 
 @pytest.mark.parametrize("missing", [1, 5, 17, 32])
-def test_just_the_missing_sequences_of_a_record_are_appended(tiny_model, paths, fake, missing):
+def test_only_the_missing_sequences_of_a_record_are_appended(tiny_model, paths, fake, missing):
     write_records(paths.input)
     options = ["--num-sequences", "3", "--batch-size", "6"]
     assert main(command(tiny_model, paths, *options)) == 0
@@ -76,7 +76,7 @@ def test_an_unfinished_last_line_with_an_end_is_cut_off_too(tiny_model, paths, f
     assert paths.output.read_bytes() == whole
 
 
-def test_a_killed_process_goes_on_and_ends_with_the_plain_results(tiny_model, paths):
+def test_a_killed_run_resumes_and_ends_with_the_plain_results(tiny_model, paths):
     records = [{"id": i, "prompt": TEXTS[i % 5]} for i in range(32)]
     write_records(paths.input, records)
     sampling = ["--temperature", "0.9", "--num-sequences", "3"]
@@ -104,7 +104,9 @@ def test_a_killed_process_goes_on_and_ends_with_the_plain_results(tiny_model, pa
         assert line == plain | {"mean_logprob": pytest.approx(plain["mean_logprob"], rel=1e-4)}
 
 
-def test_a_complete_output_is_left_alone_and_no_model_loaded(tiny_model, paths, fake, capsys):
+def test_a_complete_output_is_left_unchanged_and_no_model_is_loaded(
+    tiny_model, paths, fake, capsys
+):
     write_records(paths.input)
     assert main(command(tiny_model, paths)) == 0
     before = paths.output.read_bytes()
@@ -127,7 +129,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize(("name", "options"), CHANGES.items(), ids=CHANGES)
-def test_results_of_another_configuration_stay(
+def test_results_of_another_configuration_are_left_unchanged(
     tiny_model, paths, fake, capsys, monkeypatch, name, options
 ):
     write_records(paths.input)
@@ -139,7 +141,7 @@ def test_results_of_another_configuration_stay(
     assert paths.output.read_bytes() == before
 
 
-def test_results_of_another_input_stay(tiny_model, paths, fake, capsys):
+def test_results_of_another_input_are_left_unchanged(tiny_model, paths, fake, capsys):
     write_records(paths.input)
     assert main(command(tiny_model, paths)) == 0
     before = paths.output.read_bytes()
@@ -160,7 +162,7 @@ def test_results_of_another_input_stay(tiny_model, paths, fake, capsys):
     ],
     ids=["no id", "no id at the end", "repeated id", "unknown id", "no JSON"],
 )
-def test_an_output_changed_by_hand_stays(tiny_model, paths, fake, capsys, tamper, part):
+def test_an_output_edited_by_hand_is_left_unchanged(tiny_model, paths, fake, capsys, tamper, part):
     write_records(paths.input)
     assert main(command(tiny_model, paths)) == 0
     lines = paths.output.read_text().splitlines(keepends=True)[:4]
@@ -183,7 +185,9 @@ def test_an_output_changed_by_hand_stays(tiny_model, paths, fake, capsys, tamper
     ],
     ids=str,
 )
-def test_a_line_of_no_sequence_is_named(tiny_model, paths, fake, capsys, place, wrong, part):
+def test_a_line_without_a_valid_sequence_is_named(
+    tiny_model, paths, fake, capsys, place, wrong, part
+):
     write_records(paths.input)
     options = ["--num-sequences", "3"]
     assert main(command(tiny_model, paths, *options)) == 0
@@ -210,7 +214,7 @@ def test_a_sequence_that_appears_twice_is_named(tiny_model, paths, fake, capsys)
     assert_error(capsys, code, "line 6", "id 0 appears twice with sequence 1")
 
 
-def test_an_output_without_its_sidecar_stays(tiny_model, paths, fake, capsys):
+def test_an_output_without_its_configuration_is_left_unchanged(tiny_model, paths, fake, capsys):
     write_records(paths.input)
     paths.output.write_text("precious\n")
     assert_error(capsys, main(command(tiny_model, paths)), "out.jsonl.run.json")

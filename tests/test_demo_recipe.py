@@ -1,4 +1,4 @@
-"""The recipe of the embedded pair: its data, how it is evaluated, and that it runs."""
+"""The recipe of the embedded pair: its data, its evaluation, and a short run."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Sets of digests: as sets of the keys themselves."""
+"""Sets of digests behave as sets of the keys."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +10,7 @@ KEYS = st.one_of(st.integers(), st.text(max_size=3), st.tuples(st.text(max_size=
 
 
 @given(added=st.lists(KEYS), asked=st.lists(KEYS))
-def test_what_was_added_is_in_it_and_nothing_else(added, asked):
+def test_a_set_contains_exactly_the_added_keys(added, asked):
     found = Digests()
     for key in added:
         found.add(key)

@@ -447,6 +447,17 @@ def test_results_that_are_added_are_shown(tables, tmp_path, command):
     assert f"a GPU; jax 0.11; commit `abc`.\n```bash\n{command}\n```" in page
 
 
+@pytest.mark.parametrize("command", [name for name in NOT_YET if "emsjax.benchmarks." in name])
+def test_both_forms_of_a_benchmarks_command_have_its_table(tables, tmp_path, command):
+    results, expected = NOT_YET[command]
+    name = command.rpartition(".")[2].replace("_", "-")
+    other = {"command": f"emsjax bench {name} --commit abc", **COMMON, **results}
+    (tmp_path / "new.json").write_text(json.dumps(other))
+    page = tables.page(tmp_path)
+    for row in expected:
+        assert row in page
+
+
 @pytest.mark.parametrize("empty", ["entries", "batches", "shapes", "comparisons", "runs"])
 def test_an_interrupted_run_without_results_is_listed(tables, tmp_path, empty):
     committed = [json.loads(path.read_bytes()) for path in tables.FOLDER.glob("*.json")]

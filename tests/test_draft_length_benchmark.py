@@ -1,4 +1,4 @@
-"""The draft-length comparison: one loop per kind of policy, and figures that fit."""
+"""The draft-length comparison: compiled loops, and figures that are consistent."""
 
 import copy
 import dataclasses
@@ -14,7 +14,9 @@ from toy import tiny_model
 
 import emsjax
 from emsjax.benchmarks import draft_length as bench
-from emsjax.benchmarks import policy_runs, resume, runs, workloads
+from emsjax.benchmarks import policy_runs, runs, workloads
+from emsjax.benchmarks.results import resume
+from emsjax.benchmarks.shapes import MODELS
 from emsjax.benchmarks.workloads import ScriptedModels, Workload, source_of
 from emsjax.decode.step import decode_loop
 from emsjax.policies.costs import FORMAT, synergy_lengths
@@ -39,7 +41,7 @@ def test_every_fixed_length_and_policy_is_compared():
 
 
 class OwnDrafts(ScriptedModels):
-    """Drafts of the sources themselves, and texts that nobody knows before."""
+    """The sources' own drafts, with texts that are unknown before decoding."""
 
     def drafters(self, workload, batch, k, repeats):
         return [source_of(workload, k, self)] * repeats
@@ -53,9 +55,9 @@ class OwnDrafts(ScriptedModels):
 
 @pytest.fixture(scope="module")
 def small(unchecked_annotations):
-    """What makes a comparison small: the shape of the models, prompts, repeats."""
+    """Make comparisons small: models, prompts and repeats."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(runs.MODELS, "small", tiny_model(num_hidden_layers=1).config)
+        patch.setitem(MODELS, "small", tiny_model(num_hidden_layers=1).config)
         patch.setattr(workloads, "PROMPT_TOKENS", (5, 9))
         patch.setattr(bench, "SEQUENCES", BATCH * REPEATS)
         patch.setattr(bench, "DRAWS", (1, REPEATS))
@@ -63,8 +65,12 @@ def small(unchecked_annotations):
         yield
 
 
+def asked(new_tokens: int | None, draws: int | None = None) -> bench.Asked:
+    return bench.Asked((BATCH,), WORKLOADS, K, new_tokens, draws=draws)
+
+
 def start(models, draws: int | None = None) -> bench.Bench:
-    return bench.Bench(models, BATCH, COSTS, K, NEW_TOKENS, None, draws)
+    return bench.Bench(models, BATCH, COSTS, asked(NEW_TOKENS, draws))
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +78,7 @@ def measured(small):
     """Entries by workload, the compilations of each, and how often prompts were prefilled."""
     comparison, compiled, entries = start(ScriptedModels("small", "small")), [], {}
     prefill = mock.Mock(side_effect=emsjax.init_state)
-    with mock.patch.object(emsjax, "init_state", prefill):
+    with mock.patch.object(bench, "init_state", prefill):
         for name in WORKLOADS:
             before = decode_loop._cache_size()
             entries[name] = comparison.measure(name)
@@ -102,7 +108,7 @@ def test_workloads_of_other_lengths_start_at_the_same_prompts(small, monkeypatch
         monkeypatch.setitem(workloads.SCRIPTED, name, workload)
     for name in workloads.SCRIPTED.keys() - lengths:
         monkeypatch.delitem(workloads.SCRIPTED, name)
-    comparison = bench.Bench(ScriptedModels("small", "small"), BATCH, COSTS, K, None, None)
+    comparison = bench.Bench(ScriptedModels("small", "small"), BATCH, COSTS, asked(None))
     entries = [comparison.measure(name) for name in lengths]
     assert [entry["new_tokens"] for entry in entries] == list(lengths.values())
     assert bench.all_identical({"entries": entries})
@@ -130,7 +136,7 @@ each_workload = pytest.mark.parametrize("name", WORKLOADS)
 
 
 @each_workload
-def test_the_counters_of_a_figure_fit(measured, name):
+def test_the_counters_of_a_figure_are_consistent(measured, name):
     entry, workload = measured.entries[name], workloads.SCRIPTED[name]
     assert list(entry["policies"]) == NAMES
     for figure in entry["policies"].values():
@@ -163,7 +169,7 @@ def test_without_drafts_the_steps_are_those_of_plain_decoding(measured, name):
 
 
 def simulate(drafter, lengths, n) -> list[np.ndarray]:
-    """Each sample's drafted and accepted tokens by step, [steps, 2], from the draws alone."""
+    """Drafted and accepted tokens of a sample by step, [steps, 2], from the draws alone."""
     found = []
     for counts, right, start in zip(drafter.counts, drafter.right, lengths, strict=True):
         position, end, steps = start, start + NEW_TOKENS, []
@@ -176,7 +182,7 @@ def simulate(drafter, lengths, n) -> list[np.ndarray]:
 
 
 @each_workload
-def test_fixed_lengths_count_what_each_repeat_drew(measured, name):
+def test_fixed_lengths_count_the_draws_of_each_repeat(measured, name):
     models, workload = ScriptedModels("small", "small"), workloads.SCRIPTED[name]
     lengths = [len(prompt) for prompt in models.prompts(BATCH, NEW_TOKENS)]
     drafters = models.drafters(workload, BATCH, K, REPEATS)
@@ -221,7 +227,7 @@ def test_tokens_other_than_the_expected_ones_are_found(name, small):
 
 
 @pytest.mark.parametrize(("name", "paid"), [("llma", False), ("draft-model", True)])
-def test_the_table_is_of_the_workloads_acceptance_and_its_sources_costs(measured, name, paid):
+def test_the_table_uses_the_workloads_acceptance_and_its_sources_costs(measured, name, paid):
     entry, models = measured.entries[name], ScriptedModels("small", "small")
     curves = models.acceptance(workloads.SCRIPTED[name], BATCH, K)
     context = entry["mean_prompt_tokens"] + NEW_TOKENS / 2
@@ -233,7 +239,7 @@ def test_the_table_is_of_the_workloads_acceptance_and_its_sources_costs(measured
 
 
 @pytest.mark.parametrize("where", ["plain", "fixed 2", "goodput"])
-def test_one_figure_with_other_tokens_is_enough(measured, where):
+def test_wrong_tokens_in_one_figure_are_a_failure(measured, where):
     entry = copy.deepcopy(measured.entries["llma"])
     (entry["plain"] if where == "plain" else entry["policies"][where])["identical"] = False
     assert not bench.all_identical({"entries": [measured.entries["mixed"], entry]})
@@ -281,19 +287,14 @@ def run(results, output, measured, said):
         return bench.run(
             SimpleNamespace(workloads=workloads.SCRIPTED),
             PROFILE,
+            bench.Asked((1, 8), ("llma", "draft-model", "mixed"), K),
             results,
-            batch_sizes=(1, 8),
-            workloads=("llma", "draft-model", "mixed"),
-            max_draft_tokens=K,
-            max_new_tokens=None,
-            attention=None,
-            draws=None,
             output=output,
             say=said.append,
         )
 
 
-def test_a_run_takes_over_what_an_earlier_one_measured(tmp_path):
+def test_a_run_resumes_with_earlier_entries(tmp_path):
     output, settings, said, measured = tmp_path / "bench.json", {"batch_sizes": (1, 8)}, [], []
     results = {"commit": "abc"}
     resume(settings, results, output)
@@ -317,7 +318,7 @@ def test_workloads_of_a_source_are_measured_together():
     assert measured == [(name, batch) for batch in (1, 8) for name in order]
 
 
-def test_results_of_other_settings_are_left_alone(tmp_path):
+def test_results_with_other_settings_are_left_unchanged(tmp_path):
     output = tmp_path / "bench.json"
     output.write_text(json.dumps({"settings": {"k": 3}, "entries": []}))
     with pytest.raises(ValueError, match=r"bench.json holds results with other settings"):

@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 from toy import VOCAB, ragged_prompts, tiny_model
 
 import emsjax
-from emsjax.engine import initial_state
+from emsjax.engine import group
 from emsjax.sampling import Purpose, position_keys, warp
 from emsjax.verification import acceptance_probability, residual_distribution
 
@@ -161,7 +161,7 @@ def test_a_prompt_of_several_sequences_is_prefilled_once(monkeypatch):
     drafter = emsjax.DraftModel(small_model(), 3)
     once = generate(drafter=drafter)
     monkeypatch.delattr(emsjax.DraftModel, "fork")
-    initial_state._complete.clear_cache()
+    group._begun.clear_cache()
     each = generate(drafter=drafter)
     assert seen == [3, 12]
     np.testing.assert_array_equal(once.tokens, each.tokens)
@@ -234,8 +234,8 @@ def probabilities(model, texts, sampling):
     rows = emsjax.decode.pack.pack(
         jnp.zeros(batch, jnp.int32), jnp.full(batch, length, jnp.int32), texts.size
     )
-    hidden, _ = model(texts.reshape(-1), rows, model.init_cache(batch, 16))
-    return jax.nn.softmax(warp(model.logits(hidden), sampling)).reshape(batch, length, -1)
+    out = model(texts.reshape(-1), rows, model.init_cache(batch, 16))
+    return jax.nn.softmax(warp(model.logits(out.hidden), sampling)).reshape(batch, length, -1)
 
 
 def exact_distribution(model, prompt):

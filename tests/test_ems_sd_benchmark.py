@@ -1,4 +1,4 @@
-"""`emsjax bench ems-sd`: what it counts, how figures follow, and the command around it."""
+"""`emsjax bench ems-sd`: its counts, its figures, and its command."""
 
 import dataclasses
 import itertools
@@ -13,13 +13,13 @@ from jsonl import save_random_model
 
 import emsjax
 from emsjax import plotting
-from emsjax.benchmarks import Rates, ems_sd, sources, workloads
+from emsjax.benchmarks import ems_sd, sources, workloads
+from emsjax.benchmarks.ems_sd_command import rates_of, scripted, texts
+from emsjax.benchmarks.rates import Rates
 from emsjax.benchmarks.scripted import CopyAcceptance, TokenAcceptance
 from emsjax.benchmarks.sources import Scripted
 from emsjax.benchmarks.step import floor_ms
-from emsjax.cli.arguments import make_parser
-from emsjax.cli.ems_sd import rates_of, scripted, texts
-from emsjax.cli.main import main
+from emsjax.cli.main import main, make_parser
 from emsjax.models.config import OPTConfig
 
 NEW, BATCH, RATES = 10, 3, Rates(1e12, 1e14)
@@ -28,7 +28,7 @@ METHODS = tuple(ems_sd.METHODS)
 
 @pytest.fixture(autouse=True, scope="module")
 def short(unchecked_annotations):
-    """Little is decoded."""
+    """Decode little."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(workloads, "PROMPT_TOKENS", (8, 12))
         patch.setattr(sources, "SEQUENCES_PER_ROUND", 1)
@@ -50,20 +50,20 @@ def entry(source):
     return json.loads(json.dumps(measured))
 
 
-def test_all_methods_say_the_text(entry):
+def test_all_methods_output_the_text(entry):
     assert list(entry["methods"]) == list(METHODS)
     assert all(of["identical"] for of in entry["methods"].values())
     assert (entry["batch"], entry["prompts"]) == (BATCH, BATCH)
     assert 8 <= entry["mean_prompt_tokens"] <= 12
 
 
-def test_scripted_models_have_the_type_and_the_prompts_asked_for():
+def test_scripted_models_have_the_given_dtype_and_prompt_lengths():
     models = workloads.ScriptedModels("tiny", "tiny", jnp.float16, prompt_tokens=(3, 5))
     assert models.model.dtype == jnp.float16
     assert {len(prompt) for prompt in models.prompts(64, NEW)} == {3, 4, 5}
 
 
-def test_other_tokens_are_noticed(source):
+def test_wrong_tokens_are_noticed(source):
     ((task,),) = source.rounds(BATCH, 1)
     wrong = dataclasses.replace(task, expected=task.expected + 1)
     stub = SimpleNamespace(
@@ -78,7 +78,7 @@ def test_other_tokens_are_noticed(source):
 
 
 def test_counts_are_those_of_generate(source, entry):
-    """Every method drafts and accepts the same; they differ in padding alone."""
+    """All methods draft and accept the same tokens; they differ only in padding."""
     for number, (task,) in enumerate(source.rounds(BATCH, 2)):
         for method, layout in ems_sd.METHODS.items():
             out = emsjax.vanilla.generate(
@@ -131,7 +131,7 @@ def test_figures_follow_from_the_runs(source, entry):
     assert entry["methods"]["vanilla"]["mean_acceptance_length"] > 1
 
 
-def test_small_batches_have_more_draws_in_each_round(source, monkeypatch):
+def test_small_batches_have_more_draws_per_round(source, monkeypatch):
     """No draws are used twice, and the prompts are the same."""
     monkeypatch.setattr(sources, "SEQUENCES_PER_ROUND", 5)
     rounds = source.rounds(2, 2)
@@ -157,7 +157,7 @@ def bench(*options):
     return main(["bench", "ems-sd", *sizes, *map(str, options)])
 
 
-def test_the_command_writes_shows_and_goes_on(tmp_path, capsys, monkeypatch):
+def test_the_command_writes_prints_and_resumes(tmp_path, capsys, monkeypatch):
     output, plot = tmp_path / "bench.json", tmp_path / "plot.png"
     asked = ["--methods", "greedy,ems", "--draft-tokens", 2, "--output", output, "--commit", "abc"]
     assert bench(*asked, "--batch-sizes", "1,2") == 0
@@ -188,7 +188,7 @@ def test_the_command_writes_shows_and_goes_on(tmp_path, capsys, monkeypatch):
     assert "--rate is no parameter of --draft llma" in capsys.readouterr().err
 
 
-def test_floors_are_of_the_rates_that_are_given_or_of_a_known_device(monkeypatch):
+def test_rates_are_the_given_ones_or_those_of_a_known_device(monkeypatch):
     rates = lambda *options: rates_of(make_parser("").parse_args(["bench", "ems-sd", *options]))
     given = ("--shape", "tiny", "--read-rate", "2", "--matmul-rate", "300")
     assert rates(*given) == Rates(2e12, 3e14)
@@ -221,7 +221,7 @@ def test_what_cannot_be_measured_is_named(options, error, capsys):
     assert error in capsys.readouterr().err
 
 
-def test_drafts_stand_as_often_as_asked_for():
+def test_the_options_set_the_acceptance_of_drafts():
     parser = make_parser("")
 
     def of(*options):
@@ -274,7 +274,7 @@ def test_a_model_decodes_a_file_of_texts(bench_texts, articles, tmp_path, draft)
         assert of["runs"][0]["tokens"] == of["runs"][1]["tokens"] <= 4 * 6
 
 
-def test_revisions_are_those_of_the_models(articles, tmp_path, tiny_model, monkeypatch):
+def test_each_model_is_loaded_at_its_revision(articles, tmp_path, tiny_model, monkeypatch):
     save_random_model(tmp_path / "draft", 1)
     load, loaded = emsjax.OPT.from_pretrained, []
 
@@ -328,7 +328,7 @@ def test_too_few_texts_are_named_before_weights_are_read(
         (["--data", "missing.jsonl"], "missing.jsonl"),
     ],
 )
-def test_what_does_not_suit_a_file_of_texts_is_named(bench_texts, options, error, capsys):
+def test_unsuitable_options_for_a_file_of_texts_are_named(bench_texts, options, error, capsys):
     assert bench_texts(*options) == 2
     assert error in capsys.readouterr().err
 

@@ -17,6 +17,7 @@ import emsjax
 import pallas_kernels
 from emsjax import generation
 from emsjax.decode.step import decode_loop
+from emsjax.engine import slots
 
 NEW = 20
 ragged_lengths = st.lists(st.integers(1, 40), min_size=4, max_size=4)
@@ -87,7 +88,7 @@ def stepped(model, drafter, state, steps, poison=False):
     advance = jax.jit(lambda model, drafter, state: emsjax.step(model, drafter, state)[0])
     for _ in range(steps):
         if poison:
-            beyond = jnp.arange(state.cache.layers.keys[0].shape[1]) >= state.cache.lengths[:, None]
+            beyond = jnp.arange(state.cache.max_len) >= state.cache.lengths[:, None]
             spoil = lambda x, beyond=beyond: jnp.where(beyond[..., None, None], jnp.nan, x)
             layers = jax.tree.map(spoil, state.cache.layers)
             state = state.__class__(
@@ -130,8 +131,7 @@ def test_nan_beyond_the_committed_lengths_changes_nothing():
 def test_ten_ragged_batches_compile_the_loop_at_most_twice(monkeypatch):
     model, rng = tiny_model(), np.random.default_rng(0)
     counted = chex.assert_max_traces(decode_loop.__wrapped__, n=2)
-    jitted = jax.jit(counted, static_argnames=("attention_implementation", "layout"))
-    monkeypatch.setattr(generation, "decode_loop", jitted)
+    monkeypatch.setattr(slots, "decode_loop", jax.jit(counted))
     for batch in range(10):
         prompts = ragged_prompts(rng.integers(1, 50, rng.integers(1, 5)), seed=batch)
         drafter = emsjax.PromptLookup(references=[prompt[::-1] for prompt in prompts])
@@ -142,11 +142,11 @@ def test_ten_ragged_batches_compile_the_loop_at_most_twice(monkeypatch):
 def test_the_loop_is_one_compiled_call_without_callbacks(monkeypatch):
     model, calls = tiny_model(), []
 
-    def spy(*args, **kwargs):
-        calls.append(str(jax.make_jaxpr(functools.partial(decode_loop, **kwargs))(*args)))
-        return decode_loop(*args, **kwargs)
+    def spy(*args):
+        calls.append(str(jax.make_jaxpr(decode_loop)(*args)))
+        return decode_loop(*args)
 
-    monkeypatch.setattr(generation, "decode_loop", spy)
+    monkeypatch.setattr(slots, "decode_loop", spy)
     drafter = emsjax.PromptLookup()
     out = emsjax.generate(model, ragged_prompts([4, 9]), drafter, max_new_tokens=NEW)
     assert out.stats.model_calls > 5
@@ -232,7 +232,7 @@ def test_statistics_add_up():
 
 def test_latencies_are_of_the_sequences_that_finish_first_and_last(monkeypatch):
     clock = iter([10.0, 16.0])  # 30 steps in 6 s
-    monkeypatch.setattr(generation, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(slots, "perf_counter", lambda: next(clock))
     prompts, new = ragged_prompts([9, 2, 31]), [20, 30, 4]
     stats = emsjax.generate(tiny_model(), prompts, max_new_tokens=new).stats
     np.testing.assert_allclose(stats.finish_seconds, [4, 6, 0.8], rtol=1e-6)
@@ -267,9 +267,11 @@ def test_a_spent_time_budget_returns_what_there_is(monkeypatch):
     model, prompts = tiny_model(), ragged_prompts([9, 2])
     plain = emsjax.generate(model, prompts, max_new_tokens=40)
     clock = iter([0.0, 1.0, 9.0])
-    monkeypatch.setattr(generation, "monotonic", lambda: next(clock))
+    read = lambda: next(clock)
+    for module in (generation, slots):
+        monkeypatch.setattr(module, "monotonic", read)
     out = emsjax.generate(model, prompts, max_new_tokens=40, time_budget_s=5)
-    steps = generation.BUDGET_CHECK_STEPS
+    steps = slots.BUDGET_CHECK_STEPS
     assert out.lengths.tolist() == [steps, steps]
     assert out.finish_reasons == ["time"] * 2
     np.testing.assert_array_equal(out.tokens[:, :steps], plain.tokens[:, :steps])
@@ -402,7 +404,7 @@ def test_bad_input_is_named_before_any_work(arguments, monkeypatch):
     def no_work(*args, **kwargs):
         raise AssertionError("work began")
 
-    monkeypatch.setattr(generation, "init_group", no_work)
+    monkeypatch.setattr(slots, "begin_group", no_work)
     monkeypatch.setattr("pallas_kernels.implementations._compute_capability", lambda: None)
     changes, message = arguments
     call = {"prompts": [[5], [6, 7]], "max_new_tokens": 4} | changes

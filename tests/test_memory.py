@@ -10,77 +10,56 @@ from flax import nnx
 from toy import ragged_prompts, tiny_model
 
 import emsjax
-from emsjax import generation
-from emsjax.decode.cache import BRANCHES_COMMIT
+from emsjax import device
 from emsjax.decode.pack import pack
 from emsjax.decode.row_counts import chunk_rows, row_buckets
+from emsjax.device import available_bytes
 from emsjax.engine import memory
-from emsjax.engine.memory import MemoryPlan, weight_bytes
-
-VARIANTS = {
-    "125m": {},
-    "350m": {"do_layer_norm_before": False, "word_embed_proj_dim": 16},
-    "plain": {"enable_bias": False, "layer_norm_elementwise_affine": False},
-    "no final norm": {"_remove_final_layer_norm": True},
-}
+from emsjax.engine import slots as serving
+from emsjax.engine.memory import MemoryPlan
+from emsjax.models import checkpoint
 
 
-@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
-def test_weight_bytes_are_those_of_the_module(changes):
-    config = emsjax.OPTConfig(
-        vocab_size=50, hidden_size=24, num_hidden_layers=2, ffn_dim=40, num_attention_heads=2,
-        max_position_embeddings=30, **changes,
-    )  # fmt: skip
-    build = lambda: emsjax.OPT(config, rngs=nnx.Rngs(0), dtype=jnp.float16)
-    leaves = jax.tree.leaves(nnx.eval_shape(build))
-    assert weight_bytes(config, jnp.float16) == sum(x.size * x.dtype.itemsize for x in leaves)
+def abstract(config, dtype=jnp.float16) -> emsjax.OPT:
+    return nnx.eval_shape(lambda: emsjax.OPT(config, rngs=nnx.Rngs(0), dtype=dtype))
 
 
 def test_cache_bytes_are_those_of_the_cache():
     model = tiny_model()
     leaves = jax.tree.leaves(model.init_cache(3, 64).layers)
     sizes = {"slots": 3, "prompt_slots": 3, "max_len": 64, "max_draft_tokens": 7}
-    plan = MemoryPlan.for_run(model.config, model.dtype, **sizes)
+    plan = MemoryPlan.for_run(model, **sizes)
     assert plan.caches == sum(x.nbytes for x in leaves)
+    assert plan.weights == sum(x.nbytes for x in jax.tree.leaves(model))
 
 
 def test_a_layers_rows_are_counted_until_they_are_committed():
-    """And, where branches cannot commit, a copy of their keys and values beside them."""
     model, slots, max_len, k = tiny_model(), 3, 64, 7
     sizes = {"slots": slots, "prompt_slots": slots, "max_len": max_len, "max_draft_tokens": k}
-    deeper = dataclasses.replace(model.config, num_hidden_layers=3)
-    plan, more = (
-        MemoryPlan.for_run(config, model.dtype, **sizes) for config in (model.config, deeper)
-    )
+    deeper = abstract(dataclasses.replace(model.config, num_hidden_layers=3), jnp.float32)
+    plan, more = (MemoryPlan.for_run(one, **sizes) for one in (model, deeper))
 
-    def bytes_of_layer(num_rows, copied):
+    def bytes_of_layer(num_rows):
         rows = pack(jnp.zeros(slots, jnp.int32), jnp.zeros(slots, jnp.int32), num_rows)
         ids, cache = jnp.zeros(num_rows, jnp.int32), model.init_cache(slots, max_len)
+        fresh = jax.eval_shape(lambda: model(ids, rows, cache).fresh)
+        return sum(x.size * x.dtype.itemsize for x in fresh) // len(fresh)
 
-        def held():
-            _, fresh = model(ids, rows, cache)
-            return jax.tree.leaves([fresh, fresh.keys_values(num_rows)] if copied else fresh)
-
-        size = sum(x.size * x.dtype.itemsize for x in jax.eval_shape(held))
-        return size // model.config.num_hidden_layers
-
-    assert deeper.num_hidden_layers == model.config.num_hidden_layers + 1
+    assert deeper.config.num_hidden_layers == model.config.num_hidden_layers + 1
     chunk = chunk_rows(slots, max_len)
-    assert more.prefill_chunk - plan.prefill_chunk == bytes_of_layer(chunk, copied=False)
+    assert more.prefill_chunk - plan.prefill_chunk == bytes_of_layer(chunk)
     most = row_buckets(slots, k + 1)[-1]
-    assert more.logits - plan.logits == bytes_of_layer(most, copied=not BRANCHES_COMMIT)
+    assert more.logits - plan.logits == bytes_of_layer(most)
 
 
 @pytest.mark.usefixtures("few_row_counts", "two_row_counts")
 def test_what_does_not_fit_names_the_sum_and_the_largest_batch(monkeypatch):
     model, prompts = tiny_model(), ragged_prompts([5] * 60)
     sizes = {"max_len": 64, "max_draft_tokens": 0}
-    four = MemoryPlan.for_run(
-        model.config, model.dtype, slots=4, prompt_slots=4, refilled=True, **sizes
-    )
+    four = MemoryPlan.for_run(model, slots=4, prompt_slots=4, refilled=True, **sizes)
     monkeypatch.setattr(memory, "available_bytes", lambda _: four.total - four.weights)
     with monkeypatch.context() as patch:
-        patch.setattr(generation, "init_group", None)  # nothing may be allocated
+        patch.setattr(serving, "begin_group", None)  # nothing may be allocated
         with pytest.raises(ValueError, match=r"KV caches .* largest batch_size that fits is 4"):
             emsjax.generate(model, prompts, max_new_tokens=4)
         with pytest.raises(ValueError, match="largest batch_size that fits is 4"):
@@ -95,27 +74,27 @@ def test_opt_6_7b_weighs_what_is_published():
     config = emsjax.OPTConfig(
         hidden_size=4096, num_hidden_layers=32, ffn_dim=16384, num_attention_heads=32
     )
-    assert weight_bytes(config, jnp.float16) == 2 * 6_658_473_984
+    assert device.tree_bytes(abstract(config)) == 2 * 6_658_473_984
 
 
 def test_weights_that_do_not_fit_are_not_loaded(monkeypatch, tmp_path):
     model = tiny_model()
     model.save_pretrained(tmp_path)
-    needed = weight_bytes(model.config, jnp.float32)
-    monkeypatch.setattr(memory, "available_bytes", lambda: needed)
+    needed = device.tree_bytes(model)
+    monkeypatch.setattr(checkpoint, "available_bytes", lambda: needed)
     emsjax.OPT.from_pretrained(tmp_path, dtype=jnp.float32)
-    monkeypatch.setattr(memory, "available_bytes", lambda: needed - 1)
+    monkeypatch.setattr(checkpoint, "available_bytes", lambda: needed - 1)
     with pytest.raises(ValueError, match=r"weights need .* in float32"):
         emsjax.OPT.from_pretrained(tmp_path, dtype=jnp.float32)
 
 
 def test_an_accelerators_own_figures_are_used_less_a_reserve(monkeypatch):
     stats = {"bytes_limit": 1000, "bytes_in_use": 300}
-    device = SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
-    monkeypatch.setattr(jax, "local_devices", lambda backend: [device])
-    assert memory.available_bytes() == memory.available_bytes(device) == 680
+    gpu = SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
+    monkeypatch.setattr(jax, "local_devices", lambda backend: [gpu])
+    assert available_bytes() == available_bytes(gpu) == 680
     stats.clear()
-    assert memory.available_bytes() is None
+    assert available_bytes() is None
 
 
 def test_memory_is_that_of_the_models_device(monkeypatch):
@@ -127,16 +106,16 @@ def test_memory_is_that_of_the_models_device(monkeypatch):
 
 def test_the_default_device_may_be_the_name_of_a_platform():
     with jax.default_device("cpu"):
-        assert memory.available_bytes() > 0
+        assert available_bytes() > 0
 
 
 @pytest.mark.parametrize("largest", [0, 1, 6, 99])
 def test_the_largest_batch_that_fits_is_found(largest, monkeypatch):
-    config, sizes = tiny_model().config, {"max_len": 64, "max_draft_tokens": 3}
+    model, sizes = tiny_model(), {"max_len": 64, "max_draft_tokens": 3}
     plan = MemoryPlan.for_run(
-        config, "float32", slots=largest + 1, prompt_slots=largest + 1, refilled=True, **sizes
+        model, slots=largest + 1, prompt_slots=largest + 1, refilled=True, **sizes
     )
     monkeypatch.setattr(memory, "available_bytes", lambda _: plan.total - plan.weights - 1)
     found = f"that fits is {largest}$" if largest else "not even batch_size 1 fits"
     with pytest.raises(ValueError, match=found):
-        memory.check_fits(config, "float32", slots=100, prompt_slots=100, refilled=True, **sizes)
+        memory.check_fits(model, slots=100, prompt_slots=100, refilled=True, **sizes)

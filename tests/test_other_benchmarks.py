@@ -1,4 +1,4 @@
-"""What rounding row counts costs, what a process's first call does, and training steps."""
+"""The benchmarks of row buckets, first calls, refilled slots and training steps."""
 
 import json
 
@@ -6,11 +6,13 @@ import jax
 import numpy as np
 import pytest
 
-from emsjax.benchmarks import buckets, first_call, refill, runs, training
+from emsjax.benchmarks import buckets, first_call, refill, training
+from emsjax.benchmarks.registry import BENCHMARKS
+from emsjax.benchmarks.shapes import MODELS
 from emsjax.models.config import OPTConfig
 
 
-def test_typical_steps_stand_for_equal_shares():
+def test_typical_steps_represent_equal_shares():
     drafts = buckets.typical_drafts(24)
     assert len(drafts) == buckets.POINTS
     assert all(share == 1 / buckets.POINTS for _, share in drafts)
@@ -28,7 +30,7 @@ def test_both_sides_feed_the_same_rows(tmp_path, capsys):
     path = tmp_path / "buckets.json"
     options = ["--model", "tiny", "--batch-sizes", "6", "--context", "20"]
     with jax.numpy_dtype_promotion("standard"):
-        buckets.main([*options, "--commit", "abc", "--output", str(path)])
+        assert BENCHMARKS["buckets"].main([*options, "--commit", "abc", "--output", str(path)]) == 0
     results = json.loads(path.read_bytes())
     (entry,) = results["batches"]
     assert (results["commit"], entry["batch"]) == ("abc", 6)
@@ -42,12 +44,12 @@ def test_both_sides_feed_the_same_rows(tmp_path, capsys):
     assert "bucketed / exact rows" in capsys.readouterr().out
 
 
-def test_exact_rows_are_one_program_of_these():
+def test_exact_rows_compile_one_row_count():
     assert buckets.ExactRows(num_rows=37).row_counts(24, 8) == (37,)
 
 
 def test_a_warm_call_finds_what_the_cold_one_compiled(tmp_path, monkeypatch, capsys):
-    """The second process compiles nothing anew: the first has left it in the cache."""
+    """The second process adds nothing to the compilation cache of the first."""
     counts, caches, in_new_process = [], [], first_call.in_new_process
 
     def spy(arguments, cache):
@@ -60,7 +62,8 @@ def test_a_warm_call_finds_what_the_cold_one_compiled(tmp_path, monkeypatch, cap
     monkeypatch.setattr(first_call.tempfile, "tempdir", str(tmp_path))
     output = tmp_path / "first.json"
     options = ["--model", "tiny", "--drafter", "none", "--batch-size", "2"]
-    first_call.main([*options, "--commit", "abc", "--output", str(output)])
+    options += ["--commit", "abc", "--output", str(output)]
+    assert BENCHMARKS["first-call"].main(options) == 0
     results = json.loads(output.read_bytes())
     assert results["commit"] == "abc"
     assert caches[0] == caches[1]
@@ -71,12 +74,12 @@ def test_a_warm_call_finds_what_the_cold_one_compiled(tmp_path, monkeypatch, cap
 
 
 @pytest.mark.usefixtures("few_row_counts", "two_row_counts")
-def test_slots_that_refill_are_beside_static_batches(tmp_path, capsys):
+def test_slots_that_refill_are_compared_with_static_batches(tmp_path, capsys):
     path = tmp_path / "refill.json"
     options = ["--model", "tiny", "--prompts", "14", "--batch-size", "4", "--shortest", "5"]
     options += ["--longest", "30", "--max-new-tokens", "16", "--repeats", "1"]
     with jax.numpy_dtype_promotion("standard"):
-        assert refill.main([*options, "--commit", "abc", "--output", str(path)]) == 0
+        assert BENCHMARKS["refill"].main([*options, "--commit", "abc", "--output", str(path)]) == 0
     results = json.loads(path.read_bytes())
     static, refilled, prompts = results["runs"]
     assert [run["side"] for run in results["runs"]] == ["static", "refilled", "prompts"]
@@ -88,7 +91,7 @@ def test_slots_that_refill_are_beside_static_batches(tmp_path, capsys):
     assert results["speedup"] == pytest.approx(ratio)
     assert results["prompt_share"] == pytest.approx(prompts["seconds"] / static["seconds"])
     assert "x static batches" in capsys.readouterr().out
-    # A token of the text that the model does not say is found out.
+    # A wrong token is noticed.
     bench = refill.Bench("tiny", 3, (5, 9), 6, 2)
     bench.expected[2, 3] += 1
     assert not bench.run("refilled")["identical"]
@@ -106,14 +109,15 @@ def test_training_flops_are_six_per_weight_and_token():
 def test_training_is_timed_with_and_without_a_target(tmp_path, capsys):
     path = tmp_path / "training.json"
     options = ["--model", "tiny", "--target", "tiny", "--batch-size", "2"]
-    training.main([*options, "--sequence-length", "16", "--commit", "abc", "--output", str(path)])
+    options += ["--sequence-length", "16", "--commit", "abc", "--output", str(path)]
+    assert BENCHMARKS["training"].main(options) == 0
     results = json.loads(path.read_bytes())
     assert results["commit"] == "abc"
     assert [list(of["losses"]) for of in results["entries"]] == [
         ["cross-entropy"],
         ["forward-kl", "cross-entropy"],
     ]
-    flops = training.training_flops(runs.MODELS["tiny"], 2, 16)
+    flops = training.training_flops(MODELS["tiny"], 2, 16)
     for of in results["entries"]:
         median = np.median(of["steps_s"])
         assert of["tokens_per_s"] == pytest.approx(32 / median)

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pallas_kernels
-from emsjax.decode.cache import KeysValues, KVCache
-from emsjax.decode.pack import pack
+from emsjax.decode.cache import KVCache
+from emsjax.decode.kernels import attend, resolve_kernels
+from emsjax.decode.pack import AcceptedPath, pack
 from emsjax.decode.row_counts import round_up_length, row_buckets
 from emsjax.verification import accepted_counts, first_end, usable_counts
 
@@ -80,21 +81,25 @@ def test_rounded_lengths_are_few_and_large_enough():
 
 
 @given(counts=small, kept=small)
-def test_commit_appends_only_what_stands(counts, kept):
+def test_commit_appends_only_accepted_rows(counts, kept):
     kept = [min(pair) for pair in zip(counts, kept, strict=True)]
-    cache = KVCache.init(3, 8, num_layers=2, num_heads=1, head_dim=1, dtype=jnp.float32)
+    cache = KVCache.init(3, 8, num_layers=2, kv_heads=1, head_dim=1, dtype=jnp.float32)
     cache = dataclasses.replace(cache, lengths=jnp.array([2, 0, 1], jnp.int32))
     rows = pack(cache.lengths, jnp.array(counts, jnp.int32), 20)
     values = jnp.arange(1.0, 21.0)[:, None, None]
-    fresh = KeysValues((values, values * 2), (values * 3, values * 4))
-    after = cache.commit(fresh, rows, jnp.array(kept, jnp.int32))
+    fresh = tuple(
+        jnp.concatenate([0 * values, k * values, v * values], axis=1) for k, v in ((1, 2), (3, 4))
+    )
+    path = AcceptedPath.prefix(rows, jnp.array(kept, jnp.int32))
+    after = cache.commit(fresh, rows, path, resolve_kernels(None).update)
     assert after.lengths.tolist() == [2 + kept[0], kept[1], 1 + kept[2]]
     expected = np.zeros((3, 8))
     for sample, start in enumerate([2, 0, 1]):
         first = sum(counts[:sample])
         expected[sample, start : start + kept[sample]] = 1 + first + np.arange(kept[sample])
-    for layer, factor in zip((*after.layers.keys, *after.layers.values), (1, 2, 3, 4), strict=True):
-        np.testing.assert_array_equal(layer[..., 0, 0], expected * factor)
+    arrays = [x for layer in after.layers for x in (layer.keys, layer.values)]
+    for array, factor in zip(arrays, (1, 2, 3, 4), strict=True):
+        np.testing.assert_array_equal(array[..., 0, 0], expected * factor)
 
 
 tokens = st.lists(st.integers(0, 3), min_size=5, max_size=5)
@@ -132,15 +137,22 @@ def test_drafts_are_cut_at_limits_foreign_ids_and_end_tokens():
 def test_only_the_librarys_own_attention_gets_queries_keys_and_values_together(monkeypatch):
     seen = []
 
-    def attention(query, key, value, lengths, *, option):
+    def attention(query, key, value, key_cache, *rest, option=1, **options):
         seen.append([None if x is None else x.shape for x in (query, key, value)])
-        return query[:, 0] if key is None else query + option * (2 * key + 4 * value)
+        return query[:, :2] if key is None else query + option * (2 * key + 4 * value)
 
-    qkv = jnp.arange(5 * 3 * 2 * 4.0).reshape(5, 3, 2, 4)
-    cache = KVCache.init(2, 8, num_layers=1, num_heads=2, head_dim=4, dtype=jnp.float32)
-    out = cache.attention(attention)(qkv, cache.lengths, option=1)
-    np.testing.assert_array_equal(out, qkv[:, 0] + 2 * qkv[:, 1] + 4 * qkv[:, 2])
+    qkv = jnp.arange(5 * 6 * 4.0).reshape(5, 6, 4)
+    cache = KVCache.init(2, 8, num_layers=1, kv_heads=2, head_dim=4, dtype=jnp.float32)
+    rows = pack(cache.lengths, jnp.array([2, 3], jnp.int32), 5)
+    call = lambda attention: attend(attention, qkv, cache.layers[0], rows, cache.visible, 3)
+    np.testing.assert_array_equal(call(attention), qkv[:, :2] + 2 * qkv[:, 2:4] + 4 * qkv[:, 4:])
     monkeypatch.setattr(pallas_kernels, "ragged_attention", attention)
     for own in (attention, functools.partial(attention, option=1)):
-        cache.attention(own)(qkv, cache.lengths, option=1)
-    assert seen == [[(5, 2, 4)] * 3] + [[(5, 3, 2, 4), None, None]] * 2
+        call(own)
+    assert seen == [[(5, 2, 4)] * 3] + [[(5, 6, 4), None, None]] * 2
+
+
+def test_equal_kernels_compile_once():
+    assert resolve_kernels("xla") == resolve_kernels("xla") == resolve_kernels(None)
+    assert resolve_kernels("xla") != resolve_kernels("reference")
+    assert hash(resolve_kernels("xla")) == hash(resolve_kernels("xla"))

@@ -56,8 +56,7 @@ def load(tmp_path_factory):
 
 @jax.jit
 def forward(model, token_ids, rows, cache):
-    hidden, _ = model(token_ids, rows, cache)
-    return model.logits(hidden)
+    return model.logits(model(token_ids, rows, cache).hidden)
 
 
 def packed_logits(model: emsjax.OPT, prompts) -> np.ndarray:

@@ -20,7 +20,7 @@ NEW = 24
 
 @pytest.fixture(autouse=True, scope="module")
 def short():
-    """Little is decoded, in a dtype in which nothing is nearly tied."""
+    """Decode little, in a dtype without near-ties."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(workloads, "PROMPT_TOKENS", (40, 60))
         patch.setattr(workloads.ScriptedModels, "dtype", jnp.float32)
@@ -37,14 +37,14 @@ def run(subject, generate, method, batch):
     np.testing.assert_array_equal(generate(method, prompts, NEW), subject.expected(prompts))
 
 
-def test_ours_says_the_text_and_drafts_most_of_it(subject, monkeypatch):
+def test_this_library_outputs_the_text_and_drafts_most_of_it(subject, monkeypatch):
     outputs, generate = [], emsjax.generate
 
     def spy(*args, **options):
         outputs.append(generate(*args, **options))
         return outputs[-1]
 
-    monkeypatch.setattr(emsjax, "generate", spy)
+    monkeypatch.setattr(peers, "generate", spy)
     for method in subject.methods:
         run(subject, peers.ours(subject), method, 3)
     plain, *drafted = (out.stats.mean_acceptance_length for out in outputs)
@@ -52,7 +52,7 @@ def test_ours_says_the_text_and_drafts_most_of_it(subject, monkeypatch):
     assert min(drafted) > 1.5
 
 
-def test_theirs_says_the_text_and_drafts_most_of_it(subject, monkeypatch):
+def test_transformers_outputs_the_text_and_drafts_most_of_it(subject, monkeypatch):
     pytest.importorskip("torch")
     made, to_torch = [], peers.to_torch
     monkeypatch.setattr(peers, "to_torch", lambda *args: made.append(to_torch(*args)) or made[-1])
@@ -76,7 +76,7 @@ def test_theirs_says_the_text_and_drafts_most_of_it(subject, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_weights_are_handed_over_as_they_are(dtype):
+def test_weights_are_handed_over_unchanged(dtype):
     torch = pytest.importorskip("torch")
     model = emsjax.OPT.from_pretrained(DRAFT, dtype=dtype)
     peer = peers.to_torch(model, "cpu")
@@ -118,7 +118,7 @@ def test_the_command_compares_all_that_can_be_compared(tmp_path, capsys):
     assert bench("--output", output, "--repeats", 2) == 2
 
 
-def test_without_torch_a_message_says_so_and_ours_stands_alone(tmp_path, monkeypatch, capsys):
+def test_without_torch_only_this_library_is_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "torch", None)
     output = tmp_path / "peers.json"
     assert bench("--output", output, sizes="1") == 0
@@ -126,7 +126,7 @@ def test_without_torch_a_message_says_so_and_ours_stands_alone(tmp_path, monkeyp
     assert {library for _, library, _ in runs_of(output)} == {"emsjax"}
 
 
-def test_a_gpu_that_torch_cannot_use_is_no_comparison(subject, monkeypatch):
+def test_a_gpu_that_torch_cannot_use_is_an_error(subject, monkeypatch):
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(peers.jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -180,7 +180,7 @@ def test_too_few_prompts_are_named(tmp_path, capsys):
 
 
 def test_a_speed_leaves_out_prefill_and_the_first_round(monkeypatch):
-    """One call takes 3 s and 1/4 s for each token; the first of a kind a minute more."""
+    """A call takes 3 s and 1/4 s per token; the first call of a kind takes a minute more."""
     clock, called = [0.0], set()
     monkeypatch.setattr(peers.time, "perf_counter", lambda: clock[0])
     prompts = [np.arange(3), np.arange(5)]
@@ -199,7 +199,7 @@ def test_a_speed_leaves_out_prefill_and_the_first_round(monkeypatch):
     assert entry["mean_prompt_tokens"] == 4
 
 
-def test_other_tokens_are_noticed(subject):
+def test_wrong_tokens_are_noticed(subject):
     generate = peers.ours(subject)
 
     def wrong(method, prompts, count):
@@ -214,7 +214,7 @@ def test_other_tokens_are_noticed(subject):
     assert not peers.all_identical({"entries": [entry]})
 
 
-def test_of_different_lengths_the_end_token_is_the_last(subject):
+def test_sequences_end_with_their_end_token(subject):
     assert peers.up_to_end(np.array([5, 2, 1, 1]), (2,)).tolist() == [5, 2]
     assert peers.up_to_end(np.array([5, 4]), (2,)).tolist() == [5, 4]
     assert dataclasses.replace(subject, draft_model=None).methods == ("plain", "prompt-lookup")

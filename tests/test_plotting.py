@@ -1,4 +1,4 @@
-"""Figures show what was measured, and matplotlib is asked for where it is missing."""
+"""Figures show the measurements, and name matplotlib where it is missing."""
 
 import dataclasses
 import json
@@ -12,9 +12,10 @@ from matplotlib.colors import to_rgb
 from emsjax import plotting
 from emsjax.benchmarks import draft_length
 from emsjax.cli.main import main
-from emsjax.decode.cache import KeysValues, KVCache, SharedIndexCache
+from emsjax.decode.cache import KVCache, SharedIndexCache
+from emsjax.decode.kernels import resolve_kernels
 from emsjax.decode.layout import Layout
-from emsjax.decode.pack import pack
+from emsjax.decode.pack import AcceptedPath, pack
 
 WORKLOADS, BATCHES = ("llma", "poor", "mixed"), (1, 24)
 # What the legend calls them, by what the results do; an unknown one keeps its name.
@@ -28,14 +29,14 @@ POLICIES = {
 
 @pytest.fixture(autouse=True, scope="module")
 def matplotlib_folder(tmp_path_factory):
-    """Its cache of fonts does not go into the user's."""
+    """Keep matplotlib's font cache out of the user's folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MPLCONFIGDIR", str(tmp_path_factory.mktemp("matplotlib")))
         yield
 
 
 def entry_of(workload, batch):
-    """Figures of its own for everything that is drawn."""
+    """Results whose figures all differ."""
     start = 1000.0 * (WORKLOADS.index(workload) + 1) + 100 * batch
     speed = lambda n: {"tokens_per_s": start + n, "identical": True}
     names = [*(f"fixed {n}" for n in (1, 0, 2)), *POLICIES]
@@ -73,7 +74,7 @@ def test_every_workload_and_batch_has_a_panel_with_all_its_figures(results):
         assert high > max(of.values())
 
 
-def test_what_was_timed_with_all_samples_live_alone_is_drawn_so(results):
+def test_entries_timed_only_while_all_samples_are_live_are_drawn_so(results):
     entry = results["entries"][0]
     for of in entry["policies"].values():
         of |= {"tokens_per_s": None, "live_tokens_per_s": of["tokens_per_s"]}
@@ -104,7 +105,7 @@ def test_there_is_one_legend_that_names_every_line(results):
     assert shown == ["fixed length", "plain decoding", *POLICIES.values()]
 
 
-def test_a_run_that_was_broken_off_is_drawn_as_far_as_it_goes(results):
+def test_an_interrupted_run_is_drawn_as_far_as_it_goes(results):
     del results["entries"][4:]
     assert len(plotting.draft_length_figure(results).axes) == 4
     with pytest.raises(ValueError, match="no entries"):
@@ -118,10 +119,10 @@ def test_the_figure_leaves_no_global_state(results):
 
 @pytest.fixture
 def bench(tmp_path, monkeypatch):
-    """`emsjax bench draft-length` of a measured figure's results, with a plot."""
+    """`emsjax bench draft-length` with fixed results and a plot."""
     measured = []
 
-    def run(models, profile, results, **options):
+    def run(models, profile, asked, results, **options):
         measured.append(results)
         live = {"live_tokens_per_s": None, "mean_acceptance_length": 1.0}
         for entry in (entry_of("llma", 1), entry_of("poor", 1)):
@@ -133,7 +134,7 @@ def bench(tmp_path, monkeypatch):
     costs = {"row_ms": {"1": 1.0}, "token_ms": 0.0, "reread": 0.0, "draft_ms": {"1": 0.0}}
     output.write_text(json.dumps({"settings": {"costs": costs}}))
     monkeypatch.setattr(
-        "emsjax.cli.draft_length.resume", lambda s, results, o: results.update(entries=[])
+        "emsjax.benchmarks.results.resume", lambda s, results, o: results.update(entries=[])
     )
     arguments = ["bench", "draft-length", "--shape", "tiny", "--draft-shape", "tiny"]
     arguments += ["--output", str(output)]
@@ -190,7 +191,7 @@ def is_hatched(cell) -> bool:
 
 
 def is_of_sample(cell, sample: int) -> bool:
-    """Whether the cell's colour is a paler one of the sample's."""
+    """Whether the cell has the sample's colour or a paler one."""
     missing = 1 - np.array(cell.get_facecolor()[:3])
     wanted = 1 - np.array(to_rgb(plotting.arrays.COLOURS[sample]))
     return bool(np.allclose(missing / missing.max(), wanted / wanted.max()))
@@ -216,7 +217,7 @@ def test_a_step_has_a_cell_for_each_row_in_its_samples_colour(name):
     assert axes.get_title(loc="left") == f"{name}: 7 rows and 9 of padding"
 
 
-def test_tokens_stand_above_their_rows_and_rejected_rows_have_a_mark_beside_the_number():
+def test_tokens_are_above_their_rows_and_rejected_rows_have_a_mark():
     texts = [["a", "b", "c", "d"], ["e"], ["f", "g"], []]
     figure = plotting.packed_rows_figure(ROWS, texts=texts, num_kept=KEPT)
     for axes, places in zip(
@@ -238,20 +239,21 @@ def test_tokens_stand_above_their_rows_and_rejected_rows_have_a_mark_beside_the_
 
 @pytest.fixture
 def caches():
-    """Of both methods, before and after a step."""
-    cache = KVCache.init(4, 64, num_layers=1, num_heads=1, head_dim=1, dtype=jnp.float32)
+    """Caches of both methods, before and after a step."""
+    cache = KVCache.init(4, 64, num_layers=1, kv_heads=1, head_dim=1, dtype=jnp.float32)
     cache = dataclasses.replace(cache, lengths=jnp.array(STARTS))
     layouts = {"unpadded": Layout(), "padded": Layout(pad_inputs=True, pad_kv_cache=True)}
     before = {name: layout.arrange(cache) for name, layout in layouts.items()}
     assert isinstance(before["padded"], SharedIndexCache)
-    fresh = KeysValues(
-        *((jnp.ones((16, 1, 1)),),) * 2  # keys and values of a layer
-    )
-    after = {name: of.commit(fresh, ROWS[name], jnp.array(KEPT)) for name, of in before.items()}
+    fresh = (jnp.ones((16, 3, 1)),)
+    after = {}
+    for name, of in before.items():
+        path = AcceptedPath.prefix(ROWS[name], jnp.array(KEPT))
+        after[name] = of.commit(fresh, ROWS[name], path, resolve_kernels(None).update)
     return before, after
 
 
-def test_the_cache_shows_what_a_step_wrote_and_what_it_left_open(caches):
+def test_the_cache_shows_the_places_that_a_step_wrote_and_skipped(caches):
     before, after = caches
     unpadded, padded = plotting.cache_figure(after, before=before).axes
     index, end = STARTS.max(), STARTS.max() + KEPT.max()

@@ -81,7 +81,7 @@ def test_the_demo_reports_identical_tokens_and_saves_model_calls(tmp_path, capsy
         outputs.append(outputs[-1] if timed else generate(*args, **options))
         return outputs[-1]
 
-    monkeypatch.setattr(emsjax, "generate", remember)
+    monkeypatch.setattr(demo, "generate", remember)
     methods = [method for method in demo.METHODS if "samples" not in method.name]
     monkeypatch.setattr(demo, "METHODS", methods)  # sampling has tests of its own
     prompts = tmp_path / "prompts.json"
@@ -125,7 +125,7 @@ def test_the_demo_fails_if_one_token_differs(capsys, monkeypatch, wrong, field):
             **fields, logprobs=logprobs, finish_reasons=reasons, stats=stats
         )
 
-    monkeypatch.setattr(emsjax, "generate", constant)
+    monkeypatch.setattr(demo, "generate", constant)
     assert main(["demo"]) == (0 if wrong is None else 1)
     shown = capsys.readouterr().out
     for name in COMPARED:

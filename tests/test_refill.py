@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from toy import CARELESS, ragged_prompts, tiny_model
 
 import emsjax
-from emsjax.decode import forward as feeding
-from emsjax.decode.cache import KeysValues
+from emsjax.decode import refill as feeding
 from emsjax.decode.prefill import prefill
-from emsjax.decode.refill import refill_loop
 from emsjax.decode.row_counts import prompt_row_counts
+from emsjax.decode.run import Run
+from emsjax.decode.step import decode_loop
 from emsjax.engine import slots
 from emsjax.engine.preparation import check
 
@@ -79,7 +79,7 @@ def test_long_prompts_of_several_sequences_are_fed_in_parts(monkeypatch):
     options["sampling"] = emsjax.Sampling(0.9)
     drafter = drafters()["references"]
     whole = emsjax.generate(model, prompts, drafter, **options)
-    monkeypatch.setattr(emsjax.decode.pack, "MAX_CHUNK_ROWS", 16)
+    monkeypatch.setattr(emsjax.decode.row_counts, "MAX_CHUNK_ROWS", 16)
     same(emsjax.generate(model, prompts, drafter, batch_size=5, **options), whole)
 
 
@@ -137,8 +137,8 @@ def test_policies_that_look_at_the_batch_leave_greedy_tokens_alone(policy):
 
 
 def slots_for(model, prompts, *, count, drafter=None, **asked):
-    requests, drafter = check(model, drafter, None, prompts, **asked)
-    served = slots.Slots.of(model, drafter, requests, None, count, None)
+    run, requests = check(Run.of(model, drafter), prompts, **asked)
+    served = slots.Slots(run, requests, count)
     return served, slots.sequences_of(requests), requests
 
 
@@ -162,8 +162,7 @@ def test_what_a_slot_held_before_has_no_influence(monkeypatch):
 
     def poisoned(self, *size):
         cache = init_cache(self, *size)
-        nan = lambda arrays: tuple(jnp.full_like(x, jnp.nan) for x in arrays)
-        layers = KeysValues(nan(cache.layers.keys), nan(cache.layers.values))
+        layers = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), cache.layers)
         return dataclasses.replace(cache, layers=layers)
 
     monkeypatch.setattr(emsjax.OPT, "init_cache", poisoned)
@@ -184,7 +183,7 @@ def test_caches_are_those_of_a_prefill_while_slots_turn_over():
         while entries and len(served.staged) < served.room:
             served.staged.append(entries.pop(0))
         served.decode(served.count, 1)
-        served.take()
+        served.take_finished()
         state = served.state
         active, lengths = np.asarray(state.active), np.asarray(state.cache.lengths)
         cached = np.where(active, lengths, 0)
@@ -237,11 +236,11 @@ def test_prompts_enter_in_their_order_and_each_once():
     served, sequences, _ = slots_for(model, prompts, count=3, max_new_tokens=[9, 2, 4, 1] * 5)
     entered = []
 
-    def look(waiting, look=served.look):
-        look(waiting)
+    def look(queue, look=served.read_back):
+        look(queue)
         entered.extend(sorted(set(served.state.sequence_ids.tolist()) - {-1, *entered}))
 
-    served.look = look
+    served.read_back = look
     seen = [int(row["sequence_ids"]) for row in served.serve(sequences)]
     assert sorted(seen) == list(range(20))
     assert entered == sorted(entered)
@@ -250,7 +249,7 @@ def test_prompts_enter_in_their_order_and_each_once():
 @pytest.mark.usefixtures("few_row_counts")
 def test_one_compilation_serves_all_prompts():
     model = tiny_model()
-    before = refill_loop._cache_size()
+    before = decode_loop._cache_size()
     for lengths in ([5, 9, 2, 3], [30, 1, 1, 7, 12, 3, 2]):
         emsjax.generate(
             model,
@@ -259,7 +258,7 @@ def test_one_compilation_serves_all_prompts():
             batch_size=2,
             attention_implementation="xla",
         )
-    assert refill_loop._cache_size() == before + 1
+    assert decode_loop._cache_size() == before + 1
 
 
 @pytest.mark.usefixtures("few_row_counts")
@@ -299,7 +298,7 @@ def test_those_that_wait_longest_are_fed_first(slots_there, order, room, num_seq
         jnp.array(order, jnp.int32),
         _Lengths(jnp.zeros(4, jnp.int32)),
     )
-    waits = feeding.unread_prompts(state, jnp.int32(num_sequences))
+    waits = feeding.unread_prompts(Run(None, None, None), state, jnp.int32(num_sequences))
     shares = feeding.prompt_shares(waits, state.sequence_ids, jnp.int32(room))
     left, begun = room, set()
     for slot in np.argsort(order):

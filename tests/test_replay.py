@@ -1,7 +1,6 @@
 """Replayed drafts are accepted as drawn, and their sources are paid for."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ from toy import POSITIONS, VOCAB, ragged_prompts, tiny_model
 
 import emsjax
 from emsjax.benchmarks.scripted import PROFILES, CopyAcceptance, Mixed, TokenAcceptance, replay
+from emsjax.decode.run import Run
 from emsjax.decode.step import decode_loop
 from emsjax.drafters.replay import Replay
 
@@ -121,9 +121,8 @@ def compiled_loop(source) -> str:
     model, prompts = model_of_text(), ragged_prompts(LENGTHS)
     state = emsjax.init_state(model, drafter, prompts, max_new_tokens=9)
     # Lowering makes trees of no arrays, which the annotations refuse in tests.
-    leaves, tree = jax.tree.flatten((model, drafter, state))
-    loop = functools.partial(decode_loop, attention_implementation=None)
-    run = jax.jit(lambda leaves: loop(*tree.unflatten(leaves), None, 3))
+    leaves, tree = jax.tree.flatten((Run.of(model, drafter), state))
+    run = jax.jit(lambda leaves: decode_loop(*tree.unflatten(leaves), 3))
     return run.lower(leaves).compile().as_text()
 
 

@@ -109,7 +109,7 @@ def test_logprobs_are_those_of_the_warped_distribution():
     assert first.logprobs[0, 0] < 0
     state = emsjax.init_state(model, None, [prompt], max_new_tokens=1)
     rows = emsjax.decode.pack.pack(state.lengths - 1, jnp.ones(1, jnp.int32), 1)
-    hidden, _ = model(jnp.asarray(prompt[-1:], jnp.int32), rows, state.cache)
+    hidden = model(jnp.asarray(prompt[-1:], jnp.int32), rows, state.cache).hidden
     probs = expected_probs(model.logits(hidden)[0], 0.7, 4, 0.9)
     np.testing.assert_allclose(np.exp(out.logprobs[0, 0]), probs[out.tokens[0, 0]], rtol=1e-4)
 

@@ -1,4 +1,4 @@
-"""Scripted models say their text, profiles are drawn from their distributions."""
+"""Scripted models output their text; acceptance profiles follow their distributions."""
 
 import dataclasses
 import functools
@@ -44,7 +44,7 @@ def model_of_text() -> emsjax.OPT:
 
 
 def generate(drafter, model=None, **options) -> emsjax.GenerateOutput:
-    """What follows prompts that have nothing to do with the text."""
+    """Tokens after prompts that are unrelated to the text."""
     options = {"max_new_tokens": NEW_TOKENS, "eos_token_ids": ()} | options
     return emsjax.generate(model or model_of_text(), ragged_prompts(LENGTHS), drafter, **options)
 
@@ -56,12 +56,12 @@ def assert_says_text(out):
 
 @jax.jit
 def forward(model, *fed) -> tuple[jax.Array, jax.Array]:
-    hidden, _ = model(*fed)
+    hidden = model(*fed).hidden
     return hidden, model.logits(hidden)
 
 
 @pytest.mark.parametrize("config", [SMALL, DEEP], ids=["1x32", "12x256"])
-def test_every_position_says_the_text_by_a_wide_margin_in_bfloat16(config):
+def test_every_position_predicts_the_text_by_a_wide_margin_in_bfloat16(config):
     text = text_of(config.vocab_size)
     fed = jnp.asarray(text_of(config.vocab_size, POSITIONS, seed=4), jnp.int32)
     with standard_dtypes():
@@ -87,7 +87,7 @@ def test_text_may_be_shorter_than_the_positions():
         np.testing.assert_array_equal(row[:new], text_of()[start : start + new])
 
 
-def test_plain_decoding_says_the_text_from_every_prompts_end():
+def test_plain_decoding_outputs_the_text_after_every_prompt():
     assert_says_text(generate(None))
 
 
@@ -114,7 +114,7 @@ def test_copies_are_drawn_from_their_distribution():
     assert right.mean() + 1 == pytest.approx(3.904, abs=0.05)
 
 
-def test_draft_models_tokens_are_right_at_their_rate():
+def test_a_draft_models_tokens_are_right_at_their_rate():
     counts, right = draw(PROFILES["draft-model"])
     assert (counts == 4).all()
     expected = [0.2, 0.8 * 0.2, 0.8**2 * 0.2, 0.8**3 * 0.2, 0.8**4]
@@ -130,7 +130,7 @@ def test_a_draft_models_token_is_right_wherever_its_draft_began():
     np.testing.assert_array_equal(np.minimum(longer, 4), shorter[:, :284])
 
 
-def test_verdicts_of_successive_steps_are_independent():
+def test_acceptance_in_successive_steps_is_independent():
     k, pairs = 2, np.zeros((3, 3))
     for of_sample in draw(TokenAcceptance(0.6, k), 100, 1000)[1]:
         at, before = 0, None
@@ -176,7 +176,7 @@ def changed(**changes) -> emsjax.OPTConfig:
         (SMALL, [], "text is empty"),
     ],
 )
-def test_models_that_cannot_say_the_text_are_refused(config, text, message):
+def test_models_that_cannot_output_the_text_are_refused(config, text, message):
     with pytest.raises(ValueError, match=message):
         scripted_model(config, text)
 

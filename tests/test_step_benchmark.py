@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 import emsjax
-from emsjax import benchmarks
-from emsjax.benchmarks import Rates, overheads, runs, step
+from emsjax.benchmarks import device_times, overheads, runs, step
+from emsjax.benchmarks.rates import Rates
+from emsjax.benchmarks.registry import BENCHMARKS
+from emsjax.benchmarks.shapes import MODELS
 from emsjax.models.config import OPTConfig
 
 # flax's LayerNorm promotes bfloat16 to float32 on its own.
@@ -23,12 +25,12 @@ REFERENCE = Rates(read=4.35e12, matmul=790e12)
     [(1, 1, 3.17), (1, 8, 3.17), (8, 1, 3.93), (8, 8, 3.93), (24, 1, 5.66), (24, 8, 5.83)],
 )
 def test_floor_of_opt_6_7b(batch, rows, expected):
-    floor = step.floor_ms(runs.MODELS["opt-6.7b"], batch, rows, 900, REFERENCE)
+    floor = step.floor_ms(MODELS["opt-6.7b"], batch, rows, 900, REFERENCE)
     assert floor == pytest.approx(expected, abs=0.02)
 
 
 def test_default_shapes_and_rates():
-    options = step.make_parser().parse_args([])
+    options = BENCHMARKS["step"].make_parser().parse_args([])
     assert options.shapes == [(1, 1), (1, 8), (8, 1), (8, 8), (24, 1), (24, 8)]
     assert (options.read_rate, options.matmul_rate) == (4.35, 790)
 
@@ -36,7 +38,7 @@ def test_default_shapes_and_rates():
 @pytest.mark.parametrize("text", ["8", "8x", "x8", "8y4", "0x1", "1x0", "1x1,", "", "1x2x3"])
 def test_wrong_shapes_are_refused(text, capsys):
     with pytest.raises(SystemExit) as stopped:
-        step.main(["--shapes", text])
+        BENCHMARKS["step"].main(["--shapes", text])
     assert stopped.value.code == 2
     assert "--shapes: must be like 8x1,24x8 (batch x rows per sample, both at least 1), not " in (
         capsys.readouterr().err
@@ -48,11 +50,12 @@ def results(tmp_path_factory):
     path = tmp_path_factory.mktemp("step") / "step.json"
     arguments = ["--model", "tiny", "--context", "20", "--shapes", "1x1,2x4"]
     with standard_dtypes():
-        step.main([*arguments, "--layers", "1", "--commit", "abc", "--output", str(path)])
+        arguments += ["--layers", "1", "--commit", "abc", "--output", str(path)]
+        assert BENCHMARKS["step"].main(arguments) == 0
     return json.loads(path.read_text())
 
 
-def test_file_says_what_was_measured_and_where(results):
+def test_the_file_describes_the_measurement_and_the_machine(results):
     assert results["commit"] == "abc"
     assert results["command"].startswith("python -m emsjax.benchmarks.step --model tiny")
     assert results["hardware"]["platform"] == jax.default_backend()
@@ -74,7 +77,7 @@ def test_steps_feed_exactly_the_rows_of_their_shape(results):
         assert entry["cache_length"] >= 20 + runs.LONG
 
 
-def test_times_and_floors_belong_together(results):
+def test_times_floors_and_ratios_are_consistent(results):
     config = OPTConfig(**results["settings"]["config"])
     for entry in results["shapes"]:
         runs = entry["runs_ms"]
@@ -91,7 +94,7 @@ def test_times_and_floors_belong_together(results):
 
 def test_rows_other_than_the_shape_are_an_error():
     with standard_dtypes():
-        run = runs.StepRun(runs.random_model(runs.MODELS["tiny"]), 1, 2, 20, None)
+        run = runs.StepRun(runs.random_model(MODELS["tiny"]), (1, 2), 20, None)
         run.advance(runs.LONG)
     assert run.fed()["rows_per_step"] == 2
     run.shape = (1, 3)
@@ -101,13 +104,13 @@ def test_rows_other_than_the_shape_are_an_error():
 
 def test_a_context_too_short_for_the_steps_is_an_error():
     with pytest.raises(ValueError, match="--context must be at least 7, not 6"):
-        runs.StepRun(runs.random_model(runs.MODELS["tiny"]), 1, 1, 6, None)
+        runs.StepRun(runs.random_model(MODELS["tiny"]), (1, 1), 6, None)
 
 
 def test_a_source_drafts_and_its_tokens_are_replaced():
-    draft_model = emsjax.DraftModel(runs.random_model(runs.MODELS["tiny"]), 3)
+    draft_model = emsjax.DraftModel(runs.random_model(MODELS["tiny"]), 3)
     with standard_dtypes():
-        run = runs.StepRun(draft_model.draft_model, 2, 4, 20, None, source=draft_model)
+        run = runs.StepRun(draft_model.draft_model, (2, 4), 20, None, source=draft_model)
         run.advance(runs.LONG)
         fed = run.fed()
     assert (fed["rows_per_step"], fed["accepted_tokens"]) == (8, 0)
@@ -117,10 +120,10 @@ def test_a_source_drafts_and_its_tokens_are_replaced():
 
 
 def test_the_bare_loop_emits_the_tokens_of_plain_decoding():
-    model = runs.random_model(runs.MODELS["tiny"])
+    model = runs.random_model(MODELS["tiny"])
     with standard_dtypes():
-        plain = runs.StepRun(model, 3, 1, 20, None)
-        bare = overheads.PlainRun(model, runs.StepRun(model, 3, 1, 20, None).state, None)
+        plain = runs.StepRun(model, (3, 1), 20, None)
+        bare = overheads.PlainRun(model, runs.StepRun(model, (3, 1), 20, None).state, None)
         for run in (plain, bare):
             run.advance(runs.LONG)
     np.testing.assert_array_equal(bare.state.lengths, plain.state.lengths)
@@ -137,7 +140,8 @@ def test_overheads_are_ratios_of_times_in_the_file(tmp_path, capsys, monkeypatch
     path = tmp_path / "overheads.json"
     models = ["--model", "tiny", "--draft-model", "tiny"]
     with standard_dtypes():
-        overheads.main([*models, "--context", "20", "--output", str(path), "--commit", "abc"])
+        options = ["--context", "20", "--output", str(path), "--commit", "abc"]
+        assert BENCHMARKS["overheads"].main([*models, *options]) == 0
     found = json.loads(path.read_text())
     assert found["commit"] == "abc"
     names = [entry["comparison"] for entry in found["comparisons"]]
@@ -171,13 +175,13 @@ def test_overheads_are_ratios_of_times_in_the_file(tmp_path, capsys, monkeypatch
     ],
 )
 def test_kernel_classes(name, kind):
-    assert benchmarks.kernel_class(name) == kind
+    assert device_times.kernel_class(name) == kind
 
 
-def test_kernels_per_step_leave_out_what_runs_once_per_call():
+def test_kernels_that_run_once_per_call_do_not_count():
     short = {"MemcpyD2D": (4, 90.0), "nvjet": (6, 60.0), "loop_fusion": (3, 3.0)}
     long = {"MemcpyD2D": (4, 80.0), "nvjet": (26, 260.0), "loop_fusion": (13, 13.0)}
-    found = benchmarks.kernels_per_step(short, long, 10, top=1)
+    found = device_times.kernels_per_step(short, long, 10, top=1)
     assert (found["launches"], found["ms"]) == (3, pytest.approx(0.021))
     assert found["classes"]["gemm"] == {"launches": 2, "ms": pytest.approx(0.02)}
     assert found["classes"]["copy"] == {"launches": 0, "ms": 0}
@@ -186,4 +190,4 @@ def test_kernels_per_step_leave_out_what_runs_once_per_call():
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there a GPU has kernels")
 def test_a_run_without_a_gpu_has_no_gpu_kernels():
-    assert benchmarks.kernel_times(lambda: jnp.ones(3) + 1) == {}
+    assert device_times.kernel_times(lambda: jnp.ones(3) + 1) == {}

@@ -17,6 +17,7 @@ import pytest
 from toy import VOCAB, ragged_prompts, tiny_model
 
 import emsjax
+from emsjax.decode.step import decode_loop
 
 pytestmark = pytest.mark.usefixtures("few_row_counts")
 LENGTHS = [5, 9, 20, 3, 14, 1, 2, 33, 7, 11, 4]
@@ -110,8 +111,8 @@ def test_caches_of_an_iterator_are_not_much_longer_than_the_model_allows(monkeyp
     found = []
     monkeypatch.setattr(
         emsjax.streaming,
-        "rows_of",
-        lambda model, drafter, requests, *_, **__: found.append(requests),
+        "make_slots",
+        lambda run, requests, *_: found.append(requests),
     )
     model = tiny_model(max_position_embeddings=2048)
     emsjax.stream(model, iter([]), max_new_tokens=3, batch_size=2)
@@ -221,7 +222,7 @@ FOUR_DEVICES = """
     import emsjax
     from toy import ragged_prompts, tiny_model
 
-    emsjax.decode.pack.PROMPT_SIXTEENTHS = (16,)  # each device compiles
+    emsjax.decode.row_counts.PROMPT_SIXTEENTHS = (16,)  # each device compiles
     model, prompts = tiny_model(), ragged_prompts({lengths})
     draft_model = tiny_model(num_hidden_layers=1)
     used = []
@@ -266,3 +267,60 @@ def test_four_devices_say_what_one_says():
         i: whole.tokens[i, : whole.lengths[i]].tolist() for i in range(len(prompts))
     }
     assert used == [0, 1, 2, 3]
+
+
+def test_an_engine_serves_call_after_call_as_stream_does():
+    """Prompts repeat between calls, and calls differ in everything that a call may choose."""
+    model, prompts = tiny_model(), ragged_prompts(LENGTHS)
+    drafter = emsjax.DraftModel(tiny_model(num_hidden_layers=1), 3)
+    engine = emsjax.Engine(model, drafter, batch_size=2, max_len=64)
+    sampled = {"sampling": emsjax.Sampling(0.9, 20), "key": jax.random.key(3)}
+    calls = [
+        (prompts, {"max_new_tokens": 9}),
+        (prompts[::-1], {"max_new_tokens": 5, "num_sequences": 2, **sampled}),
+        (prompts, {"max_new_tokens": 7, "eos_token_ids": (5, 9, 11)}),
+        (prompts, {"max_new_tokens": 9}),
+    ]
+    found = []
+    for asked, options in calls:
+        of_engine = list(engine.stream(asked, **options))
+        of_stream = list(emsjax.stream(model, asked, drafter, batch_size=2, **options))
+        assert told(of_engine) == told(of_stream)
+        found.append(told(of_engine))
+        assert told(engine.stream(iter(asked), **options)) == told(of_stream)
+    assert found[0] == found[3]
+    assert len(found[1]) == 2 * len(prompts)
+
+
+def told(completions):
+    return {
+        (c.prompt, c.sequence): (c.tokens.tolist(), c.finish_reason, c.num_accepted)
+        for c in completions
+    }
+
+
+def test_an_engine_compiles_its_loop_once():
+    engine = emsjax.Engine(tiny_model(), emsjax.PromptLookup(3), batch_size=3, max_len=64)
+    list(engine.stream(ragged_prompts(LENGTHS), max_new_tokens=5))
+    before = decode_loop._cache_size()
+    list(engine.stream(ragged_prompts(LENGTHS[::-1], seed=1), max_new_tokens=6))
+    assert decode_loop._cache_size() == before
+
+
+def test_an_engine_serves_one_call_at_a_time_and_forgets_one_that_was_closed():
+    model, prompts = tiny_model(), ragged_prompts(LENGTHS)
+    engine = emsjax.Engine(model, batch_size=2, max_len=64)
+    first = engine.stream(prompts, max_new_tokens=9)
+    next(first)
+    with pytest.raises(ValueError, match="serve another call"):
+        engine.stream(prompts, max_new_tokens=9)
+    first.close()
+    whole = told(emsjax.stream(model, prompts, batch_size=2, max_new_tokens=9))
+    assert told(engine.stream(prompts, max_new_tokens=9)) == whole
+
+
+def test_an_engine_refuses_what_does_not_fit_before_any_work():
+    engine = emsjax.Engine(tiny_model(), batch_size=2, max_len=16)
+    with pytest.raises(ValueError, match="more than max_len 16"):
+        engine.stream(ragged_prompts([9]), max_new_tokens=8)
+    assert len(list(engine.stream(ragged_prompts([9]), max_new_tokens=7))) == 1

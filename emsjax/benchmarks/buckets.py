@@ -1,33 +1,29 @@
-"""`python -m emsjax.benchmarks.buckets`: what rounding row counts up to compiled ones costs.
+"""`emsjax bench buckets`: the cost of rounding row counts up to compiled ones.
 
-A step feeds as many rows as its drafts ask for, rounded up to a bucket. Here steps of a batch
-whose drafts follow the profile `llma` are timed beside the same steps compiled for exactly
-their rows, at row counts that stand for equal shares of such steps; the sides take turns within
-one run. Weights are random, bfloat16, and drafts always rejected.
+The number of rows of a step depends on its drafts and is rounded up to a bucket. This benchmark
+times steps whose drafts follow the acceptance profile `llma` beside the same steps compiled for
+exactly their row count. The row counts are quantiles of such steps, each with an equal share of
+them. Both sides take turns within one process. Weights are random and bfloat16, and all drafts
+are rejected.
 
-The JSON file holds `command`, `hardware`, `versions`, `commit`, `settings`, and an entry of
-`batches` for each batch size: its `buckets`, the `points` with `rows`, `share` of all steps,
-`bucket`, and times of both sides in ms (see `emsjax.benchmarks.runs`), and the `ratio` of the
-mean best times.
+The JSON file has an entry of `batches` for each batch size: its `buckets`; the `points` with
+`rows`, `share` of all steps, `bucket`, and times of both sides in ms (see
+`emsjax.benchmarks.runs`); and the `ratio` of the mean best times.
 """
 
 import argparse
 import dataclasses
-import shlex
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-import emsjax
-from emsjax.benchmarks import save, surroundings
+from emsjax.benchmarks.registry import BENCHMARKS
+from emsjax.benchmarks.results import add_entry, begin
 from emsjax.benchmarks.runs import (
     LONG,
     MAX_NEW_TOKENS,
-    MODELS,
     REPETITIONS,
     SHORT,
     LoopRun,
@@ -36,8 +32,10 @@ from emsjax.benchmarks.runs import (
     time_steps,
 )
 from emsjax.benchmarks.scripted import CopyAcceptance
-from emsjax.cli.types import positive_int, positive_ints
+from emsjax.benchmarks.shapes import MODELS
 from emsjax.decode.layout import UNPADDED, Layout
+from emsjax.generation import init_state
+from emsjax.models.opt import OPT
 
 PROFILE = CopyAcceptance()
 POINTS, DRAWS = 5, 4096
@@ -45,7 +43,7 @@ POINTS, DRAWS = 5, 4096
 
 @dataclasses.dataclass(frozen=True)
 class ExactRows(Layout):
-    """Steps compiled for just these rows."""
+    """Steps compiled for exactly `num_rows` rows."""
 
     num_rows: int = 0
 
@@ -55,7 +53,7 @@ class ExactRows(Layout):
 
 @dataclasses.dataclass
 class Side:
-    """A run with another layout; it shares the run's state with other sides."""
+    """A run with a layout of its own; both sides share the state of one run."""
 
     run: LoopRun
     layout: Layout
@@ -67,10 +65,10 @@ class Side:
 
 
 def typical_drafts(batch: int, points: int = POINTS) -> list[tuple[np.ndarray, float]]:
-    """Draft tokens of each sample, [b], of typical steps, and each one's share of all steps.
+    """Typical steps: the draft tokens of each sample, [b], and the share of all steps.
 
-    The steps are the middles of equally large parts when all are sorted by their rows; those
-    with as many rows are one.
+    All steps are sorted by their rows and divided into equal parts, and the middle of each part
+    is taken. Steps with the same number of rows are merged.
     """
     counts, _ = PROFILE.draw(np.random.default_rng(0), batch, DRAWS)
     totals = counts.sum(axis=0)
@@ -80,15 +78,15 @@ def typical_drafts(batch: int, points: int = POINTS) -> list[tuple[np.ndarray, f
     return [(counts[:, middles[i]], n / points) for i, n in zip(first, times, strict=True)]
 
 
-def measure(model: emsjax.OPT, batch: int, context: int) -> dict[str, Any]:
-    """The entry of this batch size."""
+def measure(model: OPT, batch: int, context: int) -> dict[str, Any]:
+    """Measure the entry of one batch size."""
     vocab, k = model.config.vocab_size, PROFILE.max_draft_tokens
     drafts = typical_drafts(batch)
-    # As in `StepRun`: the middle of the timed steps has this context.
+    # As in `StepRun`, the middle of the timed steps has this context.
     length = context - (SHORT + LONG) // 2 + 2
     prompts = np.random.default_rng(1).integers(5, vocab - 1, (batch, length))
     drafter = RejectedDrafter(vocab - 1, k, counts=jnp.asarray(drafts[0][0]))
-    state = emsjax.init_state(
+    state = init_state(
         model, drafter, list(prompts), max_new_tokens=MAX_NEW_TOKENS, eos_token_ids=()
     )
     run = LoopRun(model, drafter, state, None)
@@ -97,7 +95,7 @@ def measure(model: emsjax.OPT, batch: int, context: int) -> dict[str, Any]:
         rows = batch + int(counts.sum())
         run.drafter = dataclasses.replace(drafter, counts=jnp.asarray(counts))
         sides = {"bucketed": Side(run, UNPADDED), "exact": Side(run, ExactRows(num_rows=rows))}
-        fed = {}  # padding included
+        fed = {}  # rows per step, padding included
         for name, side in sides.items():
             side.advance(LONG)  # compiles
             real, padding = (
@@ -117,41 +115,19 @@ def measure(model: emsjax.OPT, batch: int, context: int) -> dict[str, Any]:
     }
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m emsjax.benchmarks.buckets",
-        description="What rounding row counts up to compiled ones costs, with random weights.",
-    )
-    add = parser.add_argument
-    add("--model", choices=MODELS, default="opt-6.7b", help="default: %(default)s")
-    add("--batch-sizes", type=positive_ints, default=(1, 8, 24, 64), metavar="N,N,...")
-    add("--context", type=positive_int, default=900, metavar="N", help="default: %(default)s")
-    add("--output", type=Path, metavar="FILE", help="JSON file that grows with each batch size")
-    add("--commit", help="of the measured code (default: the checkout's)")
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    options = make_parser().parse_args(arguments)
-    results = {
-        "command": shlex.join(["python", "-m", "emsjax.benchmarks.buckets", *arguments]),
-        **surroundings(options.commit),
-        "settings": {
-            "model": options.model,
-            "dtype": "bfloat16",
-            "context": options.context,
-            "acceptance": dataclasses.asdict(PROFILE),
-            "repetitions": REPETITIONS,
-        },
-        "batches": [],
+def run(options: argparse.Namespace, command: str) -> int:
+    settings = {
+        "model": options.model,
+        "dtype": "bfloat16",
+        "context": options.context,
+        "acceptance": dataclasses.asdict(PROFILE),
+        "repetitions": REPETITIONS,
     }
-    save(results, options.output)  # a place that cannot be written shows before the work
+    results = begin(options, command, settings, entries="batches")
     model = random_model(MODELS[options.model])
     for batch in options.batch_sizes:
         entry = measure(model, batch, options.context)
-        results["batches"].append(entry)
-        save(results, options.output)
+        add_entry(entry, results, options.output, "batches")
         shown = ", ".join(
             "{rows} in {bucket}: {0:.3f} / {1:.3f} ms".format(
                 *(of["best_ms"] for of in point["times"].values()), **point
@@ -159,7 +135,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for point in entry["points"]
         )
         print(f"batch {batch}, bucketed / exact rows: {entry['ratio']:.3f} ({shown})", flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(BENCHMARKS["buckets"].main())

@@ -1,52 +1,51 @@
-"""`python -m emsjax.benchmarks.divergences`: where 16-bit speculation leaves plain decoding.
+"""`emsjax bench divergences`: where 16-bit speculative decoding differs from plain decoding.
 
-Models with real margins between tokens, not scripted ones, decode greedily in bfloat16: the
-embedded pair, and random weights of a model's shape, whose tokens are often nearly tied. Every
-first difference from plain decoding is listed with the margin that the two tokens have in
-float32. Exit code 1 if one is more than a near-tie (see `emsjax.testing.divergence`).
+Models with real margins between tokens decode greedily in bfloat16: the embedded pair, and random
+weights of a model's shape, whose tokens are often nearly tied. The benchmark lists the first
+difference of each sequence from plain decoding, with the margin between the two tokens in float32.
+The exit code is 1 if one of them is more than a near-tie (see `emsjax.testing.divergence`).
 
-Drafts are looked up, those of a draft model, and plain decoding's own tokens with wrong ones
-among them, so that much is accepted where the two others find nothing.
+There are three drafters: prompt lookup, a draft model, and a replay of plain decoding's own tokens
+with wrong ones among them, which has many drafts accepted where the two others find nothing.
 
-The JSON file holds `command`, `hardware`, `versions`, `commit`, `settings`, and an entry of
-`entries` for each model, batch size and drafter: sequences, mean acceptance length, and the
-`divergences`, each with its `share` of the largest margin of a near-tie.
+The JSON file has one of the `entries` for each model, batch size and drafter: the mean acceptance
+length and the `divergences`, each with its `share` of the largest margin of a near-tie.
 """
 
 import argparse
 import dataclasses
-import shlex
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-import emsjax
-from emsjax.benchmarks import save, surroundings
-from emsjax.benchmarks.runs import MODELS, random_model
+from emsjax.benchmarks.options import EMBEDDED
+from emsjax.benchmarks.registry import BENCHMARKS
+from emsjax.benchmarks.results import add_entry, begin
+from emsjax.benchmarks.runs import random_model
 from emsjax.benchmarks.scripted import CopyAcceptance, replay
 from emsjax.benchmarks.workloads import EmbeddedModels, ScriptedModels
-from emsjax.cli.types import positive_int, positive_ints
+from emsjax.drafters import DraftModel, PromptLookup
+from emsjax.generation import generate
+from emsjax.models.opt import OPT
 from emsjax.testing.divergence import NEAR_TIE, first_divergences
 
 DTYPE = jnp.bfloat16
-EMBEDDED = "embedded"
 
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """What decodes, and the prompts of a batch size."""
+    """The models that decode, and the prompts for a batch size."""
 
-    model: emsjax.OPT
-    draft_model: emsjax.OPT
+    model: OPT
+    draft_model: OPT
     prompts: Callable[[int], Sequence[Sequence[int]]]
 
 
 def find_subject(name: str, draft_shape: str, new_tokens: int) -> Subject:
-    """The embedded pair, or random weights of a shape."""
+    """The embedded pair, or models of random weights."""
     if name == EMBEDDED:
         models = EmbeddedModels()
         model, draft = (one.astype(DTYPE) for one in (models.model, models.draft_model))
@@ -57,9 +56,9 @@ def find_subject(name: str, draft_shape: str, new_tokens: int) -> Subject:
 
 
 def measure(subject: Subject, batch: int, new_tokens: int, say) -> list[dict[str, Any]]:
-    """An entry for each drafter."""
+    """Measure the entry of each drafter."""
     model, prompts = subject.model, subject.prompts(batch)
-    decode = lambda drafter: emsjax.generate(
+    decode = lambda drafter: generate(
         model, prompts, drafter, max_new_tokens=new_tokens, eos_token_ids=()
     )
     plain = decode(None)
@@ -68,8 +67,8 @@ def measure(subject: Subject, batch: int, new_tokens: int, say) -> list[dict[str
     texts = [np.pad(text, (0, width - len(text))) for text in said]
     vocab = model.config.vocab_size
     drafters = {
-        "prompt-lookup": emsjax.PromptLookup(search_generated=True),
-        "draft-model": emsjax.DraftModel(subject.draft_model),
+        "prompt-lookup": PromptLookup(search_generated=True),
+        "draft-model": DraftModel(subject.draft_model),
         "own-tokens": replay(CopyAcceptance(), texts, batch, vocab_size=vocab, seed=0),
     }
     entries = []
@@ -97,38 +96,17 @@ def measure(subject: Subject, batch: int, new_tokens: int, say) -> list[dict[str
     return entries
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m emsjax.benchmarks.divergences", description=__doc__.split("\n\n")[1]
-    )
-    add = parser.add_argument
-    known = [EMBEDDED, *MODELS]
-    add("--models", nargs="+", choices=known, default=[EMBEDDED, "opt-6.7b"], metavar="NAME")
-    add("--draft-shape", choices=MODELS, default="opt-125m", help="default: %(default)s")
-    add("--batch-sizes", type=positive_ints, default=(8, 24), metavar="N,N,...")
-    add("--max-new-tokens", type=positive_int, default=128, metavar="N")
-    add("--output", type=Path, metavar="FILE", help="JSON file that grows with each batch size")
-    add("--commit", help="of the measured code (default: the checkout's)")
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    options = make_parser().parse_args(arguments)
-    command = shlex.join(["python", "-m", "emsjax.benchmarks.divergences", *arguments])
+def run(options: argparse.Namespace, command: str) -> int:
     settings = {"dtype": jnp.dtype(DTYPE).name, "max_new_tokens": options.max_new_tokens}
-    results = {"command": command, **surroundings(options.commit), "settings": settings}
-    results["entries"] = []
-    save(results, options.output)  # a place that cannot be written shows before the work
+    results = begin(options, command, settings)
     for name in options.models:
         subject = find_subject(name, options.draft_shape, options.max_new_tokens)
         for batch in options.batch_sizes:
             print(f"{name}:")
-            entries = measure(subject, batch, options.max_new_tokens, print)
-            results["entries"] += [{"model": name, **entry} for entry in entries]
-            save(results, options.output)
+            for entry in measure(subject, batch, options.max_new_tokens, print):
+                add_entry({"model": name, **entry}, results, options.output)
     return 0 if all(entry["near_ties_alone"] for entry in results["entries"]) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARKS["divergences"].main())

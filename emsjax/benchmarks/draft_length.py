@@ -1,9 +1,10 @@
 """`emsjax bench draft-length`: draft-length policies beside every fixed length, and plain decoding.
 
-All policies and lengths of a batch size start at the same prefilled prompts. Fixed lengths run in
-one compiled loop, every other policy in a loop of its own. Times are of decoding alone, until
-every sample has its tokens (`tokens_per_s`) or until the first one has (`live_tokens_per_s`: all
-slots are busy, as where finished samples are replaced). Tokens are compared with what they must be.
+All policies and lengths of a batch size start from the same prefilled prompts. Fixed lengths share
+one compiled loop, and every other policy has its own. Times exclude prefill and end when all
+samples have finished (`tokens_per_s`) or when the first one has (`live_tokens_per_s`: all slots are
+busy, as they are where finished samples are replaced). All tokens are compared with the expected
+ones.
 """
 
 import dataclasses
@@ -13,8 +14,6 @@ from typing import Any
 
 import numpy as np
 
-import emsjax
-from emsjax.benchmarks import add_entry
 from emsjax.benchmarks.policy_runs import (
     ALL_STEPS,
     compile_loops,
@@ -24,26 +23,45 @@ from emsjax.benchmarks.policy_runs import (
     policies,
     time_policies,
 )
+from emsjax.benchmarks.results import add_entry
 from emsjax.benchmarks.runs import LoopRun
 from emsjax.benchmarks.workloads import EmbeddedModels, ScriptedModels, Workload
 from emsjax.decode.base import is_free
 from emsjax.decode.step import Counters
+from emsjax.generation import init_state
 from emsjax.policies.costs import StepCosts, read_profile, synergy_lengths
 
-SEQUENCES = 64  # behind a figure, if that takes no more batches than the most and no fewer
-DRAWS = (2, 16)  # than the least
+SEQUENCES = 64  # per figure, if the number of batches is within DRAWS
+DRAWS = (2, 16)  # the least and the most batches per figure
 Models = ScriptedModels | EmbeddedModels
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What to compare.
+
+    Attributes:
+        max_draft_tokens: the longest fixed length.
+        max_new_tokens: None: the number of each workload.
+        attention: the implementation; None: the device's default.
+        draws: batches per figure, each with acceptance drawn anew; None: enough for `SEQUENCES`
+            sequences, within `DRAWS`.
+    """
+
+    batch_sizes: Sequence[int]
+    workloads: Sequence[str]
+    max_draft_tokens: int
+    max_new_tokens: int | None = None
+    attention: str | None = None
+    draws: int | None = None
 
 
 class Bench:
     """The comparison at one batch size.
 
     Args:
-        models: what is decoded.
-        costs: of its steps here.
-        k: the longest draft.
-        max_new_tokens: None: the workload's own.
-        draws: batches behind a figure; None: enough for `SEQUENCES`, within `DRAWS`.
+        models: the models to decode with.
+        costs: the costs of their steps on this device.
     """
 
     def __init__(
@@ -51,22 +69,19 @@ class Bench:
         models: Models,
         batch: int,
         costs: StepCosts,
-        k: int,
-        max_new_tokens: int | None,
-        attention: str | None,
-        draws: int | None = None,
+        asked: Asked,
     ):
-        self.models, self.batch, self.costs, self.k = models, batch, costs, k
-        self.max_new_tokens, self.attention = max_new_tokens, attention
-        self.repeats = draws or int(np.clip(SEQUENCES // batch, *DRAWS))
-        self.longest = max_new_tokens or max(
+        self.models, self.batch, self.costs, self.k = models, batch, costs, asked.max_draft_tokens
+        self.max_new_tokens, self.attention = asked.max_new_tokens, asked.attention
+        self.repeats = asked.draws or int(np.clip(SEQUENCES // batch, *DRAWS))
+        self.longest = asked.max_new_tokens or max(
             workload.max_new_tokens for workload in models.workloads.values()
         )
         self.prompts = models.prompts(batch, self.longest)
         self.runs: dict[str, LoopRun] = {}
 
     def measure(self, name: str) -> dict[str, Any]:
-        """One workload's figures, as they stand in the JSON file."""
+        """Measure the entry of one workload."""
         workload = self.models.workloads[name]
         tokens = self.max_new_tokens or workload.max_new_tokens
         drafters = self.models.drafters(workload, self.batch, self.k, self.repeats)
@@ -96,11 +111,11 @@ class Bench:
         }
 
     def start(self, workload: Workload, drafter, policies: Mapping[str, Any]) -> LoopRun:
-        """The run of this source: all its workloads share prefilled prompts and compiled loops."""
+        """The run of this source; its workloads share prefilled prompts and compiled loops."""
         if workload.source not in self.runs:
-            self.runs.clear()  # two runs' caches need not exist at once
+            self.runs.clear()  # the caches of two runs never exist at once
             policy = policies["fixed 0"]
-            state = emsjax.init_state(
+            state = init_state(
                 self.models.model,
                 drafter,
                 self.prompts,
@@ -115,7 +130,7 @@ class Bench:
         return self.runs[workload.source]
 
     def time_plain(self, run: LoopRun, tokens: int) -> dict[str, Any]:
-        """Plain decoding from the run's own prompts; beside its figures the tokens."""
+        """Figures and tokens of plain decoding from the run's prompts."""
         state = run.rewind()
         bare = {"drafter_state": (), "policy_state": ()}
         counters = Counters.init(self.batch, 0)
@@ -141,14 +156,14 @@ class Bench:
 
 
 def best_fixed(figures: Mapping[str, Mapping[str, Any]], which: str) -> tuple[str, float]:
-    """The fastest fixed length and its speed."""
+    """Name and speed of the fastest fixed length."""
     fixed = {name: of[which] for name, of in figures.items() if name.startswith("fixed ")}
     name = max(fixed, key=fixed.get)
     return name, fixed[name]
 
 
 def describe(entry: Mapping[str, Any]) -> list[str]:
-    """One workload at one batch size, as lines of text."""
+    """One entry as lines of text."""
     lines = []
     for which in ("tokens_per_s", "live_tokens_per_s"):
         if entry["policies"]["fixed 0"][which] is None:
@@ -183,26 +198,21 @@ def all_identical(results: Mapping[str, Any]) -> bool:
 def run(
     models: Models,
     profile: Mapping[str, Any] | str | Path,
+    asked: Asked,
     results: dict[str, Any],
     *,
-    batch_sizes: Sequence[int],
-    workloads: Sequence[str],
-    max_draft_tokens: int,
-    max_new_tokens: int | None,
-    attention: str | None,
-    draws: int | None,
     output: Path | None,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Measure what `results["entries"]` does not hold yet; the JSON file grows with each entry."""
+    """Measure the entries that are missing in `results`, and write the file after each."""
     costs = StepCosts.from_profile(read_profile(profile))
     done = {(entry["workload"], entry["batch"]) for entry in results["entries"]}
     by_source = lambda name: (models.workloads[name].source, list(models.workloads).index(name))
-    for batch in batch_sizes:
-        missing = [name for name in workloads if (name, batch) not in done]
+    for batch in asked.batch_sizes:
+        missing = [name for name in asked.workloads if (name, batch) not in done]
         if not missing:
             continue
-        bench = Bench(models, batch, costs, max_draft_tokens, max_new_tokens, attention, draws)
+        bench = Bench(models, batch, costs, asked)
         for name in sorted(missing, key=by_source):
             entry = bench.measure(name)
             for line in describe(entry):

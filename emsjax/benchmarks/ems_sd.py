@@ -1,9 +1,9 @@
 """`emsjax bench ems-sd`: the paper's experiment. Plain decoding, padding, its ablations, EMS-SD.
 
 At each batch size all methods decode the same prompts with the same drafts in one process. Times
-are of decoding alone, prefill left out: until every sample has its tokens, and until the first
-one has (all slots are busy, as where finished samples are replaced). Tokens are compared with
-what they must be.
+exclude prefill and end when all samples have finished, or when the first one has (all slots are
+busy, as they are where finished samples are replaced). All tokens are compared with the expected
+ones.
 
 Reference: EMS-SD, arXiv 2405.07542, table 2 and figure 1.
 """
@@ -17,13 +17,15 @@ from typing import Any
 import jax
 import numpy as np
 
-import emsjax
-from emsjax.benchmarks import Rates, add_entry, at_once
 from emsjax.benchmarks.policy_runs import ALL_STEPS
+from emsjax.benchmarks.rates import Rates
+from emsjax.benchmarks.results import add_entry
+from emsjax.benchmarks.runs import at_once
 from emsjax.benchmarks.sources import Source, Task
 from emsjax.benchmarks.step import floor_ms, products
 from emsjax.decode.layout import UNPADDED, Layout
 from emsjax.decode.step import Flat, decode_loop
+from emsjax.generation import init_state
 
 GREEDY = "greedy"
 METHODS: dict[str, Layout] = {
@@ -40,9 +42,9 @@ class Bench:
     """All methods at one batch size.
 
     Args:
-        source: what is decoded.
-        rates: of the floor; None: they are not known, and there is none.
-        repeats: rounds, each of which gives a figure.
+        source: the model, prompts and drafts.
+        rates: the device's, for the floor; None: unknown, so no floor is computed.
+        repeats: number of rounds; each gives one figure.
     """
 
     def __init__(self, source: Source, batch: int, rates: Rates | None, repeats: int):
@@ -50,11 +52,11 @@ class Bench:
         self.repeats = repeats
         self.weights = Flat.of(source.model)  # as in `emsjax.generate`
         self.compiled: dict[Any, Callable] = {}
-        self.warm: set[Any] = set()  # of these, what has run
+        self.warm: set[Any] = set()  # keys of compiled loops that have run
         self.about: dict[str, dict[str, Any]] = {}
 
     def measure(self, methods: Sequence[str], say: Callable[[str], None]) -> dict[str, Any]:
-        """The entry of this batch size, as it stands in the JSON file; methods take turns."""
+        """Measure the entry of this batch size; the methods take turns."""
         runs: dict[str, list[dict[str, Any]]] = {method: [] for method in methods}
         identical = dict.fromkeys(methods, True)
         rounds = self.source.rounds(self.batch, self.repeats)
@@ -89,15 +91,15 @@ class Bench:
         }
 
     def decode(self, method: str, task: Task) -> tuple[dict[str, Any], np.ndarray]:
-        """Figures of a run to the end, and of one while all are live; the new tokens [b, n].
+        """Figures of a run to the end and of one while all samples are live, and new tokens [b, n].
 
-        Where a sample has ended its tokens are -1.
+        Tokens after a sample's end are -1.
         """
         state = self.start(method, task)
         self.compile(method, task, state)
-        if (method, shapes(state)) not in self.warm:
-            self.warm.add((method, shapes(state)))
-            # What runs for the first time is slower.
+        if (method, state_shape(state)) not in self.warm:
+            self.warm.add((method, state_shape(state)))
+            # The first run is slower.
             self.advance(method, task, state, 1)
             state = self.start(method, task)
         lengths = np.asarray(state.lengths)
@@ -117,7 +119,7 @@ class Bench:
             "padding_rows": int(counters.padding_rows),
             "masked_kv": int(state.cache.num_masked),
         }
-        del state  # two caches need not exist at once
+        del state  # two caches never exist at once
         steps = int(counters.num_steps.min())
         state, seconds = self.advance(method, task, self.start(method, task), steps)
         ends = np.asarray(state.lengths)
@@ -131,15 +133,15 @@ class Bench:
         return figures, tokens
 
     def advance(self, method: str, task: Task, state, steps: int):
-        """The state after so many steps at most, and the seconds they took."""
-        loop = self.compiled[method, shapes(state)]
+        """The state after at most this many steps, and their seconds."""
+        loop = self.compiled[method, state_shape(state)]
         begin = time.perf_counter()
         state = loop(self.weights, drafter_of(method, task), state, None, np.int32(steps))
         return jax.block_until_ready(state), time.perf_counter() - begin
 
     def start(self, method: str, task: Task):
-        """The prompts prefilled."""
-        state = emsjax.init_state(
+        """The state after prefill."""
+        state = init_state(
             self.source.model,
             drafter_of(method, task),
             task.prompts,
@@ -150,37 +152,37 @@ class Bench:
         return jax.block_until_ready(state)
 
     def prepare(self, methods: Sequence[str], task: Task) -> None:
-        """Compile all methods at once."""
+        """Compile the loops of all methods concurrently."""
         identity = lambda state: state
         states = {m: jax.eval_shape(identity, self.start(m, task)) for m in methods}
         at_once(lambda method: self.compile(method, task, states[method]), methods)
 
     def compile(self, method: str, task: Task, state) -> None:
-        """The loop for this state's shapes, if it has not been compiled."""
-        if (method, shapes(state)) in self.compiled:
+        """Compile the loop for this state's shapes, unless it has been compiled."""
+        if (method, state_shape(state)) in self.compiled:
             return
         begin = time.perf_counter()
         arguments = (self.weights, drafter_of(method, task), state, None, np.int32(1))
         options = {"attention_implementation": None, "layout": METHODS[method]}
         compiled = decode_loop.lower(*arguments, **options).compile()
-        self.compiled[method, shapes(state)] = compiled
+        self.compiled[method, state_shape(state)] = compiled
         about = {"compile_s": time.perf_counter() - begin, "memory_bytes": None}
         if (memory := compiled.memory_analysis()) is not None:
             sizes = (memory.argument_size_in_bytes, memory.output_size_in_bytes)
             beside = memory.temp_size_in_bytes - memory.alias_size_in_bytes
             about["memory_bytes"] = sum(sizes) + beside
-        # Of several shapes, those of the largest.
+        # For several shapes the largest values are kept.
         least = self.about.get(method, about)
         self.about[method] = {
             name: value and max(value, least[name]) for name, value in about.items()
         }
 
     def summary(self, method: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """What follows from a method's runs.
+        """A method's figures.
 
-        A step's time, its floor and its arithmetic are those of steps with all samples live.
-        `memory_bytes` are the loop's: weights, caches, and what a step needs beside them.
-        `compile_s` is taken while the other methods compile as well.
+        A step's time, floor and utilisation are those of steps with all samples live.
+        `memory_bytes` covers the loop's weights and caches, and the temporary memory of a step.
+        `compile_s` is measured while the other methods compile as well.
         """
         total = {name: sum(run[name] for run in runs) for name in runs[0]}
         config, steps = self.source.model.config, total["live_steps"]
@@ -208,7 +210,7 @@ class Bench:
         }
 
 
-def shapes(state) -> tuple[int, ...]:
+def state_shape(state) -> tuple[int, ...]:
     return (*state.tokens.shape, state.cache.layers.keys[0].shape[1])
 
 
@@ -217,7 +219,7 @@ def drafter_of(method: str, task: Task) -> Any:
 
 
 def step_flops(config, rows: float, context: float) -> float:
-    """Of the products with weights and of attention, for real rows alone."""
+    """Floating-point operations of a step's products and attention, without padding rows."""
     weights = sum(n * m for n, m in products(config))
     attention = 2 * config.num_hidden_layers * config.hidden_size * context
     return 2 * rows * (weights + attention)
@@ -242,7 +244,7 @@ def run(
     output: Path | None,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Measure the batch sizes that `results["entries"]` does not hold; the file grows with each."""
+    """Measure the batch sizes that are missing in `results`, and write the file after each."""
     done = {entry["batch"] for entry in results["entries"]}
     for batch in batch_sizes:
         if batch not in done:

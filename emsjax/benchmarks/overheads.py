@@ -1,28 +1,25 @@
-"""`python -m emsjax.benchmarks.overheads`: what sampling, drafting and the loop itself cost.
+"""`emsjax bench overheads`: the cost of sampling, of drafting and of the loop itself.
 
-Three comparisons on random bfloat16 weights, the sides of each taking turns within one run:
+There are three comparisons on random bfloat16 weights; the sides of each take turns within one
+process:
 
-- `sampling`: steps that sample with temperature 0.8 and top-p 0.9 beside greedy ones, at
-  24 samples x 8 rows, deterministic drafts;
-- `drafting`: steps in which a draft model proposes 4 tokens beside steps whose drafts come
-  for nothing, at 8 samples, greedy; the draft model's work is real, its tokens are replaced by
-  rejected ones;
-- `plain`: `drafter=None` beside a decode loop that has nothing of speculation in it, at 1, 8
-  and 24 samples.
+- `sampling`: steps that sample with temperature 0.8 and top-p 0.9, beside greedy steps, at
+  24 samples x 8 rows with deterministic drafts;
+- `drafting`: steps in which a draft model proposes 4 tokens, beside steps whose drafts cost
+  nothing, at 8 samples and greedy. The draft model does all its work, and its tokens are replaced
+  by rejected ones;
+- `plain`: `drafter=None` beside a decode loop without any speculation, at 1, 8 and 24 samples.
 
-The JSON file holds `command`, `hardware`, `versions`, `commit`, `settings` and one entry of
-`comparisons` each: the shape, times of both sides in ms (see `emsjax.benchmarks.runs`), the
-`ratio` of the best times, of drafting also `draft_step_ms` and its `share` of a step, and on a
-GPU profiles of both sides.
+The JSON file has an entry of `comparisons` for each: the shape, times of both sides in ms (see
+`emsjax.benchmarks.runs`), the `ratio` of the best times, for drafting also `draft_step_ms` and its
+`share` of a step, and on a GPU the profiles of both sides.
 """
 
 import argparse
 import dataclasses
 import functools
-import shlex
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -30,25 +27,27 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-import emsjax
-from emsjax.benchmarks import save, surroundings
+from emsjax.benchmarks.registry import BENCHMARKS
+from emsjax.benchmarks.results import add_entry, begin
 from emsjax.benchmarks.runs import (
     LONG,
-    MODELS,
     REPETITIONS,
     Run,
     StepRun,
-    profile,
+    kernel_profile,
     random_model,
     time_steps,
 )
-from emsjax.cli.arguments import positive_int
+from emsjax.benchmarks.shapes import MODELS
 from emsjax.decode.cache import KVCache
 from emsjax.decode.kernels import resolve_kernels
 from emsjax.decode.pack import PackedRows
 from emsjax.decode.step import DecodeState
+from emsjax.drafters import DraftModel
+from emsjax.models.opt import OPT
+from emsjax.sampling import Sampling
 
-SAMPLED = emsjax.Sampling(temperature=0.8, top_p=0.9)
+SAMPLED = Sampling(temperature=0.8, top_p=0.9)
 SAMPLING_SHAPE = (24, 8)
 DRAFTED_BATCH, DRAFT_TOKENS = 8, 4
 PLAIN_BATCHES = (1, 8, 24)
@@ -58,7 +57,7 @@ KERNELS_LISTED = 12
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PlainState:
-    """All that greedy decoding needs: see `emsjax.DecodeState`."""
+    """The part of `emsjax.DecodeState` that plain greedy decoding needs."""
 
     tokens: Int32[Array, "b t"]
     logprobs: Float[Array, "b t"]
@@ -71,8 +70,8 @@ class PlainState:
 
 
 @functools.partial(jax.jit, static_argnames="attention", donate_argnames="state")
-def plain_loop(model: emsjax.OPT, state: PlainState, max_steps, *, attention) -> PlainState:
-    """Greedy decoding with a row for every sample: no drafts, buckets, verdicts or counts."""
+def plain_loop(model: OPT, state: PlainState, max_steps, *, attention) -> PlainState:
+    """Greedy decoding with one row per sample: no drafts, buckets, verification or counters."""
     kernels, batch = resolve_kernels(attention), state.lengths.shape[0]
     slots = jnp.arange(batch, dtype=jnp.int32)
 
@@ -109,9 +108,9 @@ def plain_loop(model: emsjax.OPT, state: PlainState, max_steps, *, attention) ->
 
 
 class PlainRun(Run):
-    """`plain_loop` from the state that the library's own loop would start from."""
+    """`plain_loop`, started from the same state as the library's loop."""
 
-    def __init__(self, model: emsjax.OPT, state: DecodeState, attention):
+    def __init__(self, model: OPT, state: DecodeState, attention):
         names = [field.name for field in dataclasses.fields(PlainState)]
         shared = {name: getattr(state, name) for name in names if hasattr(state, name)}
         super().__init__(model, PlainState(**shared, num_steps=jnp.int32(0)), attention)
@@ -121,19 +120,19 @@ class PlainRun(Run):
 
 
 def compare(base: str, runs: Mapping[str, Run]) -> dict[str, Any]:
-    """Times of both runs, and the ratio of the other's best to that of `base`."""
+    """Times of both runs, and the ratio of the other run's best time to that of `base`."""
     for run in runs.values():
         run.advance(LONG)  # compiles
     times = time_steps(runs)
     (other,) = runs.keys() - {base}
     on_gpu = jax.default_backend() == "gpu"
-    profiles = {name: profile(run, KERNELS_LISTED) for name, run in runs.items() if on_gpu}
+    profiles = {name: kernel_profile(run, KERNELS_LISTED) for name, run in runs.items() if on_gpu}
     ratio = times[other]["best_ms"] / times[base]["best_ms"]
     return {"ratio": ratio, "times": times, "profiles": profiles}
 
 
 def compare_sampling(model, context: int, attention) -> dict[str, Any]:
-    start = functools.partial(StepRun, model, *SAMPLING_SHAPE, context, attention)
+    start = functools.partial(StepRun, model, SAMPLING_SHAPE, context, attention)
     runs = {"greedy": start(), "sampled": start(sampling=SAMPLED)}
     entry = {"comparison": "sampling", "shape": SAMPLING_SHAPE} | compare("greedy", runs)
     return entry | {"fed": {name: run.fed() for name, run in runs.items()}}
@@ -141,8 +140,8 @@ def compare_sampling(model, context: int, attention) -> dict[str, Any]:
 
 def compare_drafting(model, draft_model, context: int, attention) -> dict[str, Any]:
     shape = (DRAFTED_BATCH, DRAFT_TOKENS + 1)
-    start = functools.partial(StepRun, model, *shape, context, attention)
-    drafter = emsjax.DraftModel(draft_model, DRAFT_TOKENS, attention_implementation=attention)
+    start = functools.partial(StepRun, model, shape, context, attention)
+    drafter = DraftModel(draft_model, DRAFT_TOKENS, attention_implementation=attention)
     runs = {"given": start(), "drafted": start(source=drafter)}
     entry = {"comparison": "drafting", "shape": shape} | compare("given", runs)
     given, drafted = (entry["times"][name]["best_ms"] for name in ("given", "drafted"))
@@ -154,29 +153,9 @@ def compare_drafting(model, draft_model, context: int, attention) -> dict[str, A
 
 
 def compare_plain(model, batch: int, context: int, attention) -> dict[str, Any]:
-    start = functools.partial(StepRun, model, batch, 1, context, attention)
+    start = functools.partial(StepRun, model, (batch, 1), context, attention)
     runs = {"bare": PlainRun(model, start().state, attention), "plain": start()}
     return {"comparison": "plain", "shape": (batch, 1)} | compare("bare", runs)
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m emsjax.benchmarks.overheads",
-        description="What sampling, drafting and the loop itself cost, with random weights.",
-    )
-    add = parser.add_argument
-    add("--model", choices=MODELS, default="opt-6.7b", help="default: %(default)s")
-    add("--draft-model", choices=MODELS, default="opt-125m", help="default: %(default)s")
-    add(
-        "--context",
-        type=positive_int,
-        default=900,
-        help="mean cached tokens of a sample (default: 900)",
-    )
-    add("--attention", choices=("triton", "xla"), help="default: the device's")
-    add("--output", type=Path, help="JSON file")
-    add("--commit", help="of the measured code (default: the checkout's)")
-    return parser
 
 
 def describe(entry: Mapping[str, Any]) -> str:
@@ -189,23 +168,16 @@ def describe(entry: Mapping[str, Any]) -> str:
     return line
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    options = make_parser().parse_args(arguments)
-    results = {
-        "command": shlex.join(["python", "-m", "emsjax.benchmarks.overheads", *arguments]),
-        **surroundings(options.commit),
-        "settings": {
-            "model": options.model,
-            "draft_model": options.draft_model,
-            "dtype": "bfloat16",
-            "context": options.context,
-            "repetitions": REPETITIONS,
-            "sampling": dataclasses.asdict(SAMPLED),
-        },
-        "comparisons": [],
+def run(options: argparse.Namespace, command: str) -> int:
+    settings = {
+        "model": options.model,
+        "draft_model": options.draft_model,
+        "dtype": "bfloat16",
+        "context": options.context,
+        "repetitions": REPETITIONS,
+        "sampling": dataclasses.asdict(SAMPLED),
     }
-    save(results, options.output)  # a place that cannot be written shows before the work
+    results = begin(options, command, settings, entries="comparisons")
     model = random_model(MODELS[options.model])
     draft_model = random_model(MODELS[options.draft_model])
     rest = options.context, options.attention
@@ -213,10 +185,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     comparisons.append(functools.partial(compare_drafting, model, draft_model, *rest))
     comparisons.append(functools.partial(compare_sampling, model, *rest))
     for measure in comparisons:
-        results["comparisons"].append(measure())
+        add_entry(measure(), results, options.output, "comparisons")
         print(describe(results["comparisons"][-1]), flush=True)
-        save(results, options.output)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(BENCHMARKS["overheads"].main())

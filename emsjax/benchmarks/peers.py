@@ -1,9 +1,9 @@
 """`emsjax bench peers`: the same prompts through `emsjax.generate` and through transformers.
 
-Both decode greedily with the same weights, and draft alike: by prompt lookup of up to 7 tokens
-behind a match of 2, and with the same draft model, 4 tokens at a time. transformers refuses to
-draft for more than one sample, so for more it decodes plainly. A figure is of whole calls, the
-host's part included; prefill is left out as the time of a call for one token.
+Both decode greedily with the same weights, and draft in the same way: by prompt lookup of up to 7
+tokens after a match of 2, and with the same draft model, 4 tokens at a time. transformers does not
+draft for more than one sample, so larger batches are decoded plainly there. Figures are of whole
+calls, including the host's work; the time of a call for one token is subtracted as prefill.
 """
 
 import dataclasses
@@ -16,16 +16,18 @@ from typing import Any
 import jax
 import numpy as np
 
-import emsjax
-from emsjax.benchmarks import add_entry
+from emsjax.benchmarks.results import add_entry
 from emsjax.benchmarks.scripted import miscopied, scripted_model
 from emsjax.benchmarks.workloads import ScriptedModels
+from emsjax.drafters import DraftModel, PromptLookup
+from emsjax.generation import generate
 from emsjax.models.checkpoint import stored_tensors, weights_of
+from emsjax.models.opt import OPT
 
 LOOKUP_TOKENS, MATCH_LENGTH, DRAFT_TOKENS = 7, 2, 4
-MISCOPIED = 0.2  # of a scripted prompt's reference, and of what a scripted draft model says
+MISCOPIED = 0.2  # share of wrong tokens in scripted prompts and scripted draft models
 METHODS = ("plain", "prompt-lookup", "draft-model")
-Generate = Callable[[str, Sequence[np.ndarray], int], list[np.ndarray]]
+Decode = Callable[[str, Sequence[np.ndarray], int], list[np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,13 +35,13 @@ class Subject:
     """Models and prompts of a comparison.
 
     Attributes:
-        prompts: those of a batch size.
-        expected: what must come out for the prompts, [b, n]; None: what plain decoding says.
+        prompts: the prompts for a batch size.
+        expected: the expected tokens for given prompts, [b, n]; None: those of plain decoding.
         end_token_ids: None: the model's own.
     """
 
-    model: emsjax.OPT
-    draft_model: emsjax.OPT | None
+    model: OPT
+    draft_model: OPT | None
     prompts: Callable[[int], Sequence[np.ndarray]]
     new_tokens: int
     expected: Callable[[Sequence[np.ndarray]], np.ndarray | None] = lambda prompts: None
@@ -51,9 +53,9 @@ class Subject:
 
 
 def scripted_subject(shape: str, draft_shape: str, new_tokens: int) -> Subject:
-    """Models of random weights that say nearly the same text; prompts hold it nearly right too.
+    """Models of random weights, scripted to output nearly the same text, which the prompts contain.
 
-    So both drafters really find what they draft, and one token in five of it is wrong.
+    Both drafters therefore really find their drafts, and one token in five of these is wrong.
     """
     models = ScriptedModels(shape, draft_shape)
     vocab = models.config.vocab_size
@@ -73,17 +75,17 @@ def scripted_subject(shape: str, draft_shape: str, new_tokens: int) -> Subject:
     return Subject(models.model, draft, prompts, new_tokens, expected, end_token_ids=())
 
 
-def ours(subject: Subject) -> Generate:
+def ours(subject: Subject) -> Decode:
     """`emsjax.generate`."""
     drafters = {
         "plain": None,
-        "prompt-lookup": emsjax.PromptLookup(MATCH_LENGTH, LOOKUP_TOKENS, search_generated=True),
+        "prompt-lookup": PromptLookup(MATCH_LENGTH, LOOKUP_TOKENS, search_generated=True),
     }
     if subject.draft_model is not None:
-        drafters["draft-model"] = emsjax.DraftModel(subject.draft_model, DRAFT_TOKENS)
+        drafters["draft-model"] = DraftModel(subject.draft_model, DRAFT_TOKENS)
 
-    def generate(method: str, prompts: Sequence[np.ndarray], new_tokens: int):
-        out = emsjax.generate(
+    def decode(method: str, prompts: Sequence[np.ndarray], new_tokens: int):
+        out = generate(
             subject.model,
             prompts,
             drafters[method],
@@ -92,14 +94,14 @@ def ours(subject: Subject) -> Generate:
         )
         return [row[:length] for row, length in zip(out.tokens, out.lengths, strict=True)]
 
-    return generate
+    return decode
 
 
 def torch_device() -> str:
-    """What torch calls the device that JAX uses.
+    """The name in torch of the device that JAX uses.
 
     Raises:
-        ImportError: there is no torch, or it cannot use that device; the message says so.
+        ImportError: torch is missing or cannot use that device.
     """
     try:
         import torch
@@ -111,11 +113,11 @@ def torch_device() -> str:
     return device
 
 
-def theirs(subject: Subject) -> Generate:
+def theirs(subject: Subject) -> Decode:
     """`generate` of transformers, on the device that JAX uses.
 
     Raises:
-        ImportError: as `torch_device` says.
+        ImportError: see `torch_device`.
     """
     device = torch_device()
     import torch
@@ -130,7 +132,7 @@ def theirs(subject: Subject) -> Generate:
     }
     if subject.draft_model is not None:
         assistant = to_torch(subject.draft_model, device)
-        # Otherwise it drafts more or fewer tokens as it goes.
+        # By default the number of draft tokens changes as decoding proceeds.
         assistant.generation_config.num_assistant_tokens = DRAFT_TOKENS
         assistant.generation_config.num_assistant_tokens_schedule = "constant"
         assistant.generation_config.assistant_confidence_threshold = 0
@@ -139,7 +141,7 @@ def theirs(subject: Subject) -> Generate:
     ends = config.eos_token_ids if subject.end_token_ids is None else subject.end_token_ids
     padding = config.pad_token_id or 0
 
-    def generate(method: str, prompts: Sequence[np.ndarray], new_tokens: int):
+    def decode(method: str, prompts: Sequence[np.ndarray], new_tokens: int):
         width = max(map(len, prompts))
         ids = np.full((len(prompts), width), padding, np.int64)
         mask = np.zeros_like(ids)
@@ -158,11 +160,11 @@ def theirs(subject: Subject) -> Generate:
             )
         return [up_to_end(row[width:], ends) for row in out.cpu().numpy()]
 
-    return generate
+    return decode
 
 
-def to_torch(model: emsjax.OPT, device: str):
-    """The model of transformers with the same weights, on the same device where it can."""
+def to_torch(model: OPT, device: str):
+    """A model of transformers with the same weights, shared where torch can use them."""
     import torch
     from transformers import OPTConfig, OPTForCausalLM
 
@@ -180,31 +182,31 @@ def to_torch(model: emsjax.OPT, device: str):
 
 
 def up_to_end(tokens: np.ndarray, ends: Sequence[int]) -> np.ndarray:
-    """Tokens up to the first end token, which is one of them."""
+    """Tokens up to and including the first end token."""
     found = np.flatnonzero(np.isin(tokens, ends))
     return tokens[: found[0] + 1] if found.size else tokens
 
 
 def measure(
-    subject: Subject, libraries: Mapping[str, Generate], batch: int, repeats: int, say
+    subject: Subject, libraries: Mapping[str, Decode], batch: int, repeats: int, say
 ) -> dict[str, Any]:
-    """The entry of this batch size, as it stands in the JSON file; all take turns."""
+    """Measure the entry of one batch size; libraries and methods take turns."""
     prompts = subject.prompts(batch)
     expected = subject.expected(prompts)
     runs = {
-        (library, method): functools.partial(generate, method, prompts)
-        for library, generate in libraries.items()
+        (library, method): functools.partial(decode, method, prompts)
+        for library, decode in libraries.items()
         for method in subject.methods
         if batch == 1 or method == "plain" or library == "emsjax"
     }
     seconds = {name: {1: [], subject.new_tokens: []} for name in runs}
     tokens, identical = {}, dict.fromkeys(runs, True)
     for repeat in range(repeats + 1):
-        for name, generate in runs.items():
+        for name, decode in runs.items():
             for count, times in seconds[name].items():
                 begin = time.perf_counter()
-                new = generate(count)
-                if repeat:  # the first time compiles, or warms up
+                new = decode(count)
+                if repeat:  # the first time includes compilation
                     times.append(time.perf_counter() - begin)
             if expected is None:
                 expected = new
@@ -217,7 +219,7 @@ def measure(
         figures = {
             "library": library,
             "method": method,
-            # Less than the clocks' noise where hardly anything is decoded.
+            # None where the difference is within the noise of the clock.
             "tokens_per_s": (tokens[library, method] - batch) / spent if spent > 0 else None,
             "prefill_s": float(np.median(times[1])),
             "seconds": {str(count): of for count, of in times.items()},
@@ -232,7 +234,7 @@ def measure(
 
 def run(
     subject: Subject,
-    libraries: Mapping[str, Generate],
+    libraries: Mapping[str, Decode],
     results: dict[str, Any],
     *,
     batch_sizes: Sequence[int],
@@ -240,7 +242,7 @@ def run(
     output: Path | None,
     say: Callable[[str], None],
 ) -> None:
-    """Measure the batch sizes that `results["entries"]` does not hold; the file grows with each."""
+    """Measure the batch sizes that are missing in `results`, and write the file after each."""
     done = {entry["batch"] for entry in results["entries"]}
     for batch in batch_sizes:
         if batch not in done:

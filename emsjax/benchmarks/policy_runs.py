@@ -1,4 +1,4 @@
-"""Draft-length policies in turns, from the same prefilled prompts; each as users would run it."""
+"""Runs of draft-length policies, which take turns from the same prefilled prompts."""
 
 import copy
 import dataclasses
@@ -11,32 +11,37 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import emsjax
-from emsjax.benchmarks import at_once
-from emsjax.benchmarks.runs import LoopRun
+from emsjax.benchmarks.runs import LoopRun, at_once
 from emsjax.policies.costs import StepCosts
+from emsjax.policies.goodput import CostCapped, Goodput
+from emsjax.policies.lengths import (
+    BassHeuristic,
+    BatchSizeTable,
+    FixedLength,
+    acceptance_curves,
+)
 
 ALL_STEPS = np.iinfo(np.int32).max // 2
 
 
 def policies(k: int, costs: StepCosts, lengths: Mapping[int, int]) -> dict[str, Any]:
-    """What is compared, by name."""
-    bass = emsjax.BassHeuristic()
-    return {f"fixed {n}": emsjax.FixedLength(n) for n in range(k + 1)} | {
+    """The policies to compare, by name."""
+    bass = BassHeuristic()
+    return {f"fixed {n}": FixedLength(n) for n in range(k + 1)} | {
         "bass": bass,
-        "bass, cost-capped": emsjax.CostCapped(bass, costs),
-        "synergy": emsjax.BatchSizeTable(lengths),
-        "goodput": emsjax.Goodput(costs),
+        "bass, cost-capped": CostCapped(bass, costs),
+        "synergy": BatchSizeTable(lengths),
+        "goodput": Goodput(costs),
     }
 
 
 def kinds(policies: Iterable[Any]) -> list[Any]:
-    """One policy of each kind: those of a kind differ in numbers and share a compiled loop."""
+    """One policy of each kind; policies of a kind differ in numbers and share a compiled loop."""
     return list({jax.tree.structure(policy): policy for policy in policies}.values())
 
 
 def compile_loops(run: LoopRun, policies: Iterable[Any]) -> None:
-    """Compile a loop for each kind of policy, all at once."""
+    """Compile a loop for each kind of policy, concurrently."""
 
     def compile_loop(policy: Any) -> None:
         loop = copy.copy(run)
@@ -48,7 +53,7 @@ def compile_loops(run: LoopRun, policies: Iterable[Any]) -> None:
 
 
 def limit(run: LoopRun, tokens: int) -> None:
-    """So many new tokens of each sample."""
+    """Limit each sample to this many new tokens."""
     limits = jnp.array(run.lengths + tokens)
     run.state = dataclasses.replace(run.state, length_limits=limits)
 
@@ -66,15 +71,16 @@ def time_policies(
     *,
     live: bool,
 ) -> dict[str, dict[str, Any]]:
-    """Speed over all drafters' draws, with which the policies take turns, and their counters.
+    """Each policy's speed over all drafters, and the loop's counters.
 
     Args:
-        live: runs end when the first sample has finished, not when all have.
+        drafters: the same drafts with acceptance drawn anew; the policies take turns with each.
+        live: runs end when the first sample has finished instead of the last.
     """
     which = "live_" if live else ""
     for policy in kinds(policies.values()):
         run.drafter, run.draft_length = drafters[0], policy
-        run.advance(ALL_STEPS)  # untimed: a device loads and records kernels as it first runs them
+        run.advance(ALL_STEPS)  # untimed: a device loads kernels when it first runs them
     totals = {name: Counter() for name in policies}
     identical = dict.fromkeys(policies, True)
     for drafter in drafters:
@@ -84,7 +90,7 @@ def time_policies(
             seconds = run.advance(steps_until_one_has_finished(run) if live else ALL_STEPS)
             tokens = int(emitted(run).sum())
             totals[name].update({f"{which}seconds": seconds, f"{which}tokens": tokens})
-            identical[name] &= says(run, expected)
+            identical[name] &= has_emitted(run, expected)
             totals[name].update(counted(run))
     untimed = dict.fromkeys(("seconds", "live_seconds", "tokens", "live_tokens"), 0)
     untimed |= dict.fromkeys(("tokens_per_s", "live_tokens_per_s"))
@@ -101,7 +107,7 @@ def time_policies(
 
 
 def counted(run: LoopRun) -> dict[str, int]:
-    """What the counters say of the last run."""
+    """The last run's counters."""
     counters = run.state.counters
     return {
         "steps": int(counters.model_calls),
@@ -114,6 +120,7 @@ def counted(run: LoopRun) -> dict[str, int]:
 
 
 def steps_until_one_has_finished(run: LoopRun) -> int:
+    """Run until the first sample has finished; returns the number of steps."""
     run.advance(1)
     while bool(run.state.active.all()):
         left = int((np.asarray(run.state.length_limits) - np.asarray(run.state.lengths)).min())
@@ -127,15 +134,15 @@ def emitted(run: LoopRun) -> np.ndarray:
     return np.asarray(run.state.lengths) - run.lengths
 
 
-def says(run: LoopRun, expected: np.ndarray) -> bool:
-    """Whether what has been emitted so far is what was expected, [b, n]."""
+def has_emitted(run: LoopRun, expected: np.ndarray) -> bool:
+    """Whether the tokens emitted so far are the expected ones, [b, n]."""
     count = expected.shape[1]
     there = np.arange(count) < emitted(run)[:, None]
     return bool((~there | (new_tokens(run, count) == expected)).all())
 
 
 def measured_acceptance(run: LoopRun, drafter, policy: Any):
-    """Mean accepted and drafted tokens by draft length, from one run with the longest."""
+    """Mean accepted and drafted tokens by draft length, from one run with the longest drafts."""
     run.drafter, run.draft_length = drafter, policy
     run.advance(ALL_STEPS)
     counters = run.state.counters
@@ -143,4 +150,4 @@ def measured_acceptance(run: LoopRun, drafter, policy: Any):
         accepted_histogram=np.asarray(counters.accepted_histogram),
         num_drafted=np.asarray(counters.num_drafted),
     )
-    return emsjax.policies.lengths.acceptance_curves(stats)
+    return acceptance_curves(stats)

@@ -1,33 +1,32 @@
-"""`python -m emsjax.benchmarks.refill`: slots that refill beside static batches.
+"""`emsjax bench refill`: slots that refill beside static batches.
 
-The same prompts of 500 to 1500 tokens, 128 new tokens each, through `emsjax.generate`: in batches
-that end with their last sequence, and in as many slots that refill. The model is a scripted one
-with random bfloat16 weights, drafts follow the profile `llma` upon prompt lookup's work, and all
-tokens are compared with the text. The sides take turns; prefill is included in both. What no
-schedule saves is timed, too: the same prompts in batches, for one new token each.
+The same prompts of 500 to 1500 tokens are completed by 128 tokens each: in batches that end with
+their last sequence, and in the same number of slots that refill. The model is a scripted one with
+random bfloat16 weights, prompt lookup does its work, the drafts follow the acceptance profile
+`llma`, and all tokens are compared with the script. The sides take turns, and both include
+prefill. The part that no schedule can save is timed as well: the same prompts in batches, with one
+new token each.
 
-The JSON file holds `command`, `hardware`, `versions`, `commit`, `settings`, and `runs`: of each
-side (`static`, `refilled`, `prompts`) `seconds`, `tokens_per_s`, `model_calls`, rows, whether all
-was `identical`, and of refilled slots the `idle_share`; `speedup` is the ratio of the best of the
-two sides, `prompt_share` the time of the prompts over that of static batches.
+The JSON file has `runs` of each side (`static`, `refilled`, `prompts`): `seconds`, `tokens_per_s`,
+`model_calls`, `identical` (whether all tokens are those of the script), and for refilled slots the
+`idle_share`. `speedup` is the ratio of the best times of both sides, and `prompt_share` the time of
+the prompts over that of static batches.
 """
 
 import argparse
-import shlex
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import emsjax
-from emsjax.benchmarks import save, surroundings
-from emsjax.benchmarks.runs import MODELS
+from emsjax.benchmarks.registry import BENCHMARKS
+from emsjax.benchmarks.results import add_entry, begin, save
 from emsjax.benchmarks.scripted import CopyAcceptance, replay, scripted_model
-from emsjax.cli.types import positive_int
+from emsjax.benchmarks.shapes import MODELS
 from emsjax.decode.layout import UNPADDED
+from emsjax.drafters import PromptLookup
 from emsjax.engine.output import assemble
 from emsjax.engine.preparation import check
 from emsjax.engine.slots import Slots, sequences_of, stacked
@@ -37,7 +36,7 @@ PROFILE = CopyAcceptance()
 
 
 class Bench:
-    """Prompts of the scripted model, decoded either way."""
+    """Prompts of the scripted model, and both ways to decode them."""
 
     def __init__(self, shape: str, prompts: int, tokens: tuple[int, int], new: int, batch: int):
         config = MODELS[shape]
@@ -48,7 +47,7 @@ class Bench:
         self.expected = text[lengths[:, None] + np.arange(new)]
         self.model, self.batch = scripted_model(config, text), batch
         k = PROFILE.max_draft_tokens
-        source = emsjax.PromptLookup(max_draft_tokens=k)
+        source = PromptLookup(max_draft_tokens=k)
         sizes = {"vocab_size": config.vocab_size, "seed": 0, "source": source}
         self.drafter = replay(PROFILE, text, batch, **sizes)
         self.options = {"max_new_tokens": new, "eos_token_ids": ()}
@@ -82,7 +81,7 @@ class Bench:
         return out.tokens, slots.counts() | {"idle_share": slots.idle_share}
 
     def run(self, side: str) -> dict[str, Any]:
-        """All prompts."""
+        """Decode all prompts."""
         start = time.perf_counter()
         tokens, counted = SIDES[side](self, self.prompts)
         seconds = time.perf_counter() - start
@@ -94,37 +93,10 @@ class Bench:
 SIDES = {"static": Bench.static, "refilled": Bench.refilled, "prompts": Bench.prompts_alone}
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m emsjax.benchmarks.refill",
-        description="Slots that refill beside static batches, with a scripted model.",
-    )
-    add = parser.add_argument
-    add("--model", choices=MODELS, default="opt-6.7b", help="default: %(default)s")
-    add("--prompts", type=positive_int, default=480, metavar="N", help="default: %(default)s")
-    add("--shortest", type=positive_int, default=500, metavar="N", help="default: %(default)s")
-    add("--longest", type=positive_int, default=1500, metavar="N", help="default: %(default)s")
-    add(
-        "--max-new-tokens", type=positive_int, default=128, metavar="N", help="default: %(default)s"
-    )
-    add("--batch-size", type=positive_int, default=24, metavar="N", help="default: %(default)s")
-    add("--repeats", type=positive_int, default=2, metavar="N", help="default: %(default)s")
-    add("--output", type=Path, metavar="FILE", help="JSON file that grows with each run")
-    add("--commit", help="of the measured code (default: the checkout's)")
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    options = make_parser().parse_args(arguments)
+def run(options: argparse.Namespace, command: str) -> int:
     names = ("model", "prompts", "shortest", "longest", "max_new_tokens", "batch_size", "repeats")
-    results = {
-        "command": shlex.join(["python", "-m", "emsjax.benchmarks.refill", *arguments]),
-        **surroundings(options.commit),
-        "settings": {name: getattr(options, name) for name in names} | {"dtype": "bfloat16"},
-        "runs": [],
-    }
-    save(results, options.output)  # a place that cannot be written shows before the work
+    settings = {name: getattr(options, name) for name in names} | {"dtype": "bfloat16"}
+    results = begin(options, command, settings, entries="runs")
     tokens = (options.shortest, options.longest)
     sizes = (options.max_new_tokens, options.batch_size)
     bench = Bench(options.model, options.prompts, tokens, *sizes)
@@ -133,10 +105,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     best: dict[str, float] = {}
     for _ in range(options.repeats):
         for side in SIDES:
-            run = bench.run(side)
-            results["runs"].append(run)
-            best[side] = min(best.get(side, run["seconds"]), run["seconds"])
-            print(run, flush=True)
+            entry = bench.run(side)
+            add_entry(entry, results, options.output, "runs")
+            best[side] = min(best.get(side, entry["seconds"]), entry["seconds"])
+            print(entry, flush=True)
         results["speedup"] = best["static"] / best["refilled"]
         results["prompt_share"] = best["prompts"] / best["static"]
         save(results, options.output)
@@ -146,4 +118,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARKS["refill"].main())

@@ -1,15 +1,16 @@
-"""The device loop at a fixed shape and context, run again and again to be timed.
+"""The device loop at a fixed shape and context, run repeatedly to be timed.
 
-Weights are random and drafts always rejected, so every step feeds the same number of rows
-and emits one token per sample. The state is put back before every run, so all runs work at
-the same contexts; the time of a step is that of a long run less that of a short one.
+Weights are random and drafts always rejected, so every step feeds the same number of rows and
+emits one token per sample. The state is reset before every run, so all runs have the same
+contexts. The time of a step follows from the difference between a long and a short run.
 """
 
 import abc
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -18,47 +19,40 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-import emsjax
-from emsjax.benchmarks import kernel_times, kernels_per_step
+from emsjax.benchmarks.device_times import kernel_times, kernels_per_step
 from emsjax.decode.base import state_after_commit
 from emsjax.decode.cache import KVCache
 from emsjax.decode.layout import UNPADDED
 from emsjax.decode.row_counts import round_up_length
 from emsjax.decode.step import DecodeState, Flat, decode_loop
+from emsjax.drafters import Draft, DraftModel
 from emsjax.drafters.replay import Overriding
+from emsjax.generation import init_state
 from emsjax.models.config import OPTConfig
+from emsjax.models.opt import OPT
+from emsjax.policies.lengths import FixedLength
+from emsjax.sampling import Sampling
 
 SHORT, LONG = 3, 13  # steps of the two runs whose difference is timed
 REPETITIONS = 7
 MAX_NEW_TOKENS = 128  # the cache has room for a whole completion, as in real use
 
 
-def opt_shape(size: int, layers: int, heads: int) -> OPTConfig:
-    return OPTConfig(
-        hidden_size=size, ffn_dim=4 * size, num_hidden_layers=layers, num_attention_heads=heads
-    )
-
-
-MODELS = {
-    "opt-125m": OPTConfig(),
-    "opt-1.3b": opt_shape(2048, 24, 32),
-    "opt-2.7b": opt_shape(2560, 32, 32),
-    "opt-6.7b": opt_shape(4096, 32, 32),
-    "opt-13b": opt_shape(5120, 40, 40),
-    "opt-30b": opt_shape(7168, 48, 56),
-    "tiny": OPTConfig(
-        vocab_size=128, hidden_size=64, ffn_dim=256, num_hidden_layers=2, num_attention_heads=4
-    ),
-}
+def at_once(function: Callable, arguments: Iterable[Any]) -> list[Any]:
+    """The function's values, computed in threads: compilation takes most of their time."""
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(function, arguments))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RejectedDrafter(Overriding):
-    """Always proposes as many tokens as it may, all of them `token_id`.
+    """Always proposes the most tokens that it may, all of them `token_id`.
 
-    With a `source` its time is paid, and the target sees the same rows as without it. With
-    `counts` [b] it proposes no more than these.
+    Attributes:
+        source: a drafter that does its work in every step; the target's rows are the same as
+            without it.
+        counts: the most tokens of each sample, [b]; None: `max_draft_tokens` of each.
     """
 
     token_id: int = dataclasses.field(metadata={"static": True})
@@ -70,58 +64,57 @@ class RejectedDrafter(Overriding):
         shape = (lengths.shape[0], self.max_draft_tokens)
         if self.counts is not None:
             draft_lengths = jnp.minimum(draft_lengths, self.counts)
-        return emsjax.Draft(jnp.full(shape, self.token_id, jnp.int32), draft_lengths)
+        return Draft(jnp.full(shape, self.token_id, jnp.int32), draft_lengths)
 
 
-def random_model(config: OPTConfig, dtype=jnp.bfloat16) -> emsjax.OPT:
-    """Random weights under which the last token id is never the likeliest."""
-    # Not under jit: that compiles the random draws of every layer anew, for longer than they take.
-    model = emsjax.OPT(config, rngs=nnx.Rngs(0), dtype=dtype)
+def random_model(config: OPTConfig, dtype=jnp.bfloat16) -> OPT:
+    """A model of random weights whose most likely token is never the last token id."""
+    # Not under jit: compiling the random draws of every layer takes longer than the draws.
+    model = OPT(config, rngs=nnx.Rngs(0), dtype=dtype)
     table = model.embed_tokens.embedding
-    # A zero embedding has logit 0, below the largest of the others, and loses a tie.
+    # A zero embedding has logit 0, which is below the largest of the others and loses a tie.
     table[...] = table[...].at[-1].set(0)
     return model
 
 
 class Run(abc.ABC):
-    """A decode loop that starts at the same prompts every time.
+    """A decode loop that starts from the same prompts every time.
 
     Attributes:
         state: has `lengths` and a `cache`, as `emsjax.DecodeState` does.
-        lengths: of the prompts.
-        long: steps of the longer one of two runs whose difference is timed.
+        lengths: the prompts' lengths in tokens, [b].
+        long: steps of the longer of the two runs whose difference is timed.
     """
 
     long = LONG
 
-    def __init__(self, model: emsjax.OPT, state: Any, attention):
+    def __init__(self, model: OPT, state: Any, attention):
         self.model, self.state, self.attention = model, state, attention
         self.lengths = np.asarray(state.lengths)
 
     @abc.abstractmethod
     def call(self, steps: int) -> tuple[Callable, tuple[Any, ...], dict[str, Any]]:
-        """A compiled function that makes so many steps of the state it is given, its arguments
-        and its options."""
+        """A jitted function that runs this many steps, its arguments and its options."""
 
     def decode(self, steps: int) -> Any:
-        """The state after so many steps; the old one is given away."""
+        """The state after this many steps; the old state is donated."""
         function, arguments, options = self.call(steps)
         return function(*arguments, **options)
 
     def compile(self) -> None:
-        """Compile the loop, for `decode` as well; nothing runs on the device meanwhile."""
+        """Compile the loop, which `decode` uses as well; nothing runs on the device meanwhile."""
         function, arguments, options = self.call(SHORT)
         function.lower(*arguments, **options).compile()
 
     def rewind(self) -> Any:
-        """The state back at the prompts: what a cache holds beyond its lengths does not count."""
+        """The state reset to the prompts: cache entries beyond its lengths are never read."""
         cache = dataclasses.replace(self.state.cache, lengths=jnp.array(self.lengths - 1))
         return dataclasses.replace(self.state, lengths=jnp.array(self.lengths), cache=cache)
 
     def advance(self, steps: int) -> float:
-        """Run so many steps from the prompts on; seconds."""
+        """Run this many steps from the prompts on; returns the seconds."""
         self.state = jax.block_until_ready(self.rewind())
-        # Outside the time: `generate` takes a model apart once, and not for each of its calls.
+        # Before the clock starts: `generate` flattens a model once, and not in each of its calls.
         function, arguments, options = self.call(steps)
         start = time.perf_counter()
         self.state = jax.block_until_ready(function(*arguments, **options))
@@ -132,9 +125,9 @@ class LoopRun(Run):
     """The library's own loop.
 
     Args:
-        state: from `emsjax.init_state`, with this drafter and policy or one like it.
-        draft_length: the policy; it may be replaced between two runs, as the drafter and the
-            layout may.
+        state: from `emsjax.init_state`, with this drafter and this policy or one of its kind.
+        draft_length: the policy. It may be replaced between two runs, and so may the drafter and
+            the layout.
     """
 
     layout = UNPADDED
@@ -171,46 +164,46 @@ class StepRun(LoopRun):
     """The device loop of one shape: `rows` rows of each of `batch` samples.
 
     Args:
-        context: mean cached tokens of a sample in the timed steps.
-        source: what drafts, at a cost; None: drafts come for nothing.
+        shape: samples, and rows of each sample in every step.
+        context: mean cached tokens per sample in the timed steps.
+        source: a drafter whose work is done in every step; None: drafts cost nothing.
         sampling: None: greedy.
-        draft_length: makes fewer rows possible: see `feed`.
-        max_new_tokens: a sample's room in the cache, beside the prompt.
+        draft_length: allows for fewer rows, see `feed`. The cache then has room for `long` steps
+            only, as several such runs exist at once.
         long: see `Run`.
 
     Raises:
-        ValueError: too short a context, or what `emsjax.init_state` refuses.
+        ValueError: the context is too short, or `emsjax.init_state` refuses the arguments.
     """
 
     def __init__(
         self,
-        model: emsjax.OPT,
-        batch: int,
-        rows: int,
+        model: OPT,
+        shape: tuple[int, int],
         context: int,
         attention,
         *,
         source: Any = None,
-        sampling: emsjax.Sampling | None = None,
-        draft_length: emsjax.FixedLength | None = None,
-        max_new_tokens: int = MAX_NEW_TOKENS,
+        sampling: Sampling | None = None,
+        draft_length: FixedLength | None = None,
         long: int = LONG,
     ):
-        self.long = long
+        self.shape, self.long = shape, long
+        batch, rows = shape
         vocab = model.config.vocab_size
-        # The middle of the timed steps, which follow SHORT others, is to have this context.
+        # The middle of the timed steps, which follow SHORT others, has this context.
         length = context - (SHORT + long) // 2 + 2
         if length < 1:
             raise ValueError(f"--context must be at least {context + 1 - length}, not {context}")
         prompts = np.random.default_rng(0).integers(5, vocab - 1, (batch, length))
-        self.shape = (batch, rows)
         drafter = RejectedDrafter(vocab - 1, rows - 1, source) if rows > 1 else None
-        state = emsjax.init_state(
+        room = long + rows if draft_length is not None else max(MAX_NEW_TOKENS, long + rows)
+        state = init_state(
             model,
             drafter,
             list(prompts),
             draft_length=draft_length,
-            max_new_tokens=max(max_new_tokens, long + rows),
+            max_new_tokens=room,
             sampling=sampling,
             key=jax.random.key(0),
             eos_token_ids=(),
@@ -219,19 +212,19 @@ class StepRun(LoopRun):
         super().__init__(model, drafter, state, attention, draft_length)
 
     def feed(self, rows: int) -> None:
-        """From now on so many rows of each sample: no more than at first, and no new compilation.
+        """Feed this many rows of each sample from now on, without a new compilation.
 
-        To be used where the run was made with a `draft_length`.
+        The run must have been created with a `draft_length` and with at least as many rows.
         """
         self.shape = (self.shape[0], rows)
-        self.draft_length = emsjax.FixedLength(rows - 1)
+        self.draft_length = FixedLength(rows - 1)
 
     def fed(self) -> dict[str, Any]:
-        """What the counters say of the last run's steps, and the contexts of the timed ones.
+        """Rows of the last run's steps by the loop's counters, and the timed steps' context.
 
         Raises:
-            RuntimeError: a step fed other rows than the shape says, or drafts were accepted
-                (when sampling, more than one in a hundred).
+            RuntimeError: a step fed another number of rows than the shape has, or drafts were
+                accepted (when sampling, more than one in a hundred).
         """
         batch, rows = self.shape
         counters = self.state.counters
@@ -256,7 +249,7 @@ class StepRun(LoopRun):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Drafting:
-    """What a draft model continues."""
+    """The texts that a draft model continues, and its cache."""
 
     tokens: Any
     lengths: Any
@@ -264,13 +257,13 @@ class Drafting:
 
 
 class DraftRun(Run):
-    """A draft model alone: in each step as many tokens of each sample as it may draft.
+    """A draft model alone, which drafts as many tokens as it may of each sample in every step.
 
     Args:
-        context: cached tokens of a sample; what they hold is left open.
+        context: cached tokens per sample; their keys and values are arbitrary.
     """
 
-    def __init__(self, drafter: emsjax.DraftModel, batch: int, context: int):
+    def __init__(self, drafter: DraftModel, batch: int, context: int):
         self.drafter = drafter
         model, width = drafter.draft_model, context + 1 + drafter.max_draft_tokens
         size = (batch, round_up_length(width))
@@ -284,13 +277,13 @@ class DraftRun(Run):
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
-def _draft(drafter: emsjax.DraftModel, state: Drafting, steps) -> Drafting:
+def _draft(drafter: DraftModel, state: Drafting, steps) -> Drafting:
     def step(_, state: Drafting) -> Drafting:
         most = jnp.full_like(state.lengths, drafter.max_draft_tokens)
         draft, cache = drafter.propose(
             state.cache, state.tokens, state.lengths, most, keys=None, sampling=None
         )
-        # Kept, or nothing would need the last of them.
+        # Stored, so that the compiler cannot drop the last draft token.
         tokens = state.tokens.at[:, -draft.tokens.shape[1] :].set(draft.tokens)
         cache = state_after_commit(drafter, cache, state.lengths)
         return dataclasses.replace(state, tokens=tokens, cache=cache)
@@ -299,11 +292,11 @@ def _draft(drafter: emsjax.DraftModel, state: Drafting, steps) -> Drafting:
 
 
 def time_steps(runs: Mapping[Any, Run], repetitions: int = REPETITIONS) -> dict[Any, dict]:
-    """Milliseconds of a step of each run, which take turns; they must have been compiled.
+    """Milliseconds of a step of each run. The runs take turns, and must have been compiled.
 
     Returns:
-        By name: `runs_ms`, the times by steps; `best_ms`, of a step, from the fastest runs;
-        `median_ms`, the median of the differences.
+        By name: `runs_ms`, the times by number of steps; `best_ms`, the time of a step from the
+        fastest runs; `median_ms`, the same from the median of the differences.
     """
     seconds = {name: [] for name in runs}
     for _ in range(repetitions):
@@ -314,7 +307,7 @@ def time_steps(runs: Mapping[Any, Run], repetitions: int = REPETITIONS) -> dict[
 
 def _step_times(seconds: np.ndarray, long: int) -> dict[str, Any]:
     ms, steps = 1e3 * seconds, long - SHORT
-    # Not the least difference: a slow short run would make that too small.
+    # Not the least difference, which one slow short run would make too small.
     return {
         "runs_ms": {str(n): ms[:, i].tolist() for i, n in enumerate((SHORT, long))},
         "best_ms": float(np.diff(ms.min(axis=0))[0]) / steps,
@@ -322,7 +315,7 @@ def _step_times(seconds: np.ndarray, long: int) -> dict[str, Any]:
     }
 
 
-def profile(run: Run, top: int) -> dict[str, Any]:
+def kernel_profile(run: Run, top: int) -> dict[str, Any]:
     """Device time of a step by kernel class, and its `top` longest kernels."""
     short, long = (kernel_times(lambda n=n: run.advance(n)) for n in (SHORT, run.long))
     return kernels_per_step(short, long, run.long - SHORT, top)

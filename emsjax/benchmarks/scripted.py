@@ -1,7 +1,8 @@
-"""Speed without trained weights: a model that says a given text, and drafts accepted as often
-as an acceptance profile has it.
+"""Scripted models and drafts, to measure speed without trained weights.
 
-Verification is real, and the output is known token for token: the text, from each prompt's end.
+A scripted model has random weights and outputs a given text; its drafts are accepted as often as
+an acceptance profile defines. Verification is real, and every output token is known: the text
+after each prompt's end.
 """
 
 import dataclasses
@@ -13,34 +14,35 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-import emsjax
 from emsjax.checks import as_token_ids, check_at_least
 from emsjax.drafters.replay import Replay
 from emsjax.models.config import POSITION_OFFSET, OPTConfig
+from emsjax.models.opt import OPT
 
-SIGNAL = 4  # of a position's entry, to all that is added to it
+SIGNAL = 4  # ratio of a position's entry to everything that layers add to it
 
 
 def scripted_model(
     config: OPTConfig, text: Sequence[int], *, dtype=jnp.bfloat16, seed: int = 0
-) -> emsjax.OPT:
-    """Random weights that say `text` [t], greedily and whatever has been said before.
+) -> OPT:
+    """A model of random weights whose greedy output is `text` [t], regardless of its input.
 
-    After position p comes text[p + 1]; from position t - 1 on, anything. The likeliest token's
-    logit l is ahead of the next one's by about l (1 - sqrt(2 ln(vocab_size) / hidden_size)).
+    The token after position p is text[p + 1]; from position t - 1 on it is arbitrary. The largest
+    logit l exceeds the next one by about l (1 - sqrt(2 ln(vocab_size) / hidden_size)).
 
     Raises:
-        ValueError: embeddings of another width than the layers, a norm after each layer, too
-            few dimensions to tell the ids apart, an `init_std` that is not above 0, ids outside
-            the vocabulary, or more than max_position_embeddings + 1 tokens.
+        ValueError: the embeddings' width differs from the layers', there is a norm after each
+            layer, there are too few dimensions to distinguish the ids, `init_std` is not above 0,
+            ids are outside the vocabulary, or there are more than max_position_embeddings + 1
+            tokens.
     """
     _check_config(config)
     text = as_token_ids("text", text, config.vocab_size)
-    limit = config.max_position_embeddings + 1  # the last token said is never fed
+    limit = config.max_position_embeddings + 1  # the last token is never fed
     if len(text) > limit:
         raise ValueError(f"text must have at most {limit} tokens, not {len(text)}")
     # Not under jit: see `random_model`.
-    model = emsjax.OPT(config, rngs=nnx.Rngs(seed), dtype=dtype)
+    model = OPT(config, rngs=nnx.Rngs(seed), dtype=dtype)
     embedding, table = model.embed_tokens.embedding[...], model.embed_positions.embedding
     entries = jnp.asarray(_multiple(config), dtype) * embedding[text[1:]]
     first = POSITION_OFFSET
@@ -52,12 +54,12 @@ def _check_config(config: OPTConfig) -> None:
     if config.has_projections:
         raise ValueError(
             f"word_embed_proj_dim must be hidden_size ({config.hidden_size}), "
-            f"not {config.word_embed_proj_dim}: the position table is to hold embeddings"
+            f"not {config.word_embed_proj_dim}: the position table must hold embeddings"
         )
     if not config.do_layer_norm_before:
         raise ValueError(
             "do_layer_norm_before must be true: a norm after each layer "
-            "shrinks what the position table put in"
+            "scales down the position table's entries"
         )
     least = math.ceil(4 * math.log(config.vocab_size))
     if config.hidden_size < least:
@@ -70,19 +72,19 @@ def _check_config(config: OPTConfig) -> None:
 
 
 def _multiple(config: OPTConfig) -> float:
-    """How often the embedding of the next token is put into the position table."""
-    # Layers see inputs of variance 1. With weights of variance w over e dimensions, values have
-    # variance w e at most, and what attention adds (w e)^2. Behind a relu, half the square is
-    # left, so the feed-forward part adds w f (w e / 2). Independent weights: variances add up.
+    """The multiple of the next token's embedding that the position table holds."""
+    # Layers have inputs of variance 1. With weights of variance w over e dimensions, values have a
+    # variance of at most w e, and attention adds (w e)^2. A relu halves the mean square, so the
+    # feed-forward part adds w f (w e / 2). Weights are independent, so variances add up.
     size, ffn, variance = config.hidden_size, config.ffn_dim, config.init_std**2
     layer = (variance * size) ** 2 + variance * ffn * variance * size / 2
     added = math.sqrt(config.num_hidden_layers * layer) / config.init_std
-    # The 1 is the fed token's own embedding; by a power of two, nothing is rounded.
+    # The 1 is the fed token's own embedding. Multiplying by a power of two rounds nothing.
     return 2.0 ** math.ceil(math.log2(SIGNAL * (1 + added)))
 
 
 def miscopied(tokens: np.ndarray, wrong: float, vocab_size: int, *, seed: int) -> np.ndarray:
-    """The tokens, each with probability `wrong` replaced by any other of the vocabulary."""
+    """The tokens, each replaced by a random other one with probability `wrong`."""
     _check_probability("wrong", wrong)
     rng = np.random.default_rng(seed)
     others = (tokens + rng.integers(1, vocab_size, tokens.shape)) % vocab_size
@@ -95,10 +97,10 @@ def _check_probability(name: str, value: float) -> None:
 
 
 class Profile(Protocol):
-    """How much is drafted and accepted, at random.
+    """Random numbers of drafted and accepted tokens.
 
     Attributes:
-        max_draft_tokens: the most that a sample drafts in a step.
+        max_draft_tokens: the most tokens that a sample drafts in a step.
     """
 
     max_draft_tokens: int
@@ -106,22 +108,22 @@ class Profile(Protocol):
     def draw(
         self, rng: np.random.Generator, batch: int, width: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Drafted tokens and the right ones among them, both int32 [batch, width].
+        """Numbers of drafted tokens and of right ones among them, both int32 [batch, width].
 
-        Every sample and position has its own: a step starts at one position of a sample.
+        They are drawn for every sample and position, as a step starts at one position of a sample.
         """
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class CopyAcceptance:
-    """Copies from a reference: all or nothing is drafted, and often the whole copy is right.
+    """Copies from a reference: a step drafts a whole copy or nothing, and often all is right.
 
     Args:
         miss: probability that nothing is drafted.
         draft_tokens: length of a copy.
         whole: probability that all of a copy is right.
-        decay: otherwise, a = 0..draft_tokens - 1 tokens are, with weights decay^a.
+        decay: otherwise the first a = 0..draft_tokens - 1 tokens are right, with weights decay^a.
 
     Raises:
         ValueError: a probability or the decay outside [0, 1], or a negative length.
@@ -155,8 +157,9 @@ class CopyAcceptance:
 class TokenAcceptance:
     """A draft model: each of `draft_tokens` tokens is right with probability `rate`.
 
-    Whether it is depends on its position, not on where the draft starts: a longer draft is never
-    worse by luck. No position is verified twice, so verdicts are independent all the same.
+    Whether a token is right depends on its position and not on where the draft starts, so that a
+    longer draft is never worse by chance. No position is verified twice, so results of
+    verification are independent nevertheless.
 
     Raises:
         ValueError: a rate outside [0, 1], or a negative number of tokens.
@@ -175,8 +178,8 @@ class TokenAcceptance:
 
     def draw(self, rng, batch, width):
         place = np.arange(width + self.draft_tokens)
-        stands = rng.random((batch, place.size)) < self.rate
-        wrong = np.where(stands, place.size, place)
+        is_right = rng.random((batch, place.size)) < self.rate
+        wrong = np.where(is_right, place.size, place)
         next_wrong = np.minimum.accumulate(wrong[:, ::-1], axis=1)[:, ::-1]
         right = np.minimum(next_wrong - place, self.draft_tokens)[:, :width].astype(np.int32)
         return np.full((batch, width), self.draft_tokens, np.int32), right
@@ -222,21 +225,21 @@ def replay(
     seed: int,
     source: Any = None,
 ) -> Replay:
-    """A drafter of `text`, accepted as the profile says.
+    """A drafter of `text` whose drafts are accepted as the profile defines.
 
     Args:
-        text: what the target says: [t], the same for all samples, or [batch, t].
-        max_draft_tokens: longer drafts are cut to it; None: the profile's.
-        seed: of the draws.
-        source: does the work of drafting, for `max_draft_tokens` tokens if its limit is open;
-            None: nobody does.
+        text: the target's output: [t], the same for all samples, or [batch, t].
+        max_draft_tokens: longer drafts are cut to it; None: the profile's limit.
+        seed: of the random draws.
+        source: a drafter that does its work in every step, for `max_draft_tokens` tokens if it has
+            no limit of its own; None: drafting costs nothing.
 
     Raises:
-        ValueError: ids outside the vocabulary, another number of texts, a batch below 1, a
+        ValueError: ids outside the vocabulary, a wrong number of texts, a batch below 1, a
             vocabulary below 2, `max_draft_tokens` below 1, or a source with a smaller limit.
     """
     check_at_least("batch", batch, 1)
-    check_at_least("vocab_size", vocab_size, 2)  # or no token is a wrong one
+    check_at_least("vocab_size", vocab_size, 2)  # so that there are wrong tokens
     k = profile.max_draft_tokens if max_draft_tokens is None else max_draft_tokens
     check_at_least("max_draft_tokens", k, 1)
     texts = [text] if np.ndim(text) < 2 else text

@@ -1,4 +1,4 @@
-"""What `emsjax bench ems-sd` decodes: a scripted model, or a trained one and a file of texts."""
+"""Models and prompts of `emsjax bench ems-sd`: scripted, or trained with a file of texts."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -6,23 +6,23 @@ from typing import Any
 
 import numpy as np
 
-import emsjax
 from emsjax.benchmarks.workloads import ScriptedModels, Workload
+from emsjax.models.opt import OPT
 
-SEQUENCES_PER_ROUND = 8  # at least: acceptance is drawn, and differs from one to the next
+SEQUENCES_PER_ROUND = 8  # at least, as acceptance is drawn for each
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """One batch to decode: what is drafted, and what must come out of it."""
+    """One batch to decode: its prompts, drafts and expected tokens."""
 
     prompts: Sequence[np.ndarray]
     drafter: Any
-    expected: np.ndarray | None = None  # [b, n]; None: what plain decoding says
+    expected: np.ndarray | None = None  # [b, n]; None: those of plain decoding
 
 
 class Scripted:
-    """Prompts of a scripted model; each round has draws of acceptance of its own."""
+    """Prompts of a scripted model; acceptance is drawn anew for each round."""
 
     end_token_ids = ()
 
@@ -31,11 +31,11 @@ class Scripted:
         self.new_tokens = workload.max_new_tokens
 
     @property
-    def model(self) -> emsjax.OPT:
+    def model(self) -> OPT:
         return self.models.model
 
     def rounds(self, batch: int, count: int) -> list[list[Task]]:
-        """The same prompts in every batch, with draws of their own."""
+        """Rounds of batches with the same prompts; acceptance is drawn anew for each batch."""
         prompts = self.models.prompts(batch, self.new_tokens)
         lengths = np.array([len(prompt) for prompt in prompts])
         expected = self.models.expected(lengths, self.new_tokens)
@@ -48,19 +48,19 @@ class Scripted:
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """Prompts of a model's user, all of them in every round."""
+    """Prompts from a file; every round decodes all of them."""
 
-    model: emsjax.OPT
+    model: OPT
     drafter: Any
     prompts: Sequence[Sequence[int]]
     new_tokens: int
     end_token_ids = None  # the model's own
 
     def rounds(self, batch: int, count: int) -> list[list[Task]]:
-        """Whole batches, in the order of the prompts; what does not fill one is left out.
+        """Full batches in the order of the prompts; a last, smaller batch is left out.
 
         Raises:
-            ValueError: not even one batch.
+            ValueError: the prompts do not fill a batch.
         """
         starts = range(0, len(self.prompts) - batch + 1, batch)
         if not starts:

@@ -1,59 +1,56 @@
-"""`python -m emsjax.benchmarks.step`: time of a decoding step beside the least the device allows.
+"""`emsjax bench step`: the time of a decoding step beside the least that the device allows.
 
-A step is draft, forward, verify and commit of the library's own device loop, here with random
-bfloat16 weights and a drafter whose proposals are always rejected: at a shape BxR every step
-feeds R rows of each of B samples and emits one token per sample. The state is put back before
-every run, so all runs work at the same contexts; the time of a step is that of 13 steps less
-that of 3, over 10. The floor counts what no step can avoid: every product takes the longer of
-reading its weights and computing, and the committed keys and values are read once.
+A step consists of draft, forward, verify and commit in the library's own device loop, here with
+random bfloat16 weights and drafts that are always rejected: at a shape BxR every step feeds R rows
+of each of B samples and emits one token per sample. The state is reset before every run, so that
+all runs have the same contexts. The time of a step is a tenth of the difference between runs of 13
+and of 3 steps. The floor counts the work that no step can avoid: every product takes the time to
+read its weights or to compute, whichever is longer, and the committed keys and values are read
+once.
 
-The JSON file holds `command`, `hardware`, `versions`, `xla_flags`, `commit`, `settings`, `rates`
-and one entry of `shapes` per shape: the runs' times in ms by steps (`runs_ms`), those of a step
-(`best_ms`: of the fastest runs; `median_ms`: of the differences), the floor in ms and the times
-over it at the reference and the measured rates (`floor_ms`, `best_ratio`, `median_ratio`), what
-the loop's counters say of the rows really fed, seconds of prefill and compilation (`setup_s`),
-and on a GPU a `profile` of device time per step by kernel class.
+The JSON file has the `rates` and an entry of `shapes` for each shape: the runs' times in ms by
+number of steps (`runs_ms`), the time of a step (`best_ms` from the fastest runs, `median_ms` from
+the differences), the floor in ms and the ratios to it at the reference and at the measured rates
+(`floor_ms`, `best_ratio`, `median_ratio`), the loop's counts of rows, seconds of prefill and
+compilation (`setup_s`), and on a GPU a `profile` of device time per step by kernel class.
 """
 
 import argparse
 import dataclasses
-import re
-import shlex
 import sys
 import time
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from emsjax.benchmarks import MEASURED_RATES, Rates, measured_rates, save, surroundings
+from emsjax.benchmarks.device_times import measured_rates
+from emsjax.benchmarks.rates import Rates
+from emsjax.benchmarks.registry import BENCHMARKS
+from emsjax.benchmarks.results import add_entry, begin
 from emsjax.benchmarks.runs import (
     LONG,
-    MODELS,
     REPETITIONS,
     StepRun,
-    profile,
+    kernel_profile,
     random_model,
     time_steps,
 )
-from emsjax.cli.types import positive_float, positive_int
+from emsjax.benchmarks.shapes import MODELS
 from emsjax.decode.kernels import resolve_kernels
 from emsjax.models.config import OPTConfig
 
 ITEM_BYTES = 2  # bfloat16
-H200 = MEASURED_RATES["NVIDIA H200"]
 
 
 def products(config: OPTConfig) -> list[tuple[int, int]]:
-    """Inputs and outputs of every product with weights that a row goes through."""
+    """Numbers of inputs and outputs of every matrix product with weights in a forward pass."""
     size, ffn = config.hidden_size, config.ffn_dim
     layer = [(size, 3 * size), (size, size), (size, ffn), (ffn, size)]
     return layer * config.num_hidden_layers + [(config.word_embed_proj_dim, config.vocab_size)]
 
 
 def floor_ms(config: OPTConfig, batch: int, rows: float, context: float, rates: Rates) -> float:
-    """The least time of a step: `rows` rows of each of `batch` samples with `context` tokens."""
+    """The least time of a step with `rows` rows of each of `batch` samples of `context` tokens."""
     seconds = sum(
         max(n * m * ITEM_BYTES / rates.read, 2 * batch * rows * n * m / rates.matmul)
         for n, m in products(config)
@@ -64,9 +61,9 @@ def floor_ms(config: OPTConfig, batch: int, rows: float, context: float, rates: 
 
 
 def measure(model, shape, context, attention, rates: dict[str, Rates], top: int) -> dict[str, Any]:
-    """Everything about one shape, as it stands in the JSON file."""
+    """Measure the entry of one shape."""
     start = time.perf_counter()
-    run = StepRun(model, *shape, context, attention)
+    run = StepRun(model, shape, context, attention)
     run.advance(LONG)  # compiles
     setup = time.perf_counter() - start
     times = time_steps({"step": run})["step"]
@@ -88,46 +85,12 @@ def measure(model, shape, context, attention, rates: dict[str, Rates], top: int)
         "floor_ms": floors,
         **ratios,
         "setup_s": setup,
-        "profile": profile(run, top) if top and jax.default_backend() == "gpu" else None,
+        "profile": kernel_profile(run, top) if top and jax.default_backend() == "gpu" else None,
     }
 
 
-def shapes(text: str) -> list[tuple[int, int]]:
-    """Batch and rows per sample of each shape in, for instance, "8x1,24x8"."""
-    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*(,[1-9]\d*x[1-9]\d*)*", text, re.ASCII):
-        raise argparse.ArgumentTypeError(
-            f"must be like 8x1,24x8 (batch x rows per sample, both at least 1), not {text!r}"
-        )
-    return [tuple(map(int, part.split("x"))) for part in text.split(",")]
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m emsjax.benchmarks.step",
-        description="Time of a decoding step with random weights, beside its floor.",
-    )
-    add = parser.add_argument
-    add("--shapes", type=shapes, default="1x1,1x8,8x1,8x8,24x1,24x8", help="default: %(default)s")
-    add("--model", choices=MODELS, default="opt-6.7b", help="default: %(default)s")
-    add("--layers", type=positive_int, help="of another depth; the floor is that model's")
-    add(
-        "--context",
-        type=positive_int,
-        default=900,
-        help="mean cached tokens of a sample (default: 900)",
-    )
-    add("--attention", choices=("None", "triton", "xla"), default="None", help="default: None")
-    known = "of the floor (default: an H200's, %(default)g)"
-    add("--read-rate", type=positive_float, default=H200.read / 1e12, help="TB/s " + known)
-    add("--matmul-rate", type=positive_float, default=H200.matmul / 1e12, help="TFLOP/s " + known)
-    add("--profile-top", type=int, default=25, help="kernels listed (default: 25; 0: no profile)")
-    add("--output", type=Path, help="JSON file")
-    add("--commit", help="of the measured code (default: the checkout's)")
-    return parser
-
-
 def report(entry: dict[str, Any]) -> None:
-    """One shape's figures, as text."""
+    """Print the figures of one shape."""
     print(
         f"{entry['shape']:>6}  best {entry['best_ms']:.3f} ms, median {entry['median_ms']:.3f} ms"
         + "".join(
@@ -146,11 +109,11 @@ def report(entry: dict[str, Any]) -> None:
             line(f"{kernel['name'][:90]} ({kernel['class']})", kernel)
 
 
-def run(options: argparse.Namespace, command: str) -> None:
+def run(options: argparse.Namespace, command: str) -> int:
     """Measure and print every shape; the JSON file grows with each.
 
     Raises:
-        ValueError: a model, context or shape that the library refuses.
+        ValueError: the library refuses the model, context or shape.
         RuntimeError: a step did not feed the rows of its shape.
     """
     config = MODELS[options.model]
@@ -169,23 +132,15 @@ def run(options: argparse.Namespace, command: str) -> None:
         "repetitions": REPETITIONS,
         "attention": resolve_kernels(attention).attention.keywords["implementation"],
     }
-    results = {"command": command, **surroundings(options.commit), "settings": settings}
+    results = begin(options, command, settings, entries="shapes")
     results["rates"] = {name: rate.describe() for name, rate in rates.items()}
-    results["shapes"] = []
-    save(results, options.output)  # a place that cannot be written shows before the work
     model = random_model(config)
     for shape in options.shapes:
         entry = measure(model, shape, options.context, attention, rates, options.profile_top)
         report(entry)
-        results["shapes"].append(entry)
-        save(results, options.output)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    options = make_parser().parse_args(arguments)
-    run(options, shlex.join(["python", "-m", "emsjax.benchmarks.step", *arguments]))
+        add_entry(entry, results, options.output, "shapes")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(BENCHMARKS["step"].main())

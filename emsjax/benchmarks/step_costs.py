@@ -1,10 +1,10 @@
-"""`emsjax profile`: what steps of a model's shape take on this device, for draft-length policies.
+"""Times of decoding steps of a model's shape on this device, for draft-length policies.
 
-Random weights of the model's configuration: their values do not change times. Of a deep model
-two slices of a few layers are timed, and every further layer taken to cost what the layers
-between them do. A step's time is modelled as a cost of its packed rows plus one of each cached
-token that is read, some of them once more where a sample has many rows; a draft model's is timed
-by itself, at some more batch sizes, for it costs no compilation of the target.
+Weights are random, as their values do not change times. For a deep model two slices with a few
+layers are timed, and the time of all layers is extrapolated linearly. The time of a step is
+modelled as a cost of its packed rows plus a cost of each cached token that is read; tokens are
+partly read again where a sample has many rows. A draft model is timed by itself, and at more batch
+sizes, as these need no compilation of the target.
 """
 
 import dataclasses
@@ -17,20 +17,30 @@ from typing import Any
 import numpy as np
 import scipy.optimize
 
-import emsjax
-from emsjax.benchmarks import at_once
-from emsjax.benchmarks.runs import LONG, SHORT, DraftRun, Run, StepRun, random_model, time_steps
+from emsjax.benchmarks.runs import (
+    LONG,
+    SHORT,
+    DraftRun,
+    Run,
+    StepRun,
+    at_once,
+    random_model,
+    time_steps,
+)
 from emsjax.decode.row_counts import row_buckets
+from emsjax.drafters import DraftModel
 from emsjax.models.config import OPTConfig
+from emsjax.models.opt import OPT
 from emsjax.policies.costs import FORMAT, TILE_ROWS, StepCosts, accepted_at_rate, synergy_lengths
+from emsjax.policies.lengths import FixedLength
 
 SLICES = (2, 6)  # layers
-# Of a run, if there is room. A GPU takes a while to slow down to what its power allows: slices
-# that ran for 13 steps at a time took up to 5 % less than their layers do in the whole model.
+# Steps of a run, if there is room. A GPU needs a while to slow down to its power limit: slices that
+# ran for 13 steps at a time took up to 5 % less than their layers do in the whole model.
 STEPS = 43
-SECONDS, REPETITIONS = 0.5, 25  # of a point's measurement, and at most
-MUCH = 0.3  # of the time of a draft step, from one batch size to the next
-DRAFTED = 8  # tokens of a draft that is timed; fewer if no more are allowed
+SECONDS, REPETITIONS = 0.5, 25  # time and most repetitions for a point
+MUCH = 0.3  # relative change of a draft step's time between batch sizes
+DRAFTED = 8  # tokens of a timed draft, at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,25 +56,25 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """What is to be timed."""
+    """The steps to time."""
 
     config: OPTConfig
     draft_config: OPTConfig | None
     dtype: Any
     batch_sizes: Sequence[int]
-    context: int  # mean cached tokens of a sample
+    context: int  # mean cached tokens per sample
     max_draft_tokens: int
     attention: str | None = None
 
     @property
     def slices(self) -> tuple[int, ...]:
-        """Layers of the models that are timed: of two slices, or of a shallow model itself."""
+        """Numbers of layers of the timed models: two slices, or a shallow model itself."""
         layers = self.config.num_hidden_layers
         return SLICES if layers > SLICES[-1] else (layers,)
 
     @property
     def steps(self) -> int:
-        """Of a run of slices: `LONG` where neither positions nor half the context have room."""
+        """Steps of the longer runs: fewer than `STEPS` if positions or the context limit them."""
         behind = self.config.max_position_embeddings - self.context - self.max_draft_tokens
         return int(np.clip(2 * min(behind, self.context // 2) - 8, LONG, STEPS))
 
@@ -72,15 +82,16 @@ class Measurement:
         """Points for every batch size, and milliseconds of a draft step by batch size.
 
         Raises:
-            ValueError: what does not fit into the positions or into memory.
+            ValueError: the runs do not fit into the positions or into memory.
         """
         slices = [
             random_model(dataclasses.replace(self.config, num_hidden_layers=count), self.dtype)
             for count in self.slices
         ]
         draft_ms = self.time_drafting(say) if self.draft_config is not None else {}
-        # One slice after the other. XLA chooses kernels for products by timing them: compiled side
-        # by side, slices had different ones for the same product, and a bucket was 14 % too dear.
+        # One slice after the other. XLA chooses kernels for products by timing them: when slices
+        # were compiled concurrently, they had different kernels for the same product, and a bucket
+        # took 14 % more time.
         runs = [started(functools.partial(self.start, model), self.batch_sizes) for model in slices]
         points = []
         for batch, of_slices in zip(self.batch_sizes, zip(*runs, strict=True), strict=True):
@@ -92,23 +103,21 @@ class Measurement:
                 )
         return points, draft_ms
 
-    def start(self, model: emsjax.OPT, batch: int) -> StepRun:
+    def start(self, model: OPT, batch: int) -> StepRun:
         return StepRun(
             model,
-            batch,
-            self.max_draft_tokens + 1,
+            (batch, self.max_draft_tokens + 1),
             self.context,
             self.attention,
-            draft_length=emsjax.FixedLength(self.max_draft_tokens),
-            max_new_tokens=self.steps + self.max_draft_tokens + 1,
+            draft_length=FixedLength(self.max_draft_tokens),
             long=self.steps,
         )
 
     def time_rows(self, runs: Sequence[StepRun]) -> Iterator[Point]:
-        """Every row bucket at the context, and the smallest at half of it; of the slices' runs."""
+        """Points of every row bucket at the context, and of the smallest at half the context."""
         batch, k1 = runs[0].shape
         buckets, before = row_buckets(batch, k1), 0
-        # The most with which caches are read once: beside more in the same bucket.
+        # The most rows with which caches are read once, beside more rows in the same bucket.
         counts = {min(TILE_ROWS, k1)}
         for bucket in buckets:
             rows = min(bucket // batch, k1)
@@ -131,10 +140,10 @@ class Measurement:
         return Point(batch, packed, batch * fed["mean_context"], ms, rows)
 
     def time_drafting(self, say: Callable[[str], None]) -> dict[int, float]:
-        """Milliseconds that each token of a draft takes, by batch size."""
+        """Milliseconds per draft token, by batch size."""
         draft_model = random_model(self.draft_config, self.dtype)
         tokens = min(DRAFTED, self.max_draft_tokens)
-        drafter = emsjax.DraftModel(draft_model, tokens, attention_implementation=self.attention)
+        drafter = DraftModel(draft_model, tokens, attention_implementation=self.attention)
         start = lambda batch: DraftRun(drafter, batch, self.context)
 
         def measure(batches: Sequence[int]) -> dict[int, float]:
@@ -149,10 +158,9 @@ class Measurement:
 
 
 def started(start: Callable[[Any], Run], subjects: Sequence[Any]) -> list[Run]:
-    """Runs of all subjects, compiled at once and warm.
+    """Runs of all subjects, compiled concurrently and warmed up.
 
-    While the loops compile nothing else runs: XLA times products to choose among their kernels,
-    and would take the wrong ones.
+    Nothing runs while the loops compile: XLA chooses kernels for products by timing them.
     """
     runs = at_once(start, subjects)
     at_once(lambda run: run.compile(), runs)
@@ -172,7 +180,7 @@ def means_between(found: dict[int, float]) -> list[int]:
 
 
 def best_ms(runs: Sequence[Run]) -> list[float]:
-    """Milliseconds of a step of each run; they take turns, as clocks may change meanwhile."""
+    """Milliseconds of a step of each run; runs take turns, as clock rates may change."""
     seconds = max(run.advance(SHORT) + run.advance(run.long) for run in runs)
     repetitions = int(np.clip(SECONDS / seconds, 3, REPETITIONS))
     times = time_steps(dict(enumerate(runs)), repetitions)
@@ -180,7 +188,7 @@ def best_ms(runs: Sequence[Run]) -> list[float]:
 
 
 def extrapolate(counts: Sequence[int], ms: Sequence[float], layers: int) -> float:
-    """The time of `layers` layers from the times of one or two counts of them."""
+    """The time of `layers` layers, extrapolated from those of one or two numbers of layers."""
     if len(counts) == 1:
         return ms[0]
     (fewer, more), (short, long) = counts, ms
@@ -188,16 +196,16 @@ def extrapolate(counts: Sequence[int], ms: Sequence[float], layers: int) -> floa
 
 
 def fit(points: Sequence[Point], draft_ms: dict[int, float]) -> tuple[StepCosts, dict[str, float]]:
-    """Costs of rows and of cached tokens by least squares of the relative error; that error.
+    """Costs of rows and of cached tokens by least squares of the relative error, and that error.
 
-    Neither more rows nor more tokens make a step faster: where times say so, it is noise.
+    Costs never decrease with rows or tokens: measured decreases are noise.
     """
     knots = sorted({point.rows for point in points})
     ms = np.array([point.ms for point in points])
     rows = np.array([point.rows for point in points])
     tokens = np.array([point.cached_tokens for point in points])
     again = tokens * [(point.sample_rows - 1) // TILE_ROWS for point in points]
-    # What the fewest rows cost, what each knot adds, and what a token does, read and read again.
+    # Costs of the fewest rows, of each further knot, and of a token that is read, and read again.
     columns = np.column_stack([rows[:, None] >= knots, tokens, again]).astype(float)
     solution, _ = scipy.optimize.nnls(columns / ms[:, None], np.ones(len(ms)))
     errors = np.abs(columns @ solution / ms - 1)
@@ -209,10 +217,10 @@ def fit(points: Sequence[Point], draft_ms: dict[int, float]) -> tuple[StepCosts,
 
 
 def fit_synergy(points: Sequence[Point], accepted: np.ndarray) -> dict[str, Any]:
-    """The quantitative model of Synergy, and how far it is from what was measured.
+    """The quantitative model of Synergy, and its error.
 
-    t_verify(b, s) = alpha_b s + beta_b for each batch size b, where s + 1 is the rows of a
-    sample, and accepted tokens l(s) = c s^gamma.
+    t_verify(b, s) = alpha_b s + beta_b for each batch size b, where s + 1 is the number of rows of
+    a sample, and accepted tokens l(s) = c s^gamma.
 
     Reference: The Synergy of Speculative Decoding and Batching, arXiv 2310.18813.
     """
@@ -237,10 +245,10 @@ def fit_synergy(points: Sequence[Point], accepted: np.ndarray) -> dict[str, Any]
 def profile(
     measurement: Measurement, acceptance_rate: float, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """The content of a profile file, but for where it was measured.
+    """The content of a profile file, except versions and hardware.
 
     Raises:
-        ValueError: an acceptance rate outside 0..1, or what cannot be measured here.
+        ValueError: an acceptance rate outside 0..1, or steps that cannot be measured here.
     """
     if not 0 < acceptance_rate < 1:
         raise ValueError(f"--acceptance-rate must be between 0 and 1, not {acceptance_rate}")

@@ -1,46 +1,45 @@
-"""`python -m emsjax.benchmarks.training`: a training step beside the rate of a large product.
+"""`emsjax bench training`: a training step beside the rate of a large matrix product.
 
-A model of random weights is trained on random tokens, by cross-entropy alone and by the
-distribution of a target as well. Counted are the model's own operations: two for each weight and
-token of the forward, twice as many of the backward, and those of causal attention; neither the
-target's, nor what is computed a second time to save memory.
+A model of random weights is trained on random tokens, with cross-entropy alone and with the
+distribution of a target as well. The count of operations is the model's own: two for each weight
+and token in the forward pass, twice as many in the backward pass, and those of causal attention.
+It includes neither the target's operations nor those that are repeated to save memory.
 
-The JSON file holds `command`, `hardware`, `versions`, `commit`, `settings`, `rates` as measured,
-and an entry of `entries` for each way to train: seconds of each step, of which the median gives
-`tokens_per_s`, `tflop_per_s` and its `share` of the measured product's rate, and on a GPU the
-longest kernels of a step.
+The JSON file has the measured `rates`, and one of the `entries` for each way to train: seconds of
+each step, whose median gives `tokens_per_s`, `tflop_per_s` and its `share` of the measured
+product's rate, and on a GPU the longest kernels of a step.
 """
 
 import argparse
-import shlex
 import sys
 import time
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from emsjax.benchmarks import Rates, kernel_times, measured_rates, save, surroundings
+from emsjax.benchmarks.device_times import kernel_times, measured_rates
 from emsjax.benchmarks.ems_sd import step_flops
-from emsjax.benchmarks.runs import MODELS, random_model
-from emsjax.cli.distil_arguments import LOSSES
-from emsjax.cli.types import positive_int
+from emsjax.benchmarks.rates import Rates
+from emsjax.benchmarks.registry import BENCHMARKS
+from emsjax.benchmarks.results import add_entry, begin
+from emsjax.benchmarks.runs import random_model
+from emsjax.benchmarks.shapes import MODELS
 from emsjax.distillation import PackedSequences, Trainer, make_optimizer
+from emsjax.terminal.options import DISTILLATION_LOSSES
 
 WARM_UP, STEPS = 3, 10
 KERNELS_LISTED = 16
 
 
 def training_flops(config, sequences: int, length: int) -> float:
-    """Of a step: see the module."""
+    """Floating-point operations of a step, counted as the module's docstring says."""
     return 3 * step_flops(config, sequences * length, (length + 1) / 2)
 
 
 def measure(trainer: Trainer, config, sequences: int, length: int, rates: Rates) -> dict[str, Any]:
-    """The entry of one way to train."""
+    """Measure the entry of one way to train."""
     rng = np.random.default_rng(0)
     documents = [rng.integers(5, config.vocab_size, length) for _ in range(sequences)]
     batch = PackedSequences(documents, length, sequences)[0]
@@ -75,54 +74,25 @@ def measure(trainer: Trainer, config, sequences: int, length: int, rates: Rates)
     return entry
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m emsjax.benchmarks.training",
-        description="A training step beside the rate of a large product, with random weights.",
-    )
-    add = parser.add_argument
-    add("--model", choices=MODELS, default="opt-125m", help="default: %(default)s")
-    add("--target", choices=MODELS, default="opt-1.3b", help="default: %(default)s")
-    add("--batch-size", type=positive_int, default=32, metavar="N", help="default: %(default)s")
-    add(
-        "--sequence-length",
-        type=positive_int,
-        default=1024,
-        metavar="N",
-        help="default: %(default)s",
-    )
-    add("--output", type=Path, metavar="FILE", help="JSON file")
-    add("--commit", help="of the measured code (default: the checkout's)")
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    options = make_parser().parse_args(arguments)
+def run(options: argparse.Namespace, command: str) -> int:
     size = (options.batch_size, options.sequence_length)
     rates = measured_rates(large=jax.default_backend() == "gpu")
-    results = {
-        "command": shlex.join(["python", "-m", "emsjax.benchmarks.training", *arguments]),
-        **surroundings(options.commit),
-        "settings": {
-            "model": options.model,
-            "target": options.target,
-            "dtype": "bfloat16",
-            "batch_size": size[0],
-            "sequence_length": size[1],
-        },
-        "rates": rates.describe(),
-        "entries": [],
+    settings = {
+        "model": options.model,
+        "target": options.target,
+        "dtype": "bfloat16",
+        "batch_size": size[0],
+        "sequence_length": size[1],
     }
-    save(results, options.output)  # a place that cannot be written shows before the work
+    results = begin(options, command, settings)
+    results["rates"] = rates.describe()
     model = random_model(MODELS[options.model])
-    for losses in ({"cross-entropy": 1.0}, LOSSES):
+    for losses in ({"cross-entropy": 1.0}, DISTILLATION_LOSSES):
         optimizer = make_optimizer(1000, 1e-3, warm_up=100, weight_decay=0.1)
         target = random_model(MODELS[options.target]) if len(losses) > 1 else None
         trainer = Trainer(model, optimizer, losses, target=target, dtype=jnp.bfloat16)
         entry = {"losses": losses, **measure(trainer, model.config, *size, rates)}
-        results["entries"].append(entry)
-        save(results, options.output)
+        add_entry(entry, results, options.output)
         print(
             f"{', '.join(losses)}: {1e3 * np.median(entry['steps_s']):.1f} ms a step, "
             f"{entry['tokens_per_s']:.0f} tokens/s, {entry['tflop_per_s']:.1f} TFLOP/s, "
@@ -132,7 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for kernel in entry["kernels"]:
             print("{ms:10.3f} ms {launches:5d}x  {name:.90}".format(**kernel))
         del trainer
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(BENCHMARKS["training"].main())

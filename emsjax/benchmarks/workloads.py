@@ -1,4 +1,4 @@
-"""What `emsjax bench` decodes: the embedded models, or a scripted model of a larger shape."""
+"""Models, prompts and drafts of benchmarks: the embedded pair, or scripted models."""
 
 import dataclasses
 import functools
@@ -9,8 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-import emsjax
-from emsjax.benchmarks.runs import MODELS, random_model
+from emsjax.benchmarks.runs import random_model
 from emsjax.benchmarks.scripted import (
     CopyAcceptance,
     Mixed,
@@ -19,22 +18,25 @@ from emsjax.benchmarks.scripted import (
     replay,
     scripted_model,
 )
-from emsjax.demo import DRAFT, PROMPTS, TARGET
+from emsjax.benchmarks.shapes import MODELS
+from emsjax.drafters import DraftModel, PromptLookup
+from emsjax.embedded import DRAFT, PROMPTS, TARGET
 from emsjax.models.config import OPTConfig
+from emsjax.models.opt import OPT
 
-PROMPT_TOKENS = (700, 1100)  # of a scripted model's prompts: 900 on average
+PROMPT_TOKENS = (700, 1100)  # length of scripted models' prompts: 900 on average
 CALIBRATION_SEED, CALIBRATION_DRAWS = 2**31, 4096
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What is drafted, by whom, and how often it stands.
+    """A way to draft, and how often the drafts are accepted.
 
     Attributes:
-        source: "prompt-lookup" or "model": whose drafting is paid for.
-        max_new_tokens: of every sample.
-        profile: of acceptance; None: the source's own drafts.
-        live: whether to time the run until the first sample has finished, not until all have.
+        source: "prompt-lookup" or "model": the drafter that does its work.
+        max_new_tokens: new tokens of every sample.
+        profile: the acceptance of the drafts; None: the source's own drafts are used.
+        live: whether runs are timed until the first sample has finished instead of the last.
     """
 
     source: str
@@ -46,8 +48,8 @@ class Workload:
 SCRIPTED = {
     "llma": Workload("prompt-lookup", 128, CopyAcceptance()),
     "poor": Workload("prompt-lookup", 128, TokenAcceptance(0.2, 16)),
-    # Half of the samples copy, half do not, and those alone would decide how long a whole run
-    # takes. Longer, so that all are live for a while.
+    # Half of the samples have bad drafts, and they alone would determine the time of a whole run.
+    # The runs are longer than others, so that all samples are live for a while.
     "mixed": Workload(
         "prompt-lookup",
         256,
@@ -57,15 +59,18 @@ SCRIPTED = {
     "draft-model": Workload("model", 128, TokenAcceptance(0.8, 16)),
     "poor-draft-model": Workload("model", 128, TokenAcceptance(0.2, 16)),
 }
-EMBEDDED = {"prompt-lookup": Workload("prompt-lookup", 64), "model": Workload("model", 64)}
+EMBEDDED_WORKLOADS = {
+    "prompt-lookup": Workload("prompt-lookup", 64),
+    "model": Workload("model", 64),
+}
 
 
 class ScriptedModels:
-    """Models of a large shape with random weights, of which the target says a known text.
+    """Models of random weights; the target is scripted to output a known text.
 
     Args:
         dtype: None: bfloat16.
-        prompt_tokens: least and most tokens of a prompt; None: 700 and 1100.
+        prompt_tokens: the least and the most tokens of a prompt; None: 700 and 1100.
     """
 
     workloads = SCRIPTED
@@ -84,11 +89,11 @@ class ScriptedModels:
         return np.random.default_rng(1).integers(5, self.config.vocab_size, size)
 
     @functools.cached_property
-    def model(self) -> emsjax.OPT:
+    def model(self) -> OPT:
         return scripted_model(self.config, self.text, dtype=self.dtype)
 
     @functools.cached_property
-    def draft_model(self) -> emsjax.OPT:
+    def draft_model(self) -> OPT:
         return random_model(self.draft_config, self.dtype)
 
     def prompts(self, batch: int, max_new_tokens: int) -> list[np.ndarray]:
@@ -106,7 +111,7 @@ class ScriptedModels:
         return [rng.integers(5, self.config.vocab_size, length) for length in lengths]
 
     def drafters(self, workload: Workload, batch: int, k: int, repeats: int) -> Sequence[Any]:
-        """One for each repeat: the same shapes with draws of their own."""
+        """One drafter per repeat, with acceptance drawn anew for each."""
         source = source_of(workload, k, self)
         vocab = self.config.vocab_size
         return [
@@ -123,11 +128,11 @@ class ScriptedModels:
         ]
 
     def expected(self, lengths: np.ndarray, max_new_tokens: int) -> np.ndarray:
-        """Each sample's new tokens, [b, n]."""
+        """The new tokens of each sample, [b, n]."""
         return self.text[lengths[:, None] + np.arange(max_new_tokens)]
 
     def acceptance(self, workload: Workload, batch: int, k: int):
-        """Mean accepted and drafted tokens by draft length 0..k, from draws of their own."""
+        """Mean accepted and drafted tokens by draft length 0..k, from separate draws."""
         rng = np.random.default_rng(CALIBRATION_SEED)
         counts, right = workload.profile.draw(rng, batch, max(1, CALIBRATION_DRAWS // batch))
         mean = lambda values: np.array([np.minimum(values, n).mean() for n in range(k + 1)])
@@ -135,9 +140,9 @@ class ScriptedModels:
 
 
 class EmbeddedModels:
-    """The trained pair that comes with the library, and its prompts, over and over."""
+    """The trained pair that comes with the library, and its prompts, repeated to fill a batch."""
 
-    workloads = EMBEDDED
+    workloads = EMBEDDED_WORKLOADS
     batch_sizes = (1, 8)
     dtype = jnp.float32
 
@@ -145,12 +150,12 @@ class EmbeddedModels:
         self.describe = {"shape": "embedded", "draft_shape": "embedded"}
 
     @functools.cached_property
-    def model(self) -> emsjax.OPT:
-        return emsjax.OPT.from_pretrained(TARGET, dtype=self.dtype)
+    def model(self) -> OPT:
+        return OPT.from_pretrained(TARGET, dtype=self.dtype)
 
     @functools.cached_property
-    def draft_model(self) -> emsjax.OPT:
-        return emsjax.OPT.from_pretrained(DRAFT, dtype=self.dtype)
+    def draft_model(self) -> OPT:
+        return OPT.from_pretrained(DRAFT, dtype=self.dtype)
 
     @property
     def config(self) -> OPTConfig:
@@ -168,17 +173,17 @@ class EmbeddedModels:
         return [ids[i % len(ids)] for i in range(batch)]
 
     def drafters(self, workload: Workload, batch: int, k: int, repeats: int) -> Sequence[Any]:
-        return [source_of(workload, k, self)] * repeats  # nothing is drawn
+        return [source_of(workload, k, self)] * repeats  # nothing is random
 
     def expected(self, lengths, max_new_tokens) -> None:
-        """Not known before plain decoding."""
+        """None: unknown before plain decoding."""
 
     def acceptance(self, workload, batch, k) -> None:
-        """Not known before a run."""
+        """None: unknown before a run."""
 
 
 def source_of(workload: Workload, k: int, models) -> Any:
-    """The drafter whose work is done."""
+    """The drafter that does the workload's work."""
     if workload.source == "prompt-lookup":
-        return emsjax.PromptLookup(max_draft_tokens=k)
-    return emsjax.DraftModel(models.draft_model, k)
+        return PromptLookup(max_draft_tokens=k)
+    return DraftModel(models.draft_model, k)

@@ -1,1 +1,1 @@
-"""The commands that measure: what `emsjax profile` and `emsjax bench` do with their options."""
+"""The commands of `emsjax`, each with its options in a module beside it."""

@@ -1,4 +1,4 @@
-"""`emsjax distil`: a draft model for a target, as a command."""
+"""`emsjax distil`: train a draft model for a target."""
 
 import argparse
 import dataclasses
@@ -14,18 +14,19 @@ import jax
 import numpy as np
 from flax import nnx
 
-import emsjax
 from emsjax import distillation, plotting
-from emsjax.benchmarks import surroundings
-from emsjax.cli.drafting import read_config, revision_of
-from emsjax.cli.reporting import line, make_console, progress
+from emsjax.benchmarks.results import surroundings
 from emsjax.distillation.losses import check_losses
 from emsjax.distillation.model_card import gains, model_card
 from emsjax.distillation.pruning import PROJECTED, num_parameters, pruned_config
 from emsjax.distillation.sequences import MIN_TOKENS
 from emsjax.distillation.texts import hold_out, read_texts, tokenize
 from emsjax.models.config import OPTConfig
+from emsjax.models.opt import OPT
 from emsjax.records.output import write_atomically
+from emsjax.terminal.models import load_config, revision_of
+from emsjax.terminal.options import flag
+from emsjax.terminal.reporting import line, make_console, progress
 
 RECORD = "distillation.json"  # settings of the run, and when it is done its results
 GENERATIONS, CHECKPOINTS, FIGURE = "generations.json", "checkpoints", "distillation.png"
@@ -33,20 +34,20 @@ Documents = list[np.ndarray]
 
 
 def distil(options: argparse.Namespace, command: str) -> int:
-    """Train a draft model, or go on with it, and say what it gains.
+    """Train a draft model, or resume its training, and print the speed-up.
 
     Raises:
-        ValueError: bad texts, sizes, losses or models, or an output folder that holds something
-            else. Nothing has been done then.
+        ValueError: bad texts, sizes, losses or models, or an output folder with other content.
+            Nothing has been written then.
     """
     check_losses(options.losses)
-    if options.dtype is None:  # never float16: gradients may vanish in it
+    if options.dtype is None:  # never float16, in which gradients may vanish
         options.dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     files = [path for path in (options.data, options.held_out_data) if path is not None]
     if len(files) == 2 and files[0].resolve() == files[1].resolve():
         raise ValueError("--held-out-data is --data: its texts would be trained on")
     texts = {path: read_texts(path, options.text_template) for path in files}
-    config = read_config(options.target, options.revision)
+    config = load_config(options.target, options.revision)
     draft_config = check_draft(options, config)
     held_out, training = prepare(options, texts, config, draft_config)
     record = open_output(options)
@@ -66,11 +67,14 @@ def distil(options: argparse.Namespace, command: str) -> int:
 
 
 def check_draft(options: argparse.Namespace, config: OPTConfig) -> OPTConfig:
-    """The draft model's architecture, for a target of this one.
+    """The draft model's architecture.
+
+    Args:
+        config: the target's architecture.
 
     Raises:
-        ValueError: sizes that do not suit the target, another vocabulary, or a draft that is not
-            smaller than its target.
+        ValueError: sizes that do not suit the target, another vocabulary, or a draft model that
+            is not smaller than the target.
     """
     if options.draft_model is None:
         if options.layers is None or options.width is None:
@@ -86,8 +90,8 @@ def check_draft(options: argparse.Namespace, config: OPTConfig) -> OPTConfig:
         if getattr(options, name) is not None:
             raise ValueError(f"--{name}: --draft-model has its own")
     if options.start == "random":
-        raise ValueError("--start random: --draft-model is what training starts with")
-    draft = read_config(options.draft_model, options.draft_revision)
+        raise ValueError("--start random: training starts with --draft-model")
+    draft = load_config(options.draft_model, options.draft_revision)
     for name in ("vocab_size", "max_position_embeddings"):
         sizes = [getattr(one, name) for one in (draft, config)]
         if sizes[0] != sizes[1]:
@@ -102,8 +106,8 @@ def check_draft(options: argparse.Namespace, config: OPTConfig) -> OPTConfig:
 
 
 def size_of(config: OPTConfig) -> int:
-    """Parameters of a model of this architecture."""
-    return num_parameters(nnx.eval_shape(lambda: emsjax.OPT(config, rngs=nnx.Rngs(0))))
+    """Number of parameters of a model with this architecture."""
+    return num_parameters(nnx.eval_shape(lambda: OPT(config, rngs=nnx.Rngs(0))))
 
 
 def prepare(
@@ -112,18 +116,17 @@ def prepare(
     config: OPTConfig,
     draft_config: OPTConfig,
 ) -> tuple[Documents, Documents]:
-    """The documents held out and those to train on, given the texts of each file.
+    """The held-out documents and those to train on, from the texts of each file.
 
     Raises:
-        ValueError: too few texts or tokens, another vocabulary, lengths that the models have no
-            positions for, rates that are none, or a batch that cannot be dealt out to the devices.
+        ValueError: too few texts or tokens, another vocabulary, lengths beyond the models'
+            positions, invalid rates, or a batch that cannot be divided among the devices.
     """
     positions = min(config.max_position_embeddings, draft_config.max_position_embeddings)
     for name, least in (("sequence_length", MIN_TOKENS), ("max_new_tokens", 1)):
         value, most = getattr(options, name), positions - (name == "max_new_tokens")
         if not least <= value <= most:
-            option = "--" + name.replace("_", "-")
-            raise ValueError(f"{option} must be in {least}..{most}, not {value}")
+            raise ValueError(f"{flag(name)} must be in {least}..{most}, not {value}")
     if options.draft_tokens >= options.max_new_tokens:
         raise ValueError(
             f"--draft-tokens must be below --max-new-tokens {options.max_new_tokens}, not "
@@ -132,8 +135,8 @@ def prepare(
     for name, zero in (("learning_rate", False), ("weight_decay", True), ("temperature", True)):
         value = getattr(options, name)
         if not (math.isfinite(value) and (value > 0 or (zero and value == 0))):
-            option, least = "--" + name.replace("_", "-"), ">= 0" if zero else "> 0"
-            raise ValueError(f"{option} must be finite and {least}, not {value}")
+            least = ">= 0" if zero else "> 0"
+            raise ValueError(f"{flag(name)} must be finite and {least}, not {value}")
     devices = len(jax.local_devices())
     if options.batch_size % devices:
         raise ValueError(
@@ -161,10 +164,10 @@ def prepare(
 
 
 def open_output(options: argparse.Namespace) -> dict[str, Any]:
-    """The output folder's record: that of a run with these options, new if the folder is.
+    """The record in the output folder of a run with these options; a new folder gets a new one.
 
     Raises:
-        ValueError: the folder holds something else, or a run with other options.
+        ValueError: the folder has other content, or a run with other options.
     """
     left_out = {"command", "data", "held_out_data", "output", "checkpoint_every"}
     settings = {name: value for name, value in vars(options).items() if name not in left_out}
@@ -185,9 +188,9 @@ def open_output(options: argparse.Namespace) -> dict[str, Any]:
         if changes:
             raise ValueError(f"--output: {folder} is from another run: {'; '.join(changes)}")
         return record
-    unfinished = {RECORD + ".tmp"}  # of a run that was killed as it began
+    unfinished = {RECORD + ".tmp"}  # left by a run that was killed as it began
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--output: {folder} is no folder")
+        raise ValueError(f"--output: {folder} is not a folder")
     folder.mkdir(parents=True, exist_ok=True)
     if {path.name for path in folder.iterdir()} - unfinished:
         raise ValueError(f"--output: {folder} holds something else")
@@ -203,12 +206,12 @@ def run(
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Train, save and evaluate."""
-    load = emsjax.OPT.from_pretrained
+    load = OPT.from_pretrained
     target = load(options.target, dtype=options.dtype, revision=options.revision)
     if options.draft_model is not None:
         start = load(options.draft_model, dtype="float32", revision=options.draft_revision)
     elif options.start == "random":
-        start = emsjax.OPT(draft_config, rngs=nnx.Rngs(options.seed), dtype="float32")
+        start = OPT(draft_config, rngs=nnx.Rngs(options.seed), dtype="float32")
     else:
         sizes = (options.layers, options.width, options.embeddings)
         start = distillation.prune(target, *sizes, documents=training)
@@ -235,10 +238,8 @@ def run(
     return results
 
 
-def generations(
-    options: argparse.Namespace, target: emsjax.OPT, training: Documents, say
-) -> Documents:
-    """The target's own continuations; those that the output folder holds already."""
+def generations(options: argparse.Namespace, target: OPT, training: Documents, say) -> Documents:
+    """The target's continuations, read from the output folder if it has them."""
     path = options.output / GENERATIONS
     if not options.generations:
         return []
@@ -257,7 +258,7 @@ def generations(
 
 
 def train(options: argparse.Namespace, start, target, training: Documents, say):
-    """The trained model and its losses, from the newest checkpoint on."""
+    """The trained model and its losses; training resumes at the newest checkpoint."""
     optimizer = distillation.make_optimizer(
         options.steps,
         options.learning_rate,
@@ -285,7 +286,7 @@ def train(options: argparse.Namespace, start, target, training: Documents, say):
 
 
 def finish(folder: Path, record: dict[str, Any], say: Callable[[str], None]) -> None:
-    """All that is written when the results are there; the record last, as the run is done then."""
+    """Write everything that needs the results; the record is last, as it marks the run as done."""
     from transformers import AutoTokenizer
 
     settings = record["settings"]
@@ -301,6 +302,6 @@ def finish(folder: Path, record: dict[str, Any], say: Callable[[str], None]) -> 
 
 
 def clean_up(folder: Path) -> None:
-    """Remove what only a run that is not finished needs."""
+    """Remove the files that only an unfinished run needs."""
     shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
     (folder / GENERATIONS).unlink(missing_ok=True)

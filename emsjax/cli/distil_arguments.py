@@ -1,11 +1,15 @@
-"""The options of `emsjax distil`. No heavy imports."""
+"""The options of `emsjax distil`. This module imports nothing heavy."""
 
 import argparse
 from pathlib import Path
 
-from emsjax.cli.types import DTYPES, count, loss_weights, positive_int
-
-LOSSES = {"forward-kl": 0.9, "cross-entropy": 0.1}
+from emsjax.terminal.options import (
+    DISTILLATION_LOSSES,
+    DTYPES,
+    count,
+    loss_weights,
+    positive_int,
+)
 
 
 def add_distil_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,10 +31,14 @@ def add_distil_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         type=Path,
         metavar="DIR",
-        help="folder for the draft model, new or of a run that was stopped",
+        help="folder for the draft model: new, or of an interrupted run",
     )
-    add("--layers", **number, help="of the draft model, cut out of the target")
-    add("--width", **number, help="its hidden size: a multiple of the size of the target's heads")
+    add("--layers", **number, help="number of layers of the draft model, cut out of the target")
+    add(
+        "--width",
+        **number,
+        help="its hidden size: a multiple of the target's head size",
+    )
     add(
         "--embeddings",
         choices=("projected", "shared"),
@@ -41,20 +49,24 @@ def add_distil_arguments(parser: argparse.ArgumentParser) -> None:
         "--start",
         choices=("pruned", "random"),
         default="pruned",
-        help="weights cut out of the target, ahead in short runs, or random ones of the same "
-        "sizes, which may overtake them in long runs (default: %(default)s)",
+        help="weights cut out of the target, which are better in short runs, or random ones of the "
+        "same sizes, which may be better in long runs (default: %(default)s)",
     )
-    add("--draft-model", metavar="DIR_OR_ID", help="to train on, not a part of the target")
+    add(
+        "--draft-model",
+        metavar="DIR_OR_ID",
+        help="train this model, not a part of the target",
+    )
     add("--draft-revision", metavar="REVISION", help="branch, tag or commit of the draft model")
     add("--steps", **number, default=5000, help=shown)
-    add("--batch-size", **number, default=32, help="sequences of a step (default: %(default)s)")
+    add("--batch-size", **number, default=32, help="sequences per step (default: %(default)s)")
     add("--sequence-length", **number, default=1024, help="tokens (default: %(default)s)")
     add(
         "--losses",
         type=loss_weights,
-        default=LOSSES,
+        default=DISTILLATION_LOSSES,
         metavar="NAME=WEIGHT,...",
-        help="of cross-entropy, forward-kl, reverse-kl, total-variation "
+        help="weights of cross-entropy, forward-kl, reverse-kl, total-variation "
         "(default: forward-kl=0.9,cross-entropy=0.1)",
     )
     add("--learning-rate", type=float, default=1e-3, metavar="RATE", help="peak; " + shown)
@@ -63,21 +75,21 @@ def add_distil_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--dtype",
         choices=DTYPES,
-        help="to compute in; default: float32 on a CPU, bfloat16 on other devices",
+        help="type to compute in; default: float32 on a CPU, bfloat16 on other devices",
     )
     add(
         "--generations",
         type=count,
         default=512,
         metavar="N",
-        help="continuations of texts by the target to train on as well (default: %(default)s)",
+        help="continuations of texts by the target, to train on as well (default: %(default)s)",
     )
     add(
         "--temperature",
         type=float,
         default=1.0,
-        help="of the continuations: that at which you will decode; 0: greedy "
-        "(default: %(default)s)",
+        help="temperature of the continuations: choose the one that you will decode with; "
+        "0: greedy (default: %(default)s)",
     )
     add(
         "--held-out",
@@ -89,9 +101,9 @@ def add_distil_arguments(parser: argparse.ArgumentParser) -> None:
         "--held-out-data",
         type=Path,
         metavar="FILE",
-        help="take the first of this file as those, and train on all of --data",
+        help="evaluate on the first texts of this file, and train on all of --data",
     )
-    add("--max-new-tokens", **number, default=128, help="of each continuation; " + shown)
-    add("--draft-tokens", **number, default=4, help="of a step, in evaluation; " + shown)
+    add("--max-new-tokens", **number, default=128, help="new tokens of each continuation; " + shown)
+    add("--draft-tokens", **number, default=4, help="draft tokens per step in evaluation; " + shown)
     add("--checkpoint-every", **number, default=500, help="steps; " + shown)
     add("--seed", type=int, default=0, help=shown)

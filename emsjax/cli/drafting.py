@@ -1,4 +1,4 @@
-"""Who drafts in `emsjax generate`, and how much; models' configurations, without their weights."""
+"""The drafter and the draft-length policy of `emsjax generate`."""
 
 import shlex
 from collections.abc import Mapping
@@ -7,44 +7,33 @@ from typing import Any
 
 from rich.console import Console
 
-from emsjax.cli.arguments import RunOptions, flag
-
-
-def read_config(model: str, revision: str | None):
-    """A model's `OPTConfig`, without its weights."""
-    from transformers import AutoConfig
-
-    from emsjax.models.config import OPTConfig
-
-    config = AutoConfig.from_pretrained(model, **revision_of(revision))
-    return OPTConfig.from_dict(config.to_dict())
-
-
-def revision_of(revision: str | None) -> dict[str, str]:
-    return {} if revision is None else {"revision": revision}
+from emsjax.cli.generate_arguments import RunOptions
+from emsjax.terminal.models import load_config
+from emsjax.terminal.options import flag
 
 
 def load_drafter(options: RunOptions, target, tokenizer_size: int, positions: int):
-    """The drafter, for a target of this configuration that uses up to `positions` positions.
+    """The drafter for a target with this configuration that uses up to `positions` positions.
 
     Raises:
-        ValueError: a draft model that does not suit it.
+        ValueError: the draft model does not suit the target.
     """
-    import emsjax
+    from emsjax.drafters import DraftModel, PromptLookup
+    from emsjax.models.opt import OPT
 
     if options.drafter == "none":
         return None
     if options.drafter == "prompt-lookup":
-        return emsjax.PromptLookup(
+        return PromptLookup(
             match_length=options.match_length,
             max_draft_tokens=options.max_draft_tokens,
             search_generated=options.search_generated,
         )
-    model = emsjax.OPT.from_pretrained(
+    model = OPT.from_pretrained(
         options.draft_model, dtype=options.dtype, revision=options.draft_revision
     )
     same_size = model.config.vocab_size == target.vocab_size
-    drafter = emsjax.DraftModel(
+    drafter = DraftModel(
         model, options.max_draft_tokens, vocab_size=None if same_size else tokenizer_size
     )
     drafter.check_target(target, positions)
@@ -52,14 +41,14 @@ def load_drafter(options: RunOptions, target, tokenizer_size: int, positions: in
 
 
 def resolve(options: RunOptions, target, profile_path: Path | None) -> dict[str, Any]:
-    """What follows from the options and from what is stored on this machine, as JSON.
+    """The choices that depend on the options and on this machine's stored profiles, as JSON.
 
     Args:
         target: the model's configuration.
-        profile_path: of a profile to use, not the stored one.
+        profile_path: a profile to use instead of the stored one.
 
     Raises:
-        ValueError: no profile where one is needed, or one of something else.
+        ValueError: a profile is needed and missing, or belongs to other models.
     """
     if options.draft_length is None:
         return {}
@@ -67,7 +56,7 @@ def resolve(options: RunOptions, target, profile_path: Path | None) -> dict[str,
 
     draft_config = None
     if options.draft_model is not None:
-        draft_config = read_config(options.draft_model, options.draft_revision)
+        draft_config = load_config(options.draft_model, options.draft_revision)
     wanted = profile_store.subject(target, draft_config, options.dtype)
     advice = profile_command(options)
     return {
@@ -76,7 +65,7 @@ def resolve(options: RunOptions, target, profile_path: Path | None) -> dict[str,
 
 
 def profile_command(options: RunOptions) -> str:
-    """What measures the steps of these models."""
+    """The command that measures the steps of these models."""
     names = ("model", "revision", "draft_model", "draft_revision", "dtype")
     given = [(name, getattr(options, name)) for name in names]
     words = [word for name, value in given if value is not None for word in (flag(name), value)]
@@ -84,7 +73,7 @@ def profile_command(options: RunOptions) -> str:
 
 
 def draft_policy(options: RunOptions, resolved: Mapping, resumed: bool, console: Console):
-    """The draft-length policy; one line on the console says which and why."""
+    """The draft-length policy; prints one line that names it and the reason."""
     from emsjax.policies import profiles as profile_store
 
     chosen = resolved.get("draft_length")

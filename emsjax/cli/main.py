@@ -1,132 +1,126 @@
 """The command line. Heavy imports wait until a command needs them: `--help` is quick."""
 
 import argparse
-import os
+import dataclasses
 import shlex
 import sys
-from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
-from emsjax.cli import generate as batch_run
-from emsjax.cli.arguments import DRAFTER_OPTIONS, RunOptions, flag, make_parser
+from emsjax.benchmarks.registry import BENCHMARKS
+from emsjax.cli.distil_arguments import add_distil_arguments
+from emsjax.cli.generate_arguments import add_generate_arguments, run_options
+from emsjax.cli.profile_arguments import add_profile_arguments
+from emsjax.terminal.options import OneLineErrorParser
+from emsjax.terminal.reporting import exit_code, own_version
 
 
-def own_version() -> str:
-    try:
-        return version("emsjax")
-    except PackageNotFoundError:  # run from a checkout that is not installed
-        return "(not installed)"
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A command.
 
-
-def run_options(arguments: argparse.Namespace) -> RunOptions:
-    """The options that change results, from the parsed arguments.
-
-    Raises:
-        ValueError: options that contradict each other, sampling values out of
-            range, or a path as a model that is no folder.
+    Attributes:
+        help: its line in the list of commands.
+        description: the beginning of its own help text.
+        run: runs it, given the parsed options and the command line; returns the exit code.
+        add_options: adds its options to a parser.
+        resumes: an interrupted run continues when it is started again.
     """
-    given = dict(vars(arguments))
-    complete_drafter_options(given)
-    check_sampling(given)
-    if given["keep"] != "first" and given["max_prompt_tokens"] is None:
-        raise ValueError("--keep needs --max-prompt-tokens: without it no prompt is cut")
-    resolve_models(given)
-    from emsjax.device import dtype_name
 
-    given["dtype"] = dtype_name(given["dtype"])
-    return RunOptions(**{name: given[name] for name in RunOptions.__dataclass_fields__})
+    help: str
+    description: str
+    run: Callable[[argparse.Namespace, str], int]
+    add_options: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+    resumes: bool = False
 
 
-def complete_drafter_options(given: dict[str, Any]) -> None:
-    """Set the drafter's own options that were not given.
+def demo(options: argparse.Namespace, command: str) -> int:
+    from emsjax.demo import demo
 
-    Raises:
-        ValueError: an option of another drafter, no draft model, or a profile for a policy that
-            reads none.
-    """
-    own = DRAFTER_OPTIONS[given["drafter"]]
-    for name in (name for options in DRAFTER_OPTIONS.values() for name in options):
-        if given[name] and name not in own:
-            owners = [drafter for drafter, options in DRAFTER_OPTIONS.items() if name in options]
-            raise ValueError(f"{flag(name)} is an option of --drafter {' or '.join(owners)}")
-    if (given["draft_length"] or "").isdecimal():  # room for just these
-        given["max_draft_tokens"] = given["max_draft_tokens"] or max(1, int(given["draft_length"]))
-    for name, default in own.items():
-        given[name] = given[name] or default
-    if given["drafter"] == "model" and given["draft_model"] is None:
-        raise ValueError("--drafter model needs --draft-model")
-    if given["profile"] is not None and given["draft_length"] not in ("auto", "goodput"):
-        raise ValueError("--profile is an option of --draft-length auto or goodput")
+    return demo.run(Console())
 
 
-def check_sampling(given: dict[str, Any]) -> None:
-    from emsjax.sampling import Sampling
+def generate(options: argparse.Namespace, command: str) -> int:
+    checked = run_options(options)
+    from emsjax.cli import generate
 
-    for name in ("temperature", "top_k", "top_p"):
-        try:
-            Sampling(**{name: given[name]}).expand(1)
-        except ValueError as error:
-            raise ValueError(str(error).replace(f"sampling.{name}", flag(name))) from error
-    for name, off in (("top_k", 0), ("top_p", 1)):
-        if given["temperature"] == 0 and given[name] != off:
-            raise ValueError(f"{flag(name)} needs a --temperature above 0: greedy has no choice")
+    generate.run(checked, options.input, options.output, options.profile, Console(stderr=True))
+    return 0
 
 
-def resolve_models(given: dict[str, Any]) -> None:
-    """Folders as absolute paths: the same models from any working folder.
+def profile(options: argparse.Namespace, command: str) -> int:
+    if options.draft_revision is not None and options.draft_model is None:
+        raise ValueError("--draft-revision needs --draft-model")
+    from emsjax.cli import profile
+    from emsjax.terminal.models import resolve_models
 
-    Raises:
-        ValueError: a path that is no folder.
-    """
-    for name in ("model", "draft_model", "target"):
-        if given.get(name) is None:
-            continue
-        folder = Path(given[name])
-        if folder.is_dir():
-            given[name] = str(folder.resolve())
-        elif folder.is_absolute() or given[name].startswith("."):
-            raise ValueError(f"{flag(name)}: {folder} is no folder")
+    resolve_models(vars(options))
+    profile.profile(options, command)
+    return 0
 
 
-def run(parsed: argparse.Namespace, command: str) -> int:
-    """Run one command; its exit code."""
-    if parsed.command == "demo":
-        from emsjax.demo import demo
+def distil(options: argparse.Namespace, command: str) -> int:
+    from emsjax.cli import distil
+    from emsjax.terminal.models import resolve_models
 
-        return demo.run(Console())
-    if parsed.command == "generate":
-        options = run_options(parsed)
-        console = Console(stderr=True)
-        batch_run.run(options, parsed.input, parsed.output, parsed.profile, console)
-        return 0
-    if parsed.command == "profile":
-        if parsed.draft_revision is not None and parsed.draft_model is None:
-            raise ValueError("--draft-revision needs --draft-model")
-        resolve_models(vars(parsed))
-        from emsjax.cli.profile import profile
+    resolve_models(vars(options))
+    return distil.distil(options, command)
 
-        profile(parsed, command)
-        return 0
-    if parsed.command == "distil":
-        resolve_models(vars(parsed))
-        from emsjax.cli.distil import distil
 
-        return distil(parsed, command)
-    if parsed.benchmark == "ems-sd":
-        from emsjax.cli.ems_sd import bench_ems_sd
+COMMANDS = {
+    "demo": Command(
+        help="complete 8 prompts with the embedded model, plainly and speculatively",
+        description="Complete 8 prompts of different lengths with the embedded model by plain and "
+        "by speculative decoding, greedily and by sampling, and compare. Exit code 1 unless the "
+        "tokens are identical.",
+        run=demo,
+    ),
+    "generate": Command(
+        help="complete the prompts of a JSONL file",
+        description="Complete the prompts of a JSONL file. Results are appended as they finish; "
+        "an interrupted run continues when it is started again.",
+        run=generate,
+        add_options=add_generate_arguments,
+        resumes=True,
+    ),
+    "profile": Command(
+        help="measure decoding steps on this device, for better draft lengths",
+        description="Measure how long decoding and drafting steps of these models take on this "
+        "device, and store the result for `emsjax generate`. Only the models' configurations are "
+        "read.",
+        run=profile,
+        add_options=add_profile_arguments,
+    ),
+    "distil": Command(
+        help="train a draft model for a target",
+        description="Train a small model to predict a target's tokens, on your texts and on the "
+        "target's own continuations of them, and measure the speed-up. An interrupted run "
+        "continues when it is started again, and ends with the same result.",
+        run=distil,
+        add_options=add_distil_arguments,
+        resumes=True,
+    ),
+}
 
-        return bench_ems_sd(parsed, command)
-    if parsed.benchmark == "peers":
-        from emsjax.cli.peers import bench_peers
 
-        return bench_peers(parsed, command)
-    from emsjax.cli.draft_length import bench_draft_length
-
-    return bench_draft_length(parsed, command)
+def make_parser(version: str) -> argparse.ArgumentParser:
+    parser = OneLineErrorParser(
+        prog="emsjax", description="Lossless batched speculative decoding in JAX, unpadded."
+    )
+    parser.add_argument("--version", action="version", version=f"emsjax {version}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        added = commands.add_parser(name, help=command.help, description=command.description)
+        command.add_options(added)
+        added.set_defaults(run=command.run, resumes=command.resumes)
+    bench = commands.add_parser("bench", help="run a benchmark on this device")
+    benchmarks = bench.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
+    for name, benchmark in BENCHMARKS.items():
+        added = benchmarks.add_parser(name, help=benchmark.help, description=benchmark.description)
+        benchmark.add_options(added)
+        added.set_defaults(run=benchmark.run, resumes=benchmark.resumes)
+    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -135,17 +129,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     The exit code is 0, 1 (demo, bench: tokens not identical), 2 (bad input) or 130 (interrupted).
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parsed = make_parser(own_version()).parse_args(arguments)
-    # Torch is not needed here; transformers would advise to install it.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    try:
-        return run(parsed, shlex.join(["emsjax", *arguments]))
-    except (ValueError, OverflowError, OSError, ImportError) as error:
-        print("emsjax: error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        goes_on = parsed.command in ("generate", "distil") or getattr(parsed, "benchmark", None)
-        hint = "; start it again to go on" if goes_on and parsed.output else ""
-        print(f"emsjax: interrupted{hint}", file=sys.stderr)
-        return 130
+    options = make_parser(own_version()).parse_args(arguments)
+    # These two are not options, and must not be stored among them.
+    values = vars(options)
+    run, resumes = values.pop("run"), values.pop("resumes") and values.get("output") is not None
+    command = shlex.join(["emsjax", *arguments])
+    return exit_code(lambda: run(options, command), resumes=resumes)

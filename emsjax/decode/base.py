@@ -1,16 +1,94 @@
-"""The protocol of a draft source."""
+"""What a step is given: the protocols of a model, a drafter and a draft-length policy.
+
+`Drafter` and `DraftLength` are base classes with defaults. Objects that merely have the right
+methods work too: `emsjax.decode.adapt` wraps them, and nothing else asks what an object has.
+
+Axis legend: see `emsjax.decode.pack`.
+"""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int32, Key
 
 from emsjax.sampling import Sampling
 
-REQUIRED = ("max_draft_tokens", "init", "propose")
+
+@runtime_checkable
+class ModelConfig(Protocol):
+    """The part of a model's configuration that decoding reads."""
+
+    vocab_size: int
+    max_position_embeddings: int
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ModelOutput:
+    """What one call of a model returns.
+
+    Attributes:
+        hidden: final hidden states of the rows, the input of `logits`.
+        fresh: queries, keys and values of the rows in every layer, side by side on the head axis.
+        taps: hidden states of the layers that were asked for, in the order asked.
+    """
+
+    hidden: Float[Array, "r e"]
+    fresh: tuple[Float[Array, "r h d"], ...]
+    taps: tuple[Float[Array, "r e"], ...] = ()
+
+
+@runtime_checkable
+class Model(Protocol):
+    """A decoder-only language model, as a pytree.
+
+    Attributes:
+        config: vocabulary size, number of positions, end tokens and padding token.
+        dtype: the type of weights, products and cache.
+        row_bytes: bytes of activations that one packed row needs within a layer.
+    """
+
+    config: ModelConfig
+    dtype: Any
+    row_bytes: int
+
+    def __call__(
+        self,
+        token_ids: Int32[Array, "r"],
+        rows: Any,
+        cache: Any,
+        *,
+        attention: Callable,
+        max_rows_per_sample: int | None = None,
+        taps: tuple[int, ...] = (),
+    ) -> ModelOutput:
+        """Run packed rows; the cache is only read.
+
+        Args:
+            token_ids: the rows' tokens; padding rows may hold any.
+            rows: the `PackedRows`.
+            cache: committed keys and values, as `init_cache` makes them.
+            attention: a callable with the signature of `pallas_kernels.ragged_attention`.
+            max_rows_per_sample: static bound of rows per sample; None: all rows.
+            taps: layers whose hidden states are returned. 0 is the embeddings, i the residual
+                stream after i layers: the `hidden_states[i]` of transformers, except that the
+                last one is not normalised.
+        """
+        ...
+
+    def logits(self, hidden: Float[Array, "r e"]) -> Float[Array, "r v"]:
+        """float32 logits of final hidden states."""
+        ...
+
+    def init_cache(self, batch: int, max_len: int) -> Any:
+        """An empty `KVCache` of `max_len` tokens for each of `batch` samples."""
+        ...
 
 
 @jax.tree_util.register_dataclass
@@ -22,8 +100,8 @@ class Draft:
         tokens: the proposals; entries at or beyond `counts` are ignored.
         counts: proposed tokens per sample, 0 allowed.
         probs: the distributions the tokens were drawn from, each conditioned on the
-            preceding draft tokens, v at most the target's vocabulary; None where the
-            tokens were not drawn: all is greedy, or the drafter is deterministic.
+            preceding draft tokens, v at most the target's vocabulary. None if the tokens were
+            not drawn: decoding is greedy, or the drafter is deterministic.
     """
 
     tokens: Int32[Array, "b k"]
@@ -31,49 +109,55 @@ class Draft:
     probs: Float[Array, "b k v"] | None = None
 
 
-@runtime_checkable
-class Drafter(Protocol):
-    """What proposes draft tokens inside the device loop.
+class ObservedRows(NamedTuple):
+    """The rows of one call of the target, as `Drafter.observe` sees them.
 
-    All methods are pure functions on arrays, traced once into the loop. The
-    drafter may be a pytree (its arrays are then arguments of the compiled loop)
-    or any other object (then it is a constant of it). In greedy decoding, and under
-    sampling where `Draft.probs` is None, the output tokens are those of plain decoding
-    whatever it proposes. If it returns `Draft.probs`, these must be the distributions that
-    its tokens were really drawn from; otherwise sampled output has the wrong distribution,
-    which no comparison of tokens can show. Proposals beyond a sample's limit, outside the
-    vocabulary, or behind an end token are cut off before verification.
+    Attributes:
+        token_ids: the rows' tokens.
+        segment_ids: sample of each row that was committed; `batch` for padding and for
+            rejected rows, whose values are to be ignored.
+        positions: place of each committed row's token in its sample.
+    """
 
-    Optional parts:
+    token_ids: Int32[Array, "r"]
+    segment_ids: Int32[Array, "r"]
+    positions: Int32[Array, "r"]
 
-    - `commit(state, lengths)`: called after verification, when tokens[s, :lengths[s]] stand, to
-      forget what was rejected. Returns what is left of the state.
-    - `for_prompts(prompt_indices, num_prompts)`: for a drafter that holds something for each
-      prompt; called on the host before `init`. Returns the drafter for a batch whose slot i
-      serves prompt prompt_indices[i].
-    - `check_target(config, positions)`: raises a ValueError for a target that it cannot serve.
-    - `state_bytes(max_len)`: bytes of its state per sample, if that is large.
-    - `with_limit(n)`: for a drafter made without a limit; returns a copy limited to n.
-    - `fork(state, samples)`: for an expensive `init`. Where prompts have several sequences,
-      `init` then sees each prompt once, and slot i starts from samples[i]'s state.
-    - `admit(state, tokens, lengths, fresh)`: where slots are refilled, returns the state in which
-      slots with `fresh` [b] begin a new prompt tokens[s, :lengths[s]]. Without it `init` is
-      called for all slots, and fresh slots take their part of arrays whose first axis is the
-      slots'.
-    - `free`: a true attribute, for a drafter that proposes at next to no cost and does not draw
-      its tokens. A draft-length policy then chooses among the tokens that it found.
+
+class Drafter:
+    """Proposes draft tokens inside the device loop.
+
+    All methods but those marked *host* are pure functions on arrays, traced once into the loop.
+    The drafter may be a pytree (its arrays are then arguments of the compiled loop) or any other
+    object (then it is a constant of it). Greedy output is identical to plain decoding for any
+    drafter. Sampled output is identical under the same keys if `Draft.probs` is None; otherwise
+    `probs` must be the distributions that the tokens were really drawn from, or sampled output
+    has the wrong distribution, which no comparison of tokens can show. Proposals beyond a
+    sample's limit, outside the vocabulary, or behind an end token are cut off before
+    verification.
+
+    `init` and `propose` have to be written; everything else has a default.
 
     Attributes:
         max_draft_tokens: static upper limit k of tokens per sample and step.
+        free: whether proposing costs next to nothing and draws no tokens. A draft-length policy
+            is then asked after `propose` and chooses among the tokens that were found.
+        taps: static; the layers of the target whose hidden states `observe` wants: see `Model`.
+        fork: for an expensive `init`, a method fork(state, samples) that returns the state in
+            which slot i starts from samples[i]'s state. None: `init` sees the prompt of every
+            slot, also those that several sequences share.
     """
 
     max_draft_tokens: int
+    free = False
+    taps: tuple[int, ...] = ()
+    fork: Callable[[Any, Int32[Array, "n"]], Any] | None = None
 
     def init(
         self, prompts: Int32[Array, "b t"], prompt_lengths: Int32[Array, "b"], max_len: int
     ) -> Any:
         """State for a batch; `prompts` is padded, `max_len` bounds every sample's length."""
-        ...
+        raise NotImplementedError(f"{type(self).__name__} must define init")
 
     def propose(
         self,
@@ -86,144 +170,133 @@ class Drafter(Protocol):
     ) -> tuple[Draft, Any]:
         """Continue tokens[s, :lengths[s]] by up to draft_lengths[s] <= k tokens.
 
-        `keys` are random keys of the sequences, others in each step: derive bits with
-        `emsjax.sampling.position_keys`. `sampling` is None for greedy decoding,
-        otherwise holds one value per sample. A draft length of 0 asks for nothing.
+        Args:
+            keys: random keys of the sequences, different in each step: derive bits with
+                `emsjax.sampling.position_keys`.
+            sampling: None for greedy decoding, otherwise one value per sample.
+
+        Returns:
+            The draft, and the state after it. A draft length of 0 asks for nothing.
         """
-        ...
+        raise NotImplementedError(f"{type(self).__name__} must define propose")
 
+    def observe(self, state: Any, rows: ObservedRows, taps: tuple[Float[Array, "r e"], ...]) -> Any:
+        """The state after a call of the target; never called while `taps` is empty.
 
-def check_is_drafter(drafter: Any) -> None:
-    """Whether it has what every drafter has.
-
-    Raises:
-        ValueError: it has not, or it is a class.
-    """
-    if isinstance(drafter, type):
-        name = drafter.__name__
-        raise ValueError(f"drafter must be an instance, not the class {name}: pass {name}(...)")
-    missing = [name for name in REQUIRED if not hasattr(drafter, name)]
-    if missing:
-        lacks = "none" if len(missing) == len(REQUIRED) else f"no {' and no '.join(missing)}"
-        raise ValueError(
-            "drafter must have max_draft_tokens, init and propose (emsjax.Drafter); "
-            f"{type(drafter).__name__!r} has {lacks}"
-        )
-
-
-def proposed(drafter: Drafter, state: Any, *arguments: Any, vocab_size: int) -> tuple[Draft, Any]:
-    """What `drafter.propose` returns, checked.
-
-    Args:
-        drafter: any.
-        state: its own.
-        arguments: of `Drafter.propose`, behind the state.
-        vocab_size: of the target.
-
-    Raises:
-        ValueError: it is not what `Drafter.propose` returns.
-    """
-    tokens, *_ = arguments
-    found = drafter.propose(state, *arguments)
-    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Draft)):
-        kind = lambda x: "array" if isinstance(x, jax.Array) else type(x).__name__
-        several = isinstance(found, tuple)
-        what = f"({', '.join(map(kind, found))})" if several else kind(found)
-        raise ValueError(f"the drafter's propose must return a pair (Draft, state), not {what}")
-    draft, after = found
-    check_state("the drafter's", "propose", state, after)
-    return checked_draft(draft, len(tokens), drafter.max_draft_tokens, vocab_size), after
-
-
-def checked_draft(draft: Draft, batch: int, max_draft_tokens: int, vocab_size: int) -> Draft:
-    """The draft, its numbers as the loop has them.
-
-    A narrower draft is refused, too: a step has the row buckets of its width, and policies
-    price those of the limit.
-
-    Raises:
-        ValueError: an array of another shape or kind.
-    """
-    block = (batch, max_draft_tokens)
-    what = f"integers [b, k] = {block}, k = max_draft_tokens"
-    tokens = _checked("tokens", draft.tokens, jnp.integer, lambda shape: shape == block, what)
-    what = f"integers [b] = {(batch,)}"
-    counts = _checked("counts", draft.counts, jnp.integer, lambda shape: shape == (batch,), what)
-    probs = draft.probs
-    if probs is not None:
-        fits = lambda shape: len(shape) == 3 and shape[:2] == block and shape[2] <= vocab_size
-        what = f"None, or floating [b, k, v] = {(*block, vocab_size)}; v may be smaller"
-        probs = _checked("probs", probs, jnp.floating, fits, what)
-    return Draft(tokens.astype(jnp.int32), counts.astype(jnp.int32), probs)
-
-
-def _checked(name: str, value: Any, kind: Any, fits: Callable[[tuple], bool], what: str) -> Array:
-    if not hasattr(value, "dtype") or not hasattr(value, "shape"):
-        raise ValueError(f"Draft.{name} must be {what}: got {type(value).__name__}")
-    if not jnp.issubdtype(value.dtype, kind) or not fits(value.shape):
-        raise ValueError(f"Draft.{name} must be {what}: got {value.dtype}{list(value.shape)}")
-    return jnp.asarray(value)
-
-
-def state_after_commit(drafter: Drafter, state: Any, lengths: Int32[Array, "b"]) -> Any:
-    """The drafter's state after verification.
-
-    Raises:
-        ValueError: it is of another kind than before.
-    """
-    if not hasattr(drafter, "commit"):
+        Called in prefill, in refill and after verification, before `commit`, with the hidden
+        states of the rows of that call in the layers of `self.taps`.
+        """
         return state
-    after = drafter.commit(state, lengths)
-    check_state("the drafter's", "commit", state, after)
-    return after
+
+    def commit(self, state: Any, lengths: Int32[Array, "b"]) -> Any:
+        """The state after verification, without what was rejected.
+
+        tokens[s, :lengths[s]] were accepted.
+        """
+        return state
+
+    def admit(
+        self,
+        state: Any,
+        tokens: Int32[Array, "b t"],
+        lengths: Int32[Array, "b"],
+        fresh: Bool[Array, "b"],
+    ) -> Any:
+        """The state in which slots with `fresh` begin the prompts tokens[s, :lengths[s]].
+
+        By default `init` is called for all slots, and fresh slots take their part of arrays whose
+        first axis is the slots'.
+        """
+        return merge_fresh(fresh, self.init(tokens, lengths, tokens.shape[1]), state)
+
+    def for_prompts(self, prompt_indices: np.ndarray, num_prompts: int) -> "Drafter":
+        """*Host.* The drafter for a batch whose slot i serves prompt prompt_indices[i]."""
+        return self
+
+    def check_target(self, config: ModelConfig, positions: int) -> None:
+        """*Host.* Raises ValueError for a target that this drafter cannot draft for."""
+
+    def state_bytes(self, max_len: int) -> int:
+        """*Host.* Bytes of the state per sample, for the memory plan."""
+        return 0
+
+    def with_limit(self, max_draft_tokens: int) -> "Drafter":
+        """*Host.* The drafter with a policy's limit, unless its user has set one."""
+        return self
+
+    def with_processors(self, processors: tuple[Callable, ...]) -> "Drafter":
+        """*Host.* The drafter whose own logits pass through these logits processors first."""
+        return self
 
 
-def check_state(whose: str, method: str, before: Any, after: Any) -> None:
-    """Whether the device loop can go on with the state that `method` returned.
+class StepView(NamedTuple):
+    """What a policy sees of a step before it.
 
-    Raises:
-        ValueError: it has another structure, or other shapes or types.
+    Attributes:
+        active: samples that still decode.
+        lengths: tokens of each sample so far, prompt included.
+        available: draft tokens that each sample could use at most; if they are drafted
+            already, the number of them.
+        drafted: whether they are, so that fewer of them save no drafting. Static.
     """
-    rule = f"{whose} state must keep its structure, shapes and types"
-    old, new = jax.tree.structure(before), jax.tree.structure(after)
-    if old != new:
-        raise ValueError(f"{rule}: {method} returned {new} instead of {old}")
-    kind = lambda x: f"{jax.typeof(x).dtype}{list(jnp.shape(x))}"
-    leaves = jax.tree_util.tree_leaves_with_path(before)
-    for (path, was), leaf in zip(leaves, jax.tree.leaves(after), strict=True):
-        if kind(was) != kind(leaf):
-            at = f" at {jax.tree_util.keystr(path)}" if path else ""
-            raise ValueError(f"{rule}: {method} returned {kind(leaf)} instead of {kind(was)}{at}")
+
+    active: Bool[Array, "b"]
+    lengths: Int32[Array, "b"]
+    available: Int32[Array, "b"]
+    drafted: bool
 
 
-def admitted(drafter: Drafter, state: Any, tokens, lengths, fresh: Bool[Array, "b"]) -> Any:
-    """The drafter's state where `fresh` slots begin new sequences."""
-    if hasattr(drafter, "admit"):
-        return drafter.admit(state, tokens, lengths, fresh)
-    return of_fresh_slots(drafter.init(tokens, lengths, tokens.shape[1]), state, fresh)
+class DraftLength:
+    """A draft-length policy: a pytree with pure functions, run inside the device loop.
+
+    The effective limit is the smaller of the policy's and the drafter's. `lengths` has to be
+    written; everything else has a default.
+
+    Attributes:
+        max_draft_tokens: the largest length the policy asks for, if it may ask for more than
+            drafters allow by themselves: a drafter whose limit the user has not set takes it over.
+    """
+
+    max_draft_tokens: int | None = None
+
+    def init(self, batch: int, max_draft_tokens: int) -> Any:
+        """State for `batch` samples, each with up to `max_draft_tokens` in a step."""
+        return ()
+
+    def lengths(self, state: Any, view: StepView) -> Int32[Array, "b"]:
+        """How many draft tokens of each sample to verify in this step; 0: none."""
+        raise NotImplementedError(f"{type(self).__name__} must define lengths")
+
+    def update(
+        self,
+        state: Any,
+        view: StepView,
+        num_drafted: Int32[Array, "b"],
+        num_accepted: Int32[Array, "b"],
+    ) -> Any:
+        """The state after the step of `view`, which fed and accepted this many tokens."""
+        return state
+
+    def admit(self, state: Any, fresh: Bool[Array, "b"]) -> Any:
+        """The state in which slots with `fresh` begin new sequences.
+
+        None, the default, means that they take their part of what `init` makes, from arrays
+        whose first axis is the slots'.
+        """
+        return None
+
+    def check_settings(self) -> None:
+        """*Host.* Raises ValueError for wrong settings; called before any work."""
 
 
-def of_fresh_slots(begun: Any, state: Any, fresh: Bool[Array, "b"]) -> Any:
-    """`state`, and of fresh slots what has `begun`: of arrays whose first axis is the slots'."""
-    of_slots = lambda x: jnp.shape(x)[:1] == fresh.shape
-    return jax.tree.map(
-        lambda new, old: choose(fresh, new, old) if of_slots(old) else old, begun, state
-    )
-
-
-def choose(fresh: Bool[Array, "b"], new: Array, old: Array) -> Array:
+def choose_slots(fresh: Bool[Array, "b"], new: Array, old: Array) -> Array:
     """Entries of the fresh slots from `new`, of the others from `old`; slots lead."""
     return jnp.where(fresh.reshape(-1, *[1] * (old.ndim - 1)), new, old)
 
 
-def is_free(drafter: Drafter | None) -> bool:
-    """Whether a draft-length policy is asked after it has proposed."""
-    return getattr(drafter, "free", False)
-
-
-def with_policys_limit(drafter: Drafter | None, draft_length: Any) -> Drafter | None:
-    """The drafter as the draft-length policy wants it, where both leave room for that."""
-    limit = getattr(draft_length, "max_draft_tokens", None)
-    if limit is None or not hasattr(drafter, "with_limit"):
-        return drafter
-    return drafter.with_limit(limit)
+def merge_fresh(fresh: Bool[Array, "b"], begun: Any, state: Any) -> Any:
+    """`state`, with the entries of fresh slots from `begun` in arrays whose first axis is slots."""
+    leads = lambda x: jnp.shape(x)[:1] == fresh.shape
+    return jax.tree.map(
+        lambda new, old: choose_slots(fresh, new, old) if leads(old) else old, begun, state
+    )

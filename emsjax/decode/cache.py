@@ -1,6 +1,7 @@
-"""The KV cache of one model: a pair of arrays per layer, each sample at its own length.
+"""The KV cache of one model: keys and values of every layer, each sample at its own length.
 
-Beside it the cache of the padded method, where all samples are written at one place.
+A rejected row never reaches it: `commit` writes the rows of the accepted path alone. Beside it is
+the cache of the padded method, in which all samples are written at one place.
 """
 
 import dataclasses
@@ -11,104 +12,92 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-import pallas_kernels
-from emsjax.decode.kernels import AttentionOfThree
-from emsjax.decode.pack import PackedRows
+from emsjax.decode.kernels import Visible
+from emsjax.decode.pack import AcceptedPath, PackedRows
 from pallas_kernels.indexing import take
 
-# Whether branches of `lax.switch` may write a cache. What jax 0.10.2 compiles for a CPU copies all
-# of it then; what 0.11.2 compiles does not, for a CPU and for a GPU.
-BRANCHES_COMMIT = jax.__version_info__ >= (0, 11)
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class KeysValues:
-    """Keys and values of every layer, as separate arrays: slicing a stack would copy it.
+class LayerCache:
+    """Committed keys and values of one layer, as separate arrays: slicing a stack would copy it.
 
-    [b, l, h, d] each in a cache, [r, h, d] for the rows of a step.
+    Attributes:
+        keys, values: [b, l, h, d], h counts K/V heads.
+        scales: of narrower types; None: keys and values are what they stand for.
     """
 
-    keys: tuple[Float[Array, "..."], ...]
-    values: tuple[Float[Array, "..."], ...]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class FreshRows:
-    """Queries, keys and values of a forward's rows in every layer, as one product makes them."""
-
-    layers: tuple[Float[Array, "r 3 h d"], ...]
-
-    @property
-    def keys(self) -> tuple[Float[Array, "r h d"], ...]:
-        return tuple(qkv[:, 1] for qkv in self.layers)
-
-    @property
-    def values(self) -> tuple[Float[Array, "r h d"], ...]:
-        return tuple(qkv[:, 2] for qkv in self.layers)
-
-    def keys_values(self, num_rows: int) -> KeysValues:
-        """Copied to arrays of `num_rows` rows; those beyond are arbitrary."""
-        return KeysValues(*map(tuple, pallas_kernels.keys_and_values(self.layers, num_rows)))
+    keys: Float[Array, "b l h d"]
+    values: Float[Array, "b l h d"]
+    scales: Float[Array, "..."] | None = None
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """Committed keys and values; what lies at or beyond `lengths` is undefined.
+    """Committed keys and values; entries at or beyond `lengths` are undefined.
 
     Attributes:
-        layers: keys and values of every layer, [b, l, h, d] each.
+        layers: one `LayerCache` per layer.
         lengths: committed tokens of each sample.
     """
 
-    layers: KeysValues
+    layers: tuple[LayerCache, ...]
     lengths: Int32[Array, "b"]
 
     @classmethod
     def init(
-        cls, batch: int, max_len: int, *, num_layers: int, num_heads: int, head_dim: int, dtype
+        cls, batch: int, max_len: int, *, num_layers: int, kv_heads: int, head_dim: int, dtype
     ) -> "KVCache":
         """An empty cache of `max_len` tokens per sample."""
-        empty = lambda: tuple(
-            jnp.zeros((batch, max_len, num_heads, head_dim), dtype) for _ in range(num_layers)
-        )
-        return cls(KeysValues(empty(), empty()), jnp.zeros(batch, jnp.int32))
+        empty = lambda: jnp.zeros((batch, max_len, kv_heads, head_dim), dtype)
+        layers = tuple(LayerCache(empty(), empty()) for _ in range(num_layers))
+        return cls(layers, jnp.zeros(batch, jnp.int32))
+
+    @property
+    def max_len(self) -> int:
+        """Places of each sample."""
+        return self.layers[0].keys.shape[1]
 
     @property
     def num_masked(self) -> int:
         """There are no gaps between a sample's tokens."""
         return 0
 
-    def attention(self, attention: Callable) -> Callable:
-        """`attention`, with the signature of `pallas_kernels.ragged_attention`, to this cache.
-
-        What is returned takes query, key and value as one array: see `AttentionOfThree`.
-        """
-        return AttentionOfThree(attention)
+    @property
+    def visible(self) -> Visible:
+        """What attention sees of the committed entries."""
+        return Visible(self.lengths)
 
     def commit(
         self,
-        fresh: KeysValues | FreshRows,
+        fresh: tuple[Float[Array, "r h d"], ...],
         rows: PackedRows,
-        counts: Int32[Array, "b"],
-        update: Callable = pallas_kernels.update_kv_caches,
+        path: AcceptedPath,
+        update: Callable,
     ) -> "KVCache":
-        """Append the first `counts[s]` of sample s's fresh rows; the others leave no trace."""
-        layers = _write(self, fresh, rows, counts, rows.positions, update)
-        return dataclasses.replace(self, layers=layers, lengths=self.lengths + counts)
+        """Append the rows of each sample's accepted path; the others leave no trace.
+
+        Args:
+            fresh: queries, keys and values of the rows in every layer.
+            rows: where the rows belong.
+            path: which of them are accepted, and in which order.
+            update: a callable with the signature of `pallas_kernels.update_kv_caches`.
+        """
+        places = take(self.lengths, rows.samples) + path.ranks
+        layers = _write(self.layers, fresh, path.segment_ids(rows), places, update)
+        return dataclasses.replace(self, layers=layers, lengths=self.lengths + path.counts)
 
     def fork(self, samples: Int32[Array, "n"]) -> "KVCache":
-        """A cache whose slot i starts as a copy of this one's slot samples[i], from 0 on."""
+        """A cache whose slot i starts as a copy of this one's slot samples[i]."""
         return jax.tree.map(lambda x: take(x, samples), self)
 
     def copy_slots(self, sources: Int32[Array, "b"], copied: Bool[Array, "b"]) -> "KVCache":
-        """The cache with slot sources[s] in slot s, where that is to be `copied`; one by one,
-        so that the others stay where they are. Lengths are left as they are."""
-        slots = jnp.argsort(~copied)  # those first
+        """The cache with slot sources[s] in slot s where `copied`, one slot after the other, so
+        that the others are not touched. Lengths are left as they are."""
+        slots = jnp.argsort(~copied)  # the copied ones first
 
-        def copy(i, layers: KeysValues) -> KeysValues:
+        def copy(i, layers):
             slot = take(slots, i)
             source = take(sources, slot)
             one = lambda x: lax.dynamic_update_index_in_dim(x, take(x, source), slot, 0)
@@ -124,50 +113,43 @@ class SharedIndexCache:
     """A cache in which all samples are written at the same place, with gaps that are masked.
 
     Attributes:
-        layers: as of a `KVCache`.
+        layers: as in a `KVCache`.
         lengths: tokens of each sample, as if there were no gaps.
         index: where the next ones are written.
         mask: the places that hold tokens.
-        num_masked: gaps of all samples together, but for those between prompts' ends.
+        num_masked: gaps of all samples together, except those between prompts' ends.
     """
 
-    layers: KeysValues
+    layers: tuple[LayerCache, ...]
     lengths: Int32[Array, "b"]
     index: Int32[Array, ""]
     mask: Bool[Array, "b l"]
     num_masked: Int32[Array, ""]
 
     @classmethod
-    def of(cls, cache: KVCache) -> "SharedIndexCache":
-        """Behind the longest sample's tokens."""
-        max_len = cache.layers.keys[0].shape[1]
-        mask = jnp.arange(max_len) < cache.lengths[:, None]
+    def behind(cls, cache: KVCache) -> "SharedIndexCache":
+        """A cache that continues behind the longest sample's tokens."""
+        mask = jnp.arange(cache.max_len) < cache.lengths[:, None]
         index = jnp.max(cache.lengths)
         return cls(cache.layers, cache.lengths, index, mask, jnp.zeros((), jnp.int32))
 
-    def attention(self, attention: Callable) -> Callable:
-        """See `KVCache.attention`."""
-        attention = AttentionOfThree(attention)
-
-        def to_mask(*args, **kwargs):
-            *args, lengths = args
-            lengths = jnp.full_like(lengths, self.index)
-            return attention(*args, lengths, cache_mask=self.mask, **kwargs)
-
-        return to_mask
+    @property
+    def visible(self) -> Visible:
+        """See `KVCache.visible`."""
+        return Visible(jnp.full_like(self.lengths, self.index), self.mask)
 
     def commit(
         self,
-        fresh: KeysValues | FreshRows,
+        fresh: tuple[Float[Array, "r h d"], ...],
         rows: PackedRows,
-        counts: Int32[Array, "b"],
-        update: Callable = pallas_kernels.update_kv_caches,
+        path: AcceptedPath,
+        update: Callable,
     ) -> "SharedIndexCache":
-        """Append the first `counts[s]` of sample s's fresh rows, and gaps to the most of them."""
-        places = self.index + rows.positions - take(self.lengths, rows.samples)
-        layers = _write(self, fresh, rows, counts, places, update)
+        """Append the rows of each sample's accepted path, and gaps up to the longest path."""
+        segment_ids = path.segment_ids(rows)
+        layers = _write(self.layers, fresh, segment_ids, self.index + path.ranks, update)
         at = jnp.arange(self.mask.shape[1]) - self.index
-        most = jnp.max(counts)
+        counts, most = path.counts, jnp.max(path.counts)
         return SharedIndexCache(
             layers,
             self.lengths + counts,
@@ -180,12 +162,10 @@ class SharedIndexCache:
 Cache = KVCache | SharedIndexCache
 
 
-def _write(
-    cache: Cache, fresh: KeysValues | FreshRows, rows: PackedRows, counts, places, update: Callable
-) -> KeysValues:
-    """The layers with the first `counts[s]` of sample s's fresh rows at their places [r]."""
-    batch, old = cache.lengths.shape[0], cache.layers
-    kept = rows.positions < take(cache.lengths + counts, rows.samples)
-    segment_ids = jnp.where(kept, rows.segment_ids, batch)
-    new = (fresh.layers, None) if isinstance(fresh, FreshRows) else (fresh.keys, fresh.values)
-    return KeysValues(*update(old.keys, old.values, *new, segment_ids, places))
+def _write(layers, fresh, segment_ids, places, update: Callable) -> tuple[LayerCache, ...]:
+    """The layers with each row [r] at its place in its sample."""
+    keys, values = ([getattr(layer, name) for layer in layers] for name in ("keys", "values"))
+    fresh = tuple(x.reshape(x.shape[0], 3, -1, x.shape[2]) for x in fresh)  # SHIM
+    keys, values = update(keys, values, fresh, None, segment_ids, places)
+    written = zip(layers, keys, values, strict=True)
+    return tuple(dataclasses.replace(old, keys=k, values=v) for old, k, v in written)

@@ -5,44 +5,95 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int32
 
 import pallas_kernels
+from emsjax.decode.pack import PackedRows
 from pallas_kernels.implementations import choose
 from pallas_kernels.ragged_attention import IMPLEMENTATIONS as ATTENTIONS
 from pallas_kernels.update_kv_cache import IMPLEMENTATIONS as UPDATES
 
 
+@dataclasses.dataclass(frozen=True)
+class OwnAttention:
+    """This library's attention with a chosen implementation; equal ones compile once."""
+
+    implementation: str
+
+    def __call__(self, *args, **options) -> Array:
+        return pallas_kernels.ragged_attention(*args, implementation=self.implementation, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnUpdate:
+    """This library's cache update with a chosen implementation."""
+
+    implementation: str | None
+
+    def __call__(self, *args) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+        return pallas_kernels.update_kv_caches(*args, implementation=self.implementation)
+
+
 class Kernels(NamedTuple):
-    """The attention and the cache update of one run."""
+    """The attention and the cache update of one run; static."""
 
     attention: Callable
     update: Callable
 
 
-@dataclasses.dataclass(frozen=True)
-class AttentionOfThree:
-    """Attention whose queries, keys and values lie side by side, [r, 3, h, d].
+class Visible(NamedTuple):
+    """Which committed entries attention sees.
 
     Attributes:
-        attention: a callable with the signature of `pallas_kernels.ragged_attention`, which alone
-            takes them so; for others they are copied apart, and what they return is checked.
+        lengths: entries from here on are undefined.
+        mask: visible entries; None: all.
     """
 
-    attention: Callable
-
-    def __call__(self, qkv: Float[Array, "r 3 h d"], *args, **options) -> Float[Array, "r h d"]:
-        called = self.attention
-        called = called.func if isinstance(called, functools.partial) else called
-        if called is pallas_kernels.ragged_attention:
-            return self.attention(qkv, None, None, *args, **options)
-        query, key, value = jnp.unstack(qkv, axis=1)
-        return checked(self.attention(query, key, value, *args, **options), query)
+    lengths: Int32[Array, "b"]
+    mask: Bool[Array, "b l"] | None = None
 
 
-def checked(output: Any, query: Float[Array, "r h d"]) -> Float[Array, "r h d"]:
-    """What attention of a user's has returned for these queries.
+def attend(
+    attention: Callable,
+    qkv: Float[Array, "r h d"],
+    cached: Any,
+    rows: PackedRows,
+    visible: Visible,
+    max_rows_per_sample: int | None,
+) -> Float[Array, "r hq d"]:
+    """Attention of one layer's fresh rows to its cache and to themselves.
+
+    This library's attention reads queries, keys and values where one product has put them. For
+    a user's attention they are copied apart, and what it returns is checked.
+
+    Args:
+        attention: a callable with the signature of `pallas_kernels.ragged_attention`.
+        qkv: query heads, heads of keys and heads of values, side by side.
+        cached: the `LayerCache`.
+
+    Raises:
+        ValueError: a user's attention returned something else than [rows, heads, head_dim].
+    """
+    options = {"max_rows_per_sample": max_rows_per_sample}
+    if visible.mask is not None:
+        options["cache_mask"] = visible.mask
+    places = (rows.segment_ids, rows.positions, visible.lengths)
+    called = attention.func if isinstance(attention, functools.partial) else attention
+    if isinstance(called, OwnAttention) or called is pallas_kernels.ragged_attention:
+        qkv = qkv.reshape(qkv.shape[0], 3, -1, qkv.shape[2])  # SHIM
+        return attention(qkv, None, None, cached.keys, cached.values, *places, **options)
+    kv_heads = cached.keys.shape[2]
+    query, key, value = (
+        qkv[:, : -2 * kv_heads],
+        qkv[:, -2 * kv_heads : -kv_heads],
+        qkv[:, -kv_heads:],
+    )
+    out = attention(query, key, value, cached.keys, cached.values, *places, **options)
+    return checked(out, query)
+
+
+def checked(output: Any, query: Float[Array, "r hq d"]) -> Float[Array, "r hq d"]:
+    """The output of a user's attention for these queries.
 
     Raises:
         ValueError: no array, or one of another shape or dtype than the queries'.
@@ -65,15 +116,11 @@ def resolve_kernels(attention_implementation: str | Callable | None) -> Kernels:
         ValueError: an unknown name, or one that the device cannot run.
     """
     if callable(attention_implementation):
-        return Kernels(attention_implementation, pallas_kernels.update_kv_caches)
+        return Kernels(attention_implementation, OwnUpdate(None))
     try:
         name = choose(attention_implementation, ATTENTIONS)
     except ValueError as error:
-        # Whoever calls a kernel can interpret it; a run cannot.
+        # A kernel called by itself can be interpreted; a run cannot.
         advice = str(error).removesuffix(" or interpret=True")
         raise ValueError(f"attention_{advice}") from None
-    bind = functools.partial
-    return Kernels(
-        bind(pallas_kernels.ragged_attention, implementation=name),
-        bind(pallas_kernels.update_kv_caches, implementation=name if name in UPDATES else None),
-    )
+    return Kernels(OwnAttention(name), OwnUpdate(name if name in UPDATES else None))

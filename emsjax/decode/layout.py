@@ -46,22 +46,17 @@ class Layout:
         return smallest_bucket(sizes, counts.shape[0] * jnp.max(counts))
 
     def pack(
-        self,
-        starts: Int32[Array, "b"],
-        counts: Int32[Array, "b"],
-        num_rows: int,
-        used: int | Int32[Array, ""],
+        self, starts: Int32[Array, "b"], counts: Int32[Array, "b"], num_rows: int
     ) -> PackedRows:
         """The samples' rows starts[s] .. starts[s] + counts[s] - 1 among `num_rows`.
 
-        Args:
-            used: the row count of the step, at most `num_rows`. Padded samples, finished ones
-                too, have as many each; those beyond their own are fed, and count as theirs.
+        Padded samples, finished ones too, have the same number of rows each; rows beyond their
+        own are fed with their segment id, and are rejected.
         """
         if not self.pad_inputs:
             return pack(starts, counts, num_rows)
         batch = starts.shape[0]
-        row, width = jnp.arange(num_rows, dtype=jnp.int32), used // batch
+        row, width = jnp.arange(num_rows, dtype=jnp.int32), num_rows // batch
         segment_ids = jnp.minimum(row // width, batch)
         positions = take(starts, jnp.minimum(segment_ids, batch - 1)) + row % width
         positions = jnp.where(segment_ids < batch, positions, 0)
@@ -77,7 +72,7 @@ class Layout:
 
     def arrange(self, cache: KVCache) -> Cache:
         """A prefilled cache as decoding wants it."""
-        return SharedIndexCache.of(cache) if self.pad_kv_cache else cache
+        return SharedIndexCache.behind(cache) if self.pad_kv_cache else cache
 
 
 UNPADDED = Layout()

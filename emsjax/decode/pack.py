@@ -5,6 +5,9 @@ The axis legend of the library, used in every shape annotation:
     b = batch (slots)            r = packed rows        t = tokens of a sequence buffer
     k = max_draft_tokens         v = vocabulary         e = hidden size
     l = cache length             h = heads              d = head_dim
+
+A fresh row has query heads, then K/V heads of keys, then of values on its axis h; a cache has
+K/V heads alone.
 """
 
 import dataclasses
@@ -35,17 +38,22 @@ class PackedRows:
 
     @property
     def samples(self) -> Int32[Array, "r"]:
-        """The sample of each row; of padding rows the last."""
+        """The sample of each row; padding rows get the last sample."""
         return jnp.minimum(self.segment_ids, self.offsets.shape[0] - 1)
+
+    @property
+    def within(self) -> Int32[Array, "r"]:
+        """The index of each row among its sample's rows; arbitrary for padding rows."""
+        return jnp.arange(self.segment_ids.shape[0], dtype=jnp.int32) - take(
+            self.offsets, self.samples
+        )
 
     def gather(self, blocks: Array) -> Array:
         """Per-sample values `blocks` [b, n, ...] of the samples' rows, as [r, ...].
 
         Row i of sample s is blocks[s, i]; padding rows hold an arbitrary value.
         """
-        samples = self.samples
-        within = jnp.arange(samples.shape[0]) - take(self.offsets, samples)
-        return take(blocks, samples, jnp.clip(within, 0, blocks.shape[1] - 1))
+        return take(blocks, self.samples, jnp.clip(self.within, 0, blocks.shape[1] - 1))
 
     def scatter(self, rows: PyTree, width: int) -> PyTree:
         """Arrays of packed rows [r, ...] as per-sample blocks [b, width, ...].
@@ -55,6 +63,35 @@ class PackedRows:
         row = self.offsets[:, None] + jnp.arange(width)
         row = jnp.minimum(row, self.segment_ids.shape[0] - 1)
         return jax.tree.map(lambda x: take(x, row), rows)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AcceptedPath:
+    """Which rows of a call are committed, and where: a path through each sample's rows.
+
+    The rows of a sample may be a chain, of which a prefix is accepted, or a tree, of which a path
+    from the root is. A row's K/V go to the place after those before it on the path, whatever its
+    index among the rows is.
+
+    Attributes:
+        ranks: place of each row on its sample's path, from 0 on; negative for rows that are
+            rejected. Padding rows may hold anything.
+        counts: rows on each sample's path.
+    """
+
+    ranks: Int32[Array, "r"]
+    counts: Int32[Array, "b"]
+
+    @classmethod
+    def prefix(cls, rows: PackedRows, counts: Int32[Array, "b"]) -> "AcceptedPath":
+        """The path of each sample's first counts[s] rows."""
+        within = rows.within
+        return cls(jnp.where(within < take(counts, rows.samples), within, -1), counts)
+
+    def segment_ids(self, rows: PackedRows) -> Int32[Array, "r"]:
+        """Sample of each row that is committed; `batch` for the others."""
+        return jnp.where(self.ranks >= 0, rows.segment_ids, self.counts.shape[0])
 
 
 def pack(starts: Int32[Array, "b"], counts: Int32[Array, "b"], num_rows: int) -> PackedRows:

@@ -1,19 +1,21 @@
 """Filling a cache with tokens that are known already, in chunks of packed rows."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32
 
+from emsjax.decode.base import Drafter, Model, ObservedRows
 from emsjax.decode.cache import KVCache
 from emsjax.decode.kernels import Kernels
-from emsjax.decode.pack import pack
+from emsjax.decode.pack import AcceptedPath, pack
 from emsjax.decode.row_counts import chunk_rows
-from emsjax.models.opt import OPT
 from pallas_kernels.indexing import take
 
 
 def prefill(
-    model: OPT,
+    model: Model,
     cache: KVCache,
     tokens: Int32[Array, "b t"],
     lengths: Int32[Array, "b"],
@@ -24,13 +26,37 @@ def prefill(
 
     One chunk's activations exist at a time, however long the prompts are.
     """
-    rows_per_chunk = chunk_rows(*tokens.shape)
+    return prefill_observed(model, cache, tokens, lengths, None, (), kernels=kernels)[0]
 
-    def advance(cache: KVCache) -> KVCache:
+
+def prefill_observed(
+    model: Model,
+    cache: KVCache,
+    tokens: Int32[Array, "b t"],
+    lengths: Int32[Array, "b"],
+    drafter: Drafter | None,
+    drafter_state: Any,
+    *,
+    kernels: Kernels,
+) -> tuple[KVCache, Any]:
+    """`prefill`, with the hidden states of its rows shown to a drafter that has `taps`.
+
+    Returns:
+        The cache, and the drafter's state.
+    """
+    rows_per_chunk = chunk_rows(*tokens.shape)
+    taps = () if drafter is None else drafter.taps
+
+    def advance(carry):
+        cache, drafter_state = carry
         rows = pack(cache.lengths, lengths - cache.lengths, rows_per_chunk)
         token_ids = take(tokens, rows.samples, rows.positions)
-        _, fresh = model(token_ids, rows, cache, attention=kernels.attention)
-        return cache.commit(fresh, rows, rows.counts, kernels.update)
+        out = model(token_ids, rows, cache, attention=kernels.attention, taps=taps)
+        if taps:
+            observed = ObservedRows(token_ids, rows.segment_ids, rows.positions)
+            drafter_state = drafter.observe(drafter_state, observed, out.taps)
+        path = AcceptedPath.prefix(rows, rows.counts)
+        return cache.commit(out.fresh, rows, path, kernels.update), drafter_state
 
-    unfinished = lambda cache: jnp.any(cache.lengths < lengths)
-    return lax.while_loop(unfinished, advance, cache)
+    unfinished = lambda carry: jnp.any(carry[0].lengths < lengths)
+    return lax.while_loop(unfinished, advance, (cache, drafter_state))

@@ -1,6 +1,8 @@
 """One step of speculative decoding, and the device loop around it.
 
-state -> draft -> feed (cache is read-only) -> verify -> commit -> state
+    state -> draft -> pack -> forward (the cache is only read) -> verify -> commit -> state
+
+Axis legend: see `emsjax.decode.pack`.
 """
 
 import dataclasses
@@ -11,115 +13,34 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32, Key
+from jaxtyping import Array, Bool, Int32
 
-from emsjax.decode.base import (
-    check_state,
-    is_free,
-    proposed,
-    state_after_commit,
-    with_policys_limit,
-)
-from emsjax.decode.cache import Cache
-from emsjax.decode.forward import feed, is_ready
-from emsjax.decode.kernels import resolve_kernels
+from emsjax.decode.adapt import check_state
+from emsjax.decode.base import Drafter, DraftLength, Model, ObservedRows
+from emsjax.decode.draft import propose
 from emsjax.decode.layout import UNPADDED, Layout
-from emsjax.decode.verify import Verdict
-from emsjax.drafters import Draft, Drafter
-from emsjax.models.opt import OPT, check_is_model
-from emsjax.policies.lengths import DraftLength, StepView, available_lengths
-from emsjax.sampling import Purpose, Sampling, position_keys
-from emsjax.verification import accepted_counts, first_end, usable_counts
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Counters:
-    """What has happened so far; everything but the row totals is per sample."""
-
-    num_steps: Int32[Array, "b"]  # steps the sample took part in
-    num_drafted: Int32[Array, "b"]  # draft tokens fed to the target
-    num_accepted: Int32[Array, "b"]
-    accepted_histogram: Int32[Array, "b k1"]  # steps by number of accepted tokens, 0..k
-    model_calls: Int32[Array, ""]
-    real_rows: Int32[Array, ""]
-    padding_rows: Int32[Array, ""]
-
-    @classmethod
-    def init(cls, batch: int, max_draft_tokens: int) -> "Counters":
-        per_sample = lambda: jnp.zeros(batch, jnp.int32)
-        total = lambda: jnp.zeros((), jnp.int32)
-        histogram = jnp.zeros((batch, max_draft_tokens + 1), jnp.int32)
-        return cls(per_sample(), per_sample(), per_sample(), histogram, total(), total(), total())
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class DecodeState:
-    """Everything the next step needs. `cache` holds `lengths - 1` tokens of a sample, or fewer of
-    one whose prompt is still to be fed.
-
-    Attributes:
-        tokens: prompt and emitted tokens; arbitrary from `lengths` on.
-        logprobs: of the emitted tokens, at the same places; arbitrary elsewhere.
-        lengths: tokens of each sample so far, prompt included.
-        prompt_lengths: tokens of each prompt.
-        length_limits: the length at which a sample stops.
-        active: samples that still decode.
-        ended: samples that emitted an end token.
-        sequence_ids: the sequence each slot serves; -1 for an idle slot.
-        end_token_ids: tokens that end a sequence.
-        keys: the random key of each slot's sequence.
-        sampling: one value per slot, or None when all decode greedily.
-        cache: the target model's committed K/V.
-        drafter_state: whatever the drafter keeps.
-        policy_state: whatever the draft-length policy keeps.
-        counters: statistics.
-    """
-
-    tokens: Int32[Array, "b t"]
-    logprobs: Float[Array, "b t"]
-    lengths: Int32[Array, "b"]
-    prompt_lengths: Int32[Array, "b"]
-    length_limits: Int32[Array, "b"]
-    active: Bool[Array, "b"]
-    ended: Bool[Array, "b"]
-    sequence_ids: Int32[Array, "b"]
-    end_token_ids: Int32[Array, "m"]
-    keys: Key[Array, "b"]
-    sampling: Sampling | None
-    cache: Cache
-    drafter_state: Any
-    policy_state: Any
-    counters: Counters
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class StepInfo:
-    """What one step did: diagnostics, not needed by the next step.
-
-    Attributes:
-        tokens: the first `num_emitted` of each row were emitted; the others are arbitrary.
-        num_drafted: draft tokens that were fed, per sample.
-        num_accepted: those of them that stood.
-        num_emitted: new tokens of each sample; 0 of those that had finished.
-        num_rows: of the bucket, padding included.
-    """
-
-    tokens: Int32[Array, "b k1"]
-    num_drafted: Int32[Array, "b"]
-    num_accepted: Int32[Array, "b"]
-    num_emitted: Int32[Array, "b"]
-    num_rows: Int32[Array, ""]
+from emsjax.decode.pack import pack
+from emsjax.decode.refill import (
+    Queue,
+    prompt_bucket,
+    prompt_shares,
+    put_aside,
+    turn_over,
+    unread_prompts,
+)
+from emsjax.decode.row_counts import prompt_row_counts
+from emsjax.decode.run import Run
+from emsjax.decode.state import Counters, DecodeState, StepInfo, is_ready
+from emsjax.decode.verify import random_bits, verify
+from pallas_kernels.indexing import take, take_in_rows
 
 
 def step(
-    model: OPT,
-    drafter: Drafter | None,
+    model: Model,
+    drafter: Drafter | Any | None,
     state: DecodeState,
     *,
-    draft_length: DraftLength | None = None,
+    draft_length: DraftLength | Any | None = None,
     attention_implementation: str | Callable | None = None,
     layout: Layout = UNPADDED,
     num_sequences: Int32[Array, ""] | None = None,
@@ -133,8 +54,8 @@ def step(
         draft_length: a policy that limits drafting; None: the drafter's own limit.
         attention_implementation: as for `generate`.
         layout: what is padded, as it was for `init_state`.
-        num_sequences: of each prompt, where prompts may be left to cache: the step then feeds
-            of those, too. None: all are cached.
+        num_sequences: sequences per prompt, if prompts may be left to cache: the step then
+            feeds their tokens, too. None: all prompts are cached.
 
     Returns:
         The next state, and what the step did.
@@ -143,160 +64,171 @@ def step(
         ValueError: no model, an unknown attention, a `free` drafter that draws its tokens, or
             attention, a drafter or a policy that does not return what it should.
     """
-    check_is_model("model", model)
-    kernels = resolve_kernels(attention_implementation)
-    drafter = with_policys_limit(drafter, draft_length)
+    run = Run.of(
+        model,
+        drafter,
+        draft_length,
+        attention_implementation=attention_implementation,
+        layout=layout,
+    )
+    return advance(run, state, num_sequences)
+
+
+def advance(
+    run: Run, state: DecodeState, num_sequences: Int32[Array, ""] | None = None
+) -> tuple[DecodeState, StepInfo]:
+    """`step` for a run that is put together already."""
+    k = state.counters.max_draft_tokens
+
+    # Draft: each sample has its own number of tokens, 0 allowed.
     ready = state.active if num_sequences is None else is_ready(state)
-    draft, drafter_state, view = _propose(model, drafter, state, draft_length, ready)
-    draft_rows = jnp.where(ready, draft.counts, 0)
-    counts = jnp.where(ready, draft_rows + 1, 0)
-    k = draft.tokens.shape[1]
+    draft, drafter_state, view = propose(run, state, ready)
+    bits = random_bits(state.keys, state.lengths, draft, state.sampling)
+    counts = jnp.where(ready, draft.counts + 1, 0)
+    last = take_in_rows(state.tokens, state.lengths[:, None] - 1)  # no prompt is empty
+    block = jnp.concatenate([last, draft.tokens], axis=1)  # [b, k1]
+    plan = _plan_rows(run, state, counts, num_sequences)
 
-    def settle(verdict: Verdict, fresh, rows, prompt_counts) -> tuple[Emitted, Cache]:
-        num_accepted = accepted_counts(verdict.accepted[:, :k], draft_rows)
-        num_emitted = jnp.where(ready, num_accepted + 1, 0)
-        num_emitted, ended = first_end(verdict.tokens, num_emitted, state.end_token_ids)
-        # As many rows as are emitted, and prompts' own; rejected rows leave no trace.
-        committed = num_emitted + prompt_counts
-        cache = state.cache.commit(fresh, rows, committed, kernels.update)
-        emitted = Emitted(verdict.tokens, verdict.logprobs, num_accepted, num_emitted, ended)
-        return emitted, cache
+    def body(num_rows: int, *, feeds_prompts: bool):
+        # Pack: the rows of all samples lie on one axis, padded up to this static number.
+        starts, prompt_counts = state.cache.lengths, plan.prompt_counts
+        rows = run.layout.pack(starts, counts + prompt_counts, num_rows)
+        token_ids = rows.gather(block)
+        if feeds_prompts:
+            prompt_ids = take(state.tokens, rows.samples, rows.positions)
+            token_ids = jnp.where(take(prompt_counts, rows.samples) > 0, prompt_ids, token_ids)
 
-    fed = feed(model, state, draft, counts, kernels, layout, settle, num_sequences=num_sequences)
-    (tokens, logprobs, num_accepted, num_emitted, ended), cache = fed.settled
-    lengths = state.lengths + num_emitted
-    if drafter is not None:
-        drafter_state = state_after_commit(drafter, drafter_state, lengths)
+        # Forward: one call of the target for all rows, which reads the cache.
+        out = run.model(
+            token_ids,
+            rows,
+            state.cache,
+            attention=run.kernels.attention,
+            max_rows_per_sample=None if feeds_prompts else k + 1,
+            taps=run.taps,
+        )
+
+        # Verify: how much of each draft is accepted, and the target's own next token.
+        hidden, verified = out.hidden, rows
+        if feeds_prompts:  # prompt rows need no logits
+            verified = pack(starts, counts, plan.sizes[0][-1])
+            moved = take(rows.offsets - verified.offsets, verified.samples)
+            place = jnp.arange(verified.segment_ids.shape[0]) + moved
+            hidden = take(hidden, jnp.clip(place, 0, num_rows - 1))
+        verdict = verify(run, state, draft, bits, hidden, verified)
+
+        # Commit: accepted rows are written, each sample at its own offset; rejected ones are not.
+        path = verdict.path(rows, prompt_counts)
+        cache = state.cache.commit(out.fresh, rows, path, run.kernels.update)
+        observed = drafter_state
+        if run.taps:
+            seen = ObservedRows(token_ids, path.segment_ids(rows), rows.positions)
+            observed = run.drafter.observe(drafter_state, seen, out.taps)
+            check_state("the drafter's", "observe", drafter_state, observed)
+        return (verdict, cache, observed) if run.taps else (verdict, cache)
+
+    verify_sizes, prompt_sizes = plan.sizes
+    bodies = [functools.partial(body, n, feeds_prompts=False) for n in verify_sizes]
+    bodies += [functools.partial(body, n, feeds_prompts=True) for n in prompt_sizes]
+    verdict, cache, *observed = lax.switch(plan.index, bodies)
+
+    lengths = state.lengths + verdict.num_emitted
+    if run.drafter is not None:
+        drafter_state = observed[0] if run.taps else drafter_state
+        committed = run.drafter.commit(drafter_state, lengths)
+        check_state("the drafter's", "commit", drafter_state, committed)
+        drafter_state = committed
     policy_state = state.policy_state
-    if draft_length is not None:
-        after = draft_length.update(policy_state, view, draft_rows, num_accepted)
-        check_state("the policy's", "update", policy_state, after)
-        policy_state = after
-
-    info = StepInfo(tokens, draft_rows, num_accepted, num_emitted, fed.num_rows)
+    if run.policy is not None:
+        updated = run.policy.update(policy_state, view, draft.counts, verdict.num_accepted)
+        check_state("the policy's", "update", policy_state, updated)
+        policy_state = updated
+    num_rows = take(jnp.asarray((*verify_sizes, *prompt_sizes), jnp.int32), plan.index)
+    info = StepInfo(
+        verdict.tokens, draft.counts, verdict.num_accepted, verdict.num_emitted, num_rows
+    )
     new_state = dataclasses.replace(
         state,
-        tokens=_append(state.tokens, tokens, state.lengths, num_emitted),
-        logprobs=_append(state.logprobs, logprobs, state.lengths, num_emitted),
+        tokens=_append(state.tokens, verdict.tokens, state.lengths, verdict.num_emitted),
+        logprobs=_append(state.logprobs, verdict.logprobs, state.lengths, verdict.num_emitted),
         lengths=lengths,
-        active=state.active & ~ended & (lengths < state.length_limits),
-        ended=state.ended | ended,
+        active=state.active & ~verdict.ended & (lengths < state.length_limits),
+        ended=state.ended | verdict.ended,
         cache=cache,
         drafter_state=drafter_state,
         policy_state=policy_state,
-        counters=_count(state, info, ready, fed.prompt_counts),
+        counters=_count(state.counters, info, ready, plan.prompt_counts),
     )
     return new_state, info
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=("attention_implementation", "layout"),
-    donate_argnames=("state",),
-)
+@functools.partial(jax.jit, donate_argnames=("state", "queue"))
 def decode_loop(
-    model: "OPT | Flat",
-    drafter: "Drafter | Flat | None",
+    run: Run,
     state: DecodeState,
-    draft_length: DraftLength | None,
     max_steps: Int32[Array, ""],
-    *,
-    attention_implementation: str | Callable | None,
-    layout: Layout = UNPADDED,
-) -> DecodeState:
-    """Steps until all samples have finished, `max_steps` at most: one compiled call."""
-    model, drafter = (x.whole() if isinstance(x, Flat) else x for x in (model, drafter))
-    last_call = state.counters.model_calls + max_steps
+    queue: Queue | None = None,
+) -> tuple[DecodeState, Queue | None]:
+    """Take steps until all samples have finished, `max_steps` at most: one compiled call.
 
-    def unfinished(state: DecodeState) -> Bool[Array, ""]:
-        return jnp.any(state.active) & (state.counters.model_calls < last_call)
+    Args:
+        run: what decodes, flat or not.
+        state: the state to go on from.
+        max_steps: limit of the steps of this call.
+        queue: sequences that wait for a slot. Finished sequences are then put aside in the queue
+            and waiting ones take their slots, until none waits and `queue.enough` slots are idle.
 
-    def advance(state: DecodeState) -> DecodeState:
-        return step(
-            model,
-            drafter,
-            state,
-            draft_length=draft_length,
-            attention_implementation=attention_implementation,
-            layout=layout,
-        )[0]
+    Returns:
+        The state and the queue behind the last step.
+    """
+    run = run.whole()
+    first_call = state.counters.model_calls
+    queue = None if queue is None else queue.emptied()
 
-    return lax.while_loop(unfinished, advance, state)
+    def unfinished(carry) -> Bool[Array, ""]:
+        state, queue = carry
+        more = jnp.any(state.active) if queue is None else queue.has_work(state)
+        return more & (state.counters.model_calls - first_call < max_steps)
+
+    def next_step(carry):
+        state, queue = carry
+        if queue is None:
+            return advance(run, state)[0], None
+        state, queue = turn_over(run, state, queue)
+        return advance(run, state, queue.num_sequences)[0], queue
+
+    state, queue = lax.while_loop(unfinished, next_step, (state, queue))
+    return state, None if queue is None else put_aside(state, queue)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Flat:
-    """A pytree taken apart, for several calls of a compiled function.
+class _RowPlan(NamedTuple):
+    """Which body of the step runs.
 
-    Each call takes its arguments apart, and of a model's Python objects that needs milliseconds
-    in which the device has nothing to do.
+    Attributes:
+        sizes: static row counts of the bodies that only verify, and of those that feed prompts.
+        index: the body to run, counted through both.
+        prompt_counts: prompt tokens to feed of each sample.
     """
 
-    leaves: list[Any]
-    structure: Any = dataclasses.field(metadata={"static": True})
-
-    @classmethod
-    def of(cls, tree: Any) -> "Flat":
-        return cls(*jax.tree.flatten(tree))
-
-    def whole(self) -> Any:
-        return jax.tree.unflatten(self.structure, self.leaves)
+    sizes: tuple[tuple[int, ...], tuple[int, ...]]
+    index: Int32[Array, ""]
+    prompt_counts: Int32[Array, "b"]
 
 
-class Emitted(NamedTuple):
-    """What a step adds to each sample."""
-
-    tokens: Int32[Array, "b k1"]  # arbitrary from `num_emitted` on
-    logprobs: Float[Array, "b k1"]
-    num_accepted: Int32[Array, "b"]
-    num_emitted: Int32[Array, "b"]
-    ended: Bool[Array, "b"]  # by a token that does
-
-
-class _Proposal(NamedTuple):
-    """What a step verifies, the drafter's new state, and what the policy saw."""
-
-    draft: Draft
-    drafter_state: Any
-    view: StepView
-
-
-def _propose(model, drafter, state, draft_length, ready) -> _Proposal:
-    """The step's draft, cut to what can be used."""
-    batch = state.lengths.shape[0]
-    k = state.counters.accepted_histogram.shape[1] - 1
-    remaining = state.length_limits - state.lengths
-    limits = jnp.where(ready, jnp.minimum(remaining - 1, k), 0)
-    view = StepView(ready, state.lengths, limits, drafted=is_free(drafter))
-    if drafter is None:
-        draft = Draft(jnp.zeros((batch, 0), jnp.int32), jnp.zeros(batch, jnp.int32))
-        return _Proposal(draft, (), view)
-
-    def chosen(view: StepView):
-        if draft_length is None:
-            return view.available
-        return available_lengths(draft_length, state.policy_state, view)
-
-    if not view.drafted:
-        limits = chosen(view)
-    # Of a draft that is cut short a policy may learn more than what stood. No later step may draw
-    # from the same bits again: whether it drafts could depend on what it would draw.
-    keys = position_keys(state.keys, state.lengths, Purpose.STEP)
-    arguments = (state.tokens, state.lengths, limits, keys, state.sampling)
-    draft, drafter_state = proposed(
-        drafter, state.drafter_state, *arguments, vocab_size=model.config.vocab_size
-    )
-    counts = usable_counts(
-        draft.tokens, draft.counts, limits, state.end_token_ids, model.config.vocab_size
-    )
-    if view.drafted:
-        if draft.probs is not None:
-            # What is left of a draft must not depend on which tokens were drawn.
-            raise ValueError("a drafter that draws its tokens (Draft.probs) cannot be `free`")
-        view = view._replace(available=counts)
-        counts = chosen(view)
-    return _Proposal(dataclasses.replace(draft, counts=counts), drafter_state, view)
+def _plan_rows(run: Run, state: DecodeState, counts, num_sequences) -> _RowPlan:
+    """The smallest row count that holds the samples' rows, and what prompts are fed beside them."""
+    batch, k1 = counts.shape[0], state.counters.max_draft_tokens + 1
+    sizes = run.layout.row_counts(batch, k1)
+    index = run.layout.smallest(sizes, counts)
+    if num_sequences is None:
+        return _RowPlan((sizes, ()), index, jnp.zeros_like(counts))
+    prompt_sizes = prompt_row_counts(batch, k1, state.tokens.shape[1])
+    unread, verifying = unread_prompts(run, state, num_sequences), jnp.sum(counts)
+    size = prompt_bucket(prompt_sizes, verifying, jnp.sum(unread))
+    room = take(jnp.array(prompt_sizes), size) - verifying
+    index = jnp.where(jnp.any(unread > 0), len(sizes) + size, index)
+    shares = prompt_shares(unread, state.sequence_ids, room)
+    return _RowPlan((sizes, prompt_sizes), index, shares)
 
 
 def _append(buffer, block, lengths, counts):
@@ -310,10 +242,11 @@ def _append(buffer, block, lengths, counts):
     )
 
 
-def _count(state: DecodeState, info: StepInfo, ready, prompt_counts) -> Counters:
-    old, decoding = state.counters, ready.astype(jnp.int32)
-    k1 = old.accepted_histogram.shape[1]
-    hit = (jnp.arange(k1) == info.num_accepted[:, None]) & ready[:, None]
+def _count(old: Counters, info: StepInfo, ready, prompt_counts) -> Counters:
+    """The counters after a step."""
+    decoding = ready.astype(jnp.int32)
+    hit = jnp.arange(old.accepted_histogram.shape[1]) == info.num_accepted[:, None]
+    hit &= ready[:, None]
     real_rows = jnp.sum(info.num_drafted + decoding + prompt_counts)
     return Counters(
         num_steps=old.num_steps + decoding,

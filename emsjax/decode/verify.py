@@ -1,43 +1,78 @@
-"""What becomes of each packed row's drafted token: random draws around `verification`."""
+"""Verification: which draft tokens are accepted, and which token follows them.
 
-from typing import NamedTuple
+`emsjax.verification` has the mathematics; here are the random draws around it, for packed rows.
+"""
+
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, Key
 
-from emsjax.decode.pack import PackedRows
-from emsjax.drafters import Draft
+from emsjax.decode.base import Draft
+from emsjax.decode.pack import AcceptedPath, PackedRows
+from emsjax.decode.run import LogitsContext, Run, process
 from emsjax.sampling import Purpose, Sampling, draw, position_keys, warp
-from emsjax.verification import acceptance_probability, residual_distribution
+from emsjax.verification import (
+    acceptance_probability,
+    accepted_counts,
+    first_end,
+    residual_distribution,
+)
 from pallas_kernels.indexing import take, take_in_rows
 
 
 class Verdict(NamedTuple):
-    """What the target says after every row's token."""
+    """What a step adds to each sample.
 
-    accepted: Bool[Array, "..."]  # whether the token drafted there stands, if those before it do
-    tokens: Int32[Array, "..."]  # what is emitted there if those before it stand
-    logprobs: Float[Array, "..."]  # of that token; the target's own
+    Attributes:
+        tokens: the first num_emitted[s] of each row are emitted; the others are arbitrary.
+        logprobs: of the tokens, under the target's own sampling distribution.
+        num_accepted: draft tokens that were accepted.
+        num_emitted: accepted tokens and the target's own, cut behind an end token; 0 for
+            samples that did not take part.
+        ended: samples whose last emitted token is an end token.
+    """
+
+    tokens: Int32[Array, "b k1"]
+    logprobs: Float[Array, "b k1"]
+    num_accepted: Int32[Array, "b"]
+    num_emitted: Int32[Array, "b"]
+    ended: Bool[Array, "b"]
+
+    def path(self, rows: PackedRows, prompt_counts: Int32[Array, "b"]) -> AcceptedPath:
+        """The rows to commit: as many as were emitted, and all rows of prompts.
+
+        A chain of draft tokens is accepted up to its first rejected one.
+        """
+        return AcceptedPath.prefix(rows, self.num_emitted + prompt_counts)
+
+
+class RowVerdict(NamedTuple):
+    """The target's verdict on every row by itself."""
+
+    accepted: Bool[Array, "..."]  # whether the token drafted there is, if those before it are
+    tokens: Int32[Array, "..."]  # what is emitted there if those before it are accepted
+    logprobs: Float[Array, "..."]  # of that token, under the target's distribution
 
 
 class RandomBits(NamedTuple):
     """Random bits for the places of a step's drafts, and for the one behind each."""
 
     keys: Key[Array, "b k1"]  # of the token that the target draws
-    # A drafted token stands if this is below its probability of acceptance; None: if it is the one
-    # that the target draws.
+    # A draft token is accepted if this is below its probability of acceptance. None: it is
+    # accepted if the target draws the same token.
     uniforms: Float[Array, "b k1"] | None
 
 
 def random_bits(
     keys: Key[Array, "b"], lengths: Int32[Array, "b"], draft: Draft, sampling: Sampling | None
 ) -> RandomBits | None:
-    """What belongs to (key, position, purpose) alone, whatever else is in the batch.
+    """Random bits that depend on (key, position, purpose) alone, not on the rest of the batch.
 
     Args:
         lengths: tokens before each sample's draft.
-        sampling: None: greedy, which needs none.
+        sampling: None: greedy decoding, which needs no random bits.
     """
     if sampling is None:
         return None
@@ -56,18 +91,49 @@ def random_bits(
     return RandomBits(keys_for(purposes), uniform(keys_for(Purpose.ACCEPTANCE)))
 
 
+def verify(
+    run: Run,
+    state: Any,
+    draft: Draft,
+    bits: RandomBits | None,
+    hidden: Float[Array, "r e"],
+    rows: PackedRows,
+) -> Verdict:
+    """Compare the drafts with the target, by equality or by rejection sampling.
+
+    Args:
+        state: the `DecodeState`.
+        draft: what was drafted; samples without rows take no part.
+        bits: see `random_bits`.
+        hidden: the target's final hidden states.
+        rows: where they belong; row i of a sample comes behind its first i draft tokens.
+    """
+    logits = run.model.logits(hidden)
+    if run.processors:
+        context = LogitsContext(
+            state.tokens, state.lengths, draft.tokens, rows.samples, rows.within
+        )
+        logits = process(run.processors, logits, context)
+    k = draft.tokens.shape[1]
+    verdict = rows.scatter(judge(logits, rows, draft, bits, state.sampling), k + 1)
+    num_accepted = accepted_counts(verdict.accepted[:, :k], draft.counts)
+    num_emitted = jnp.where(rows.counts > 0, num_accepted + 1, 0)
+    num_emitted, ended = first_end(verdict.tokens, num_emitted, state.end_token_ids)
+    return Verdict(verdict.tokens, verdict.logprobs, num_accepted, num_emitted, ended)
+
+
 def judge(
     logits: Float[Array, "r v"],
     rows: PackedRows,
     draft: Draft,
     bits: RandomBits | None,
     sampling: Sampling | None,
-) -> Verdict:
+) -> RowVerdict:
     """The verdict on each row [r], from the target's logits there.
 
     Every token is the likeliest, or drawn from the row's `bits`.
     """
-    # Where none was drafted the drafter may have left any number.
+    # Behind the last draft token a drafter may leave any number.
     drafted = jnp.clip(rows.gather(_with_one_more(draft.tokens)), 0, logits.shape[1] - 1)
     # From logits, as rounding in the log-softmax could merge two candidates.
     if sampling is None:
@@ -82,13 +148,13 @@ def judge(
         else:
             accepted, tokens = _reject(logits, rows, draft, drafted, bits, sampling)
     log_probs = jax.nn.log_softmax(logits)
-    return Verdict(accepted, tokens, take_in_rows(log_probs, tokens[:, None])[:, 0])
+    return RowVerdict(accepted, tokens, take_in_rows(log_probs, tokens[:, None])[:, 0])
 
 
 def _reject(logits, rows, draft: Draft, drafted, bits: RandomBits, sampling):
-    """Rejection sampling: whether each row's drafted token stands, and what is emitted there.
+    """Rejection sampling: whether each row's draft token is accepted, and what is emitted there.
 
-    Rows behind the last drafted token draw from the target's distribution itself.
+    Rows behind the last draft token draw from the target's distribution itself.
     """
     has_draft = jnp.arange(draft.tokens.shape[1]) < draft.counts[:, None]  # [b, k]
     q = jnp.where(has_draft[..., None], draft.probs, 0)
@@ -108,5 +174,5 @@ def _reject(logits, rows, draft: Draft, drafted, bits: RandomBits, sampling):
 
 
 def _with_one_more(blocks: Array) -> Array:
-    """Values of a draft's tokens [b, k] with an arbitrary one for the place behind. [b, k1]"""
+    """Values of a draft's tokens [b, k], with an arbitrary one for the place behind. [b, k1]"""
     return jnp.pad(blocks, ((0, 0), (0, 1)))

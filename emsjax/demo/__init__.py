@@ -1,7 +1,5 @@
 """The embedded model pair and prompts: `emsjax.OPT.from_pretrained(emsjax.demo.TARGET)`."""
 
-from pathlib import Path
+from emsjax.embedded import DRAFT, PROMPTS, TARGET
 
-TARGET = Path(__file__).parent / "target"
-DRAFT = Path(__file__).parent / "draft"
-PROMPTS = Path(__file__).parent / "prompts.json"
+__all__ = ["DRAFT", "PROMPTS", "TARGET"]

@@ -1,7 +1,7 @@
 """The demo pair's corpus: the standard library's sources, split, tokenised and stored.
 
-Whole modules are held out: they are chosen by the hash of their path, so the
-choice depends on nothing but the names, sizes and total of the files.
+Whole modules are held out. They are chosen by the hash of their path, so the choice depends only on
+the names, sizes and total of the files.
 """
 
 import dataclasses
@@ -19,22 +19,22 @@ from transformers import PreTrainedTokenizerFast
 
 END_TOKEN, PAD_TOKEN = "<|endoftext|>", "<|pad|>"
 END_ID, PAD_ID = 0, 1
-HELD_OUT_FRACTION = 0.05  # of the bytes
-HELD_OUT_SIZES = range(20_000, 200_001)  # bytes of a module that may be held out
-# Tables written by programs compress far better than code, and lib2to3's data
-# repeats other modules: both would make the held-out set say less.
+HELD_OUT_FRACTION = 0.05  # share of the bytes
+HELD_OUT_SIZES = range(20_000, 200_001)  # sizes in bytes of modules that may be held out
+# Generated tables compress far better than code, and lib2to3's data repeats other modules: with
+# either, the held-out set would be less representative.
 NEVER_HELD_OUT = ("encodings/", "pydoc_data/", "lib2to3/tests/data/")
 
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Token streams; every document is followed by the end token.
+    """Token streams in which every document is followed by the end token.
 
     Attributes:
-        train: the training documents, one after the other, uint16.
+        train: the concatenated training documents, uint16.
         held_out: token ids of each held-out module, uint16.
         held_out_bytes: the size of all held-out modules.
-        info: what `prepare` measured, for the model card.
+        info: the figures that `prepare` measured, for the model card.
     """
 
     train: np.ndarray  # [n]
@@ -61,7 +61,7 @@ def read_library(folder: Path | None = None) -> dict[str, str]:
 
 
 def choose_held_out(sizes: Mapping[str, int]) -> list[str]:
-    """Names to hold out, given every module's size in bytes: 5% of all bytes."""
+    """Names of the modules to hold out, 5% of all bytes, from every module's size in bytes."""
     candidates = [
         name
         for name, size in sizes.items()
@@ -78,7 +78,7 @@ def choose_held_out(sizes: Mapping[str, int]) -> list[str]:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE that round-trips any text and adds no tokens of its own."""
+    """Train a byte-level BPE tokenizer that round-trips any text and adds no special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -100,7 +100,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """In Hugging Face's layout, under the class name that every version of transformers knows."""
+    """Save in Hugging Face's layout, with a class name that all versions of transformers know."""
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     values = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -146,9 +146,9 @@ def prepare(output: Path, *, vocab_size: int = 4096, library: Path | None = None
 
 
 def write_texts(output: Path, library: Path | None = None) -> None:
-    """Write `train.jsonl` and `held-out.jsonl` below `output`, lines of "text" each.
+    """Write `train.jsonl` and `held-out.jsonl` below `output`, each with a "text" per line.
 
-    A text to train on is a module. The others are cut into passages, which make more prompts.
+    A training text is a whole module. Held-out modules are cut into passages, for more prompts.
     """
     texts = read_library(library)
     held_out = choose_held_out({name: len(text.encode()) for name, text in texts.items()})
@@ -161,7 +161,7 @@ def write_texts(output: Path, library: Path | None = None) -> None:
 
 
 def passages(text: str, characters: int = 8000) -> list[str]:
-    """The text in pieces of whole lines, none shorter than this unless all of the text is."""
+    """The text in pieces of whole lines, each at least this long unless the text is shorter."""
     pieces = [""]
     for line in text.splitlines(keepends=True):
         if len(pieces[-1]) >= characters:
@@ -174,7 +174,7 @@ def passages(text: str, characters: int = 8000) -> list[str]:
 
 
 def load(output: Path) -> Corpus:
-    """What `prepare` wrote."""
+    """Load the corpus that `prepare` wrote."""
     info = json.loads((output / "corpus.json").read_text())
     with np.load(output / "corpus.npz") as arrays:
         held_out = {name: arrays[name] for name in info["held_out"]}

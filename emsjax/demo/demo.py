@@ -1,4 +1,4 @@
-"""`emsjax demo`: the same prompts completed plainly and speculatively, side by side."""
+"""`emsjax demo`: complete the same prompts by plain and by speculative decoding, and compare."""
 
 import dataclasses
 import json
@@ -16,24 +16,28 @@ from rich.table import Table
 from rich.text import Text
 from transformers import AutoTokenizer
 
-import emsjax
-from emsjax.demo import DRAFT, PROMPTS, TARGET
+from emsjax.drafters import DraftModel, PromptLookup
+from emsjax.embedded import DRAFT, PROMPTS, TARGET
+from emsjax.generation import generate
+from emsjax.models.opt import OPT
+from emsjax.sampling import Sampling
 
 MAX_NEW_TOKENS = 128
-SAMPLED_PROMPTS, MAX_SAMPLED_TOKENS = 4, 32  # fewer of both: the demo stays short
+SAMPLED_PROMPTS, MAX_SAMPLED_TOKENS = 4, 32  # few, to keep the demo short
 SHOWN_PROMPT_LINES = 6
 
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A row of the table: a way of decoding, and the row above that its tokens must equal.
+    """A way to decode, which is a row of the table.
 
     Attributes:
-        name: in the table.
-        drafter: makes it.
-        options: of `emsjax.generate`, but for the drafter.
-        expected: the name of the row above; None: this is a reference itself.
-        num_prompts: how many, from the first on; None: all.
+        name: its name in the table.
+        drafter: makes the drafter.
+        options: makes the other options of `emsjax.generate`.
+        expected: the name of the method above whose tokens it must produce; None: this method is
+            a reference itself.
+        num_prompts: number of prompts to decode, from the first on; None: all.
     """
 
     name: str
@@ -43,8 +47,8 @@ class Method:
     num_prompts: int | None = None
 
 
-def draft_model() -> emsjax.DraftModel:
-    return emsjax.DraftModel(emsjax.OPT.from_pretrained(DRAFT, dtype=jnp.float32))
+def draft_model() -> DraftModel:
+    return DraftModel(OPT.from_pretrained(DRAFT, dtype=jnp.float32))
 
 
 def greedy() -> dict[str, Any]:
@@ -54,7 +58,7 @@ def greedy() -> dict[str, Any]:
 def sampled() -> dict[str, Any]:
     return {
         "max_new_tokens": MAX_SAMPLED_TOKENS,
-        "sampling": emsjax.Sampling(temperature=0.8, top_p=0.95),
+        "sampling": Sampling(temperature=0.8, top_p=0.95),
         "num_sequences": 4,
         "key": jax.random.key(0),
     }
@@ -62,23 +66,23 @@ def sampled() -> dict[str, Any]:
 
 METHODS = (
     Method("plain decoding", lambda: None, greedy),
-    Method("prompt lookup", emsjax.PromptLookup, greedy, expected="plain decoding"),
+    Method("prompt lookup", PromptLookup, greedy, expected="plain decoding"),
     Method("draft model", draft_model, greedy, expected="plain decoding"),
     Method("plain, 4 samples", lambda: None, sampled, num_prompts=SAMPLED_PROMPTS),
     Method(
         "lookup, 4 samples",
-        emsjax.PromptLookup,
+        PromptLookup,
         sampled,
         expected="plain, 4 samples",
         num_prompts=SAMPLED_PROMPTS,
     ),
 )
-SHOWN = "draft model"  # whose completions are printed
+SHOWN = "draft model"  # the method whose completions are printed
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a method generated, and the wall time of a second, compiled call."""
+    """A method's output, and the wall time of a second call, which does not compile."""
 
     generated: Any
     seconds: float
@@ -88,7 +92,7 @@ def run(console: Console) -> int:
     """Print completions and comparison; exit code 1 unless all tokens are identical."""
     prompts = json.loads(PROMPTS.read_text())
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
-    model = emsjax.OPT.from_pretrained(TARGET, dtype=jnp.float32)
+    model = OPT.from_pretrained(TARGET, dtype=jnp.float32)
     prompt_ids = tokenizer([prompt["prompt"] for prompt in prompts]).input_ids
     outcomes = {}
     for method in METHODS:
@@ -104,9 +108,7 @@ def decode(model, prompt_ids: list[list[int]], method: Method) -> Outcome:
     drafter, options = method.drafter(), method.options()
     for _ in range(2):  # the first call compiles
         started = time.perf_counter()
-        generated = emsjax.generate(
-            model, prompt_ids[: method.num_prompts], drafter=drafter, **options
-        )
+        generated = generate(model, prompt_ids[: method.num_prompts], drafter=drafter, **options)
         seconds = time.perf_counter() - started
     return Outcome(generated, seconds)
 
@@ -125,7 +127,7 @@ def show_completions(console: Console, prompts: list[dict], tokenizer, generated
 
 
 def abbreviate(prompt: str) -> str:
-    """The end of a long prompt: what the completion goes on from."""
+    """The last lines of a long prompt."""
     lines = prompt.split("\n")
     if len(lines) <= SHOWN_PROMPT_LINES:
         return prompt

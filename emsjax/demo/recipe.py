@@ -1,9 +1,9 @@
-"""How the embedded target and draft were trained: `python -m emsjax.demo.recipe --output DIR`.
+"""The training of the embedded target and draft: `python -m emsjax.demo.recipe --output DIR`.
 
-Stage `prepare` reads the running Python's standard library and trains the
-tokenizer; stage `train` trains the target, then the draft on the target's
-distribution, evaluates both on the held-out modules and exports them. Stage
-`texts` writes the same modules, and those held out, for `emsjax distil`.
+Stage `prepare` reads the running Python's standard library and trains the tokenizer. Stage `train`
+trains the target, then the draft on the target's distribution, evaluates both on the held-out
+modules and exports them. Stage `texts` writes the training and the held-out modules for
+`emsjax distil`.
 """
 
 import argparse
@@ -84,7 +84,7 @@ class TrainingWindows:
 
 
 def whole(tokens: Int32[np.ndarray, "b t"]) -> Batch:
-    """Sequences of one segment each."""
+    """A batch of sequences with one segment each."""
     positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
     return Batch(tokens, np.zeros_like(tokens), positions)
 
@@ -92,10 +92,10 @@ def whole(tokens: Int32[np.ndarray, "b t"]) -> Batch:
 def evaluation_windows(
     ids: np.ndarray, window: int, stride: int
 ) -> tuple[Int32[np.ndarray, "n window+1"], np.ndarray]:
-    """Windows over a document [t], and which labels count, bool [n, window].
+    """Windows over a document [t], and the labels that count, bool [n, window].
 
-    Every token counts once, and from the second window on it is predicted from
-    at least `window - stride` tokens. The end token comes before the first.
+    Every token counts once, and from the second window on it is predicted from at least
+    `window - stride` tokens. The end token precedes the first token.
     """
     ids = np.concatenate([[corpus.END_ID], ids]).astype(np.int32)
     labels = len(ids) - 1
@@ -109,7 +109,7 @@ def evaluation_windows(
 
 @jax.jit
 def token_losses(model: OPT, windows: Int32[Array, "b t"]) -> Float[Array, "b t-1"]:
-    """Cross-entropy of every token but the first, in nats."""
+    """Cross-entropy of every token except the first, in nats."""
     read, labels = windows[:, :-1], windows[:, 1:]
     segments = jnp.zeros_like(read)
     positions = segments + jnp.arange(read.shape[1], dtype=jnp.int32)
@@ -119,7 +119,7 @@ def token_losses(model: OPT, windows: Int32[Array, "b t"]) -> Float[Array, "b t-
 
 
 def bits_per_byte(model: OPT, data: corpus.Corpus, *, window: int = WINDOW) -> float:
-    """Of all held-out modules, with overlapping windows."""
+    """Bits per byte of all held-out modules, with overlapping windows."""
     documents = [evaluation_windows(ids, window, window // 2) for ids in data.held_out.values()]
     windows, counted = (np.concatenate(parts) for parts in zip(*documents, strict=True))
     nats = 0.0
@@ -173,7 +173,7 @@ def main(arguments: list[str] | None = None) -> None:
     stages = ["prepare", "train", "all", "texts"]
     parser.add_argument("stage", nargs="?", choices=stages, default="all")
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
-    parser.add_argument("--steps", type=int, default=5000, help="of the target")
+    parser.add_argument("--steps", type=int, default=5000, help="training steps of the target")
     parser.add_argument("--draft-steps", type=int, default=12000)
     options = parser.parse_args(arguments)
     if options.stage == "texts":

@@ -5,9 +5,10 @@ from typing import Any
 
 import numpy as np
 
-import emsjax
-from emsjax.decode.layout import UNPADDED
-from emsjax.decode.step import Flat, decode_loop
+from emsjax.decode.run import Run
+from emsjax.decode.step import decode_loop
+from emsjax.drafters import DraftModel
+from emsjax.generation import generate, init_state
 from emsjax.models.opt import OPT
 
 
@@ -43,12 +44,11 @@ def evaluate(
         raise ValueError(f"draft_tokens must be below new_tokens {new_tokens}, not {draft_tokens}")
     if not len(prompts):
         raise ValueError("prompts must not be empty")
-    drafter = None if draft_model is None else emsjax.DraftModel(draft_model, draft_tokens)
+    drafter = None if draft_model is None else DraftModel(draft_model, draft_tokens)
     groups = [prompts[at : at + batch_size] for at in range(0, len(prompts), batch_size)]
     for _ in range(2):  # the first time compiles
         stats = [
-            emsjax.generate(target, group, drafter, max_new_tokens=new_tokens).stats
-            for group in groups
+            generate(target, group, drafter, max_new_tokens=new_tokens).stats for group in groups
         ]
     total = lambda name: sum(int(getattr(of, name).sum()) for of in stats)
     return {
@@ -59,26 +59,17 @@ def evaluate(
     }
 
 
-def by_position(target: OPT, drafter: emsjax.DraftModel, groups, new_tokens: int) -> list[float]:
+def by_position(target: OPT, drafter: DraftModel, groups, new_tokens: int) -> list[float]:
     """Acceptance rates by position, in steps that draft as many tokens as they can.
 
     No step is cut short by the end of a sequence.
     """
     k = drafter.max_draft_tokens
     histogram = np.zeros(k + 1, np.int64)
-    weights = Flat.of(target), Flat.of(drafter)
+    run = Run.of(target, drafter).flat()
     for prompts in groups:
-        state = emsjax.init_state(
-            target, drafter, prompts, max_new_tokens=new_tokens, eos_token_ids=()
-        )
-        state = decode_loop(
-            *weights,
-            state,
-            None,
-            new_tokens // (k + 1),
-            attention_implementation=None,
-            layout=UNPADDED,
-        )
+        state = init_state(target, drafter, prompts, max_new_tokens=new_tokens, eos_token_ids=())
+        state, _ = decode_loop(run, state, new_tokens // (k + 1))
         histogram += np.asarray(state.counters.accepted_histogram).sum(axis=0)
     return acceptance_by_position(histogram)
 

@@ -5,8 +5,10 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-import emsjax
+from emsjax.drafters import PromptLookup
+from emsjax.generation import generate
 from emsjax.models.opt import OPT
+from emsjax.sampling import Sampling
 
 
 def continuations(
@@ -60,12 +62,12 @@ def continuations(
         length = min(prompt_tokens, max(1, len(document) // 2), room)
         begin = 0 if taken < len(documents) else rng.integers(max(1, len(document) - length))
         excerpts.append(np.asarray(document[begin : begin + length], np.int32))
-    out = emsjax.generate(
+    out = generate(
         target,
         excerpts,
-        emsjax.PromptLookup(),
+        PromptLookup(),
         max_new_tokens=new_tokens,
-        sampling=emsjax.Sampling(temperature=temperature),
+        sampling=Sampling(temperature=temperature),
         batch_size=min(batch_size, count),
         key=jax.random.key(seed),
     )

@@ -22,7 +22,8 @@ from jaxtyping import Array, Float
 from emsjax.distillation.sequences import Batch, PackedSequences
 from emsjax.distillation.training import forward
 from emsjax.models.config import ACTIVATIONS, POSITION_OFFSET, OPTConfig
-from emsjax.models.opt import LAYER_NORM_EPSILON, OPT, OPTLayer, affine, weights
+from emsjax.models.layers import scale_and_bias, weight_and_bias
+from emsjax.models.opt import LAYER_NORM_EPSILON, OPT, OPTLayer
 from pallas_kernels.add_layer_norm import normalise
 
 SEQUENCES, TOKENS = 64, 256  # sequences, and tokens of each, that statistics are measured on
@@ -267,12 +268,13 @@ def read(layer: OPTLayer, norm: nnx.LayerNorm, stream: Float[Array, "n e"]) -> F
     """Input of the first product of a part of the layer."""
     if not layer.config.do_layer_norm_before:
         return stream
-    return normalise(stream, *affine(norm), LAYER_NORM_EPSILON)
+    return normalise(stream, *scale_and_bias(norm), LAYER_NORM_EPSILON)
 
 
 def outputs(linear: nnx.Linear, x: Float[Array, "n i"]) -> Float[Array, "n o"]:
-    kernel, bias = weights(linear)
-    return x @ kernel if bias is None else x @ kernel + bias
+    weight, bias = weight_and_bias(linear)
+    y = x @ weight.values
+    return y if bias is None else y + bias
 
 
 def in_basis(

@@ -52,14 +52,14 @@ def forward(model: OPT, batch: Batch) -> Float[Array, "b t e"]:
     rows = PackedRows(
         segment_ids.reshape(-1), positions.reshape(-1), starts, jnp.full_like(starts, length)
     )
-    hidden, _ = model(
+    out = model(
         tokens.reshape(-1),
         rows,
         model.init_cache(count, 0),
         attention=packed_attention,
         max_rows_per_sample=length,
     )
-    return hidden.reshape(count, length, -1)
+    return out.hidden.reshape(count, length, -1)
 
 
 def mean_loss(

@@ -1,7 +1,6 @@
-"""Sources of draft tokens."""
+"""Sources of draft tokens; the protocol is in `emsjax.decode.base`."""
 
-from emsjax.decode.base import Draft, Drafter
 from emsjax.drafters.draft_model import DraftModel
 from emsjax.drafters.prompt_lookup import PromptLookup
 
-__all__ = ["Draft", "DraftModel", "Drafter", "PromptLookup"]
+__all__ = ["DraftModel", "PromptLookup"]

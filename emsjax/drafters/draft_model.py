@@ -9,13 +9,14 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from emsjax.checks import check_at_least
-from emsjax.decode.base import Draft
+from emsjax.decode.adapt import check_is_model
+from emsjax.decode.base import Draft, Drafter, Model, ModelConfig
 from emsjax.decode.cache import KVCache
 from emsjax.decode.kernels import resolve_kernels
-from emsjax.decode.pack import pack
+from emsjax.decode.pack import AcceptedPath, pack
 from emsjax.decode.prefill import prefill
-from emsjax.models.config import OPTConfig
-from emsjax.models.opt import OPT, check_is_model
+from emsjax.decode.run import LogitsContext, Processor, process
+from emsjax.device import tree_bytes
 from emsjax.sampling import Purpose, draw, position_keys, warp
 from pallas_kernels.indexing import take
 
@@ -24,13 +25,13 @@ CATCH_UP_ROWS = 2  # a sample whose drafts were all accepted is one token behind
 
 
 @jax.tree_util.register_pytree_node_class
-class DraftModel:
+class DraftModel(Drafter):
     """A smaller model with the target's tokenizer proposes, one token after the other.
 
-    It has a KV cache of its own in the device loop and sees, of every sample that
-    drafts, just the tokens it has not seen yet; a sample that has not drafted for a
-    while is caught up in packed chunks when it drafts again. Temperature, top-k and
-    top-p apply to its distribution as to the target's.
+    It has its own KV cache in the device loop. For every sample that drafts it is fed
+    the tokens it has not seen yet; a sample that has not drafted for a while is caught
+    up in packed chunks when it drafts again. Temperature, top-k, top-p and logits
+    processors apply to its distribution as to the target's.
 
     Args:
         draft_model: of any dtype.
@@ -42,13 +43,13 @@ class DraftModel:
         attention_implementation: as for `generate`.
 
     Raises:
-        ValueError: a `draft_model` that is none, `max_draft_tokens` or `vocab_size` below 1, or
-            `vocab_size` above the draft model's vocabulary.
+        ValueError: a `draft_model` that is no model, `max_draft_tokens` or `vocab_size` below 1,
+            or `vocab_size` above the draft model's vocabulary.
     """
 
     def __init__(
         self,
-        draft_model: OPT,
+        draft_model: Model,
         max_draft_tokens: int | None = None,
         vocab_size: int | None = None,
         attention_implementation: str | Callable | None = None,
@@ -61,6 +62,7 @@ class DraftModel:
         self.max_draft_tokens = check_at_least("max_draft_tokens", max_draft_tokens, 1)
         self.vocab_size = vocab_size
         self.attention_implementation = attention_implementation
+        self.processors: tuple[Processor, ...] = ()
         if vocab_size is not None:
             check_at_least("vocab_size", vocab_size, 1)
             if vocab_size > draft_model.config.vocab_size:
@@ -81,18 +83,23 @@ class DraftModel:
         return self
 
     def with_limit(self, max_draft_tokens: int) -> "DraftModel":
-        """With this limit, unless it was made with one."""
-        if self.has_own_limit:
-            return self
-        return DraftModel(
-            self.draft_model, max_draft_tokens, self.vocab_size, self.attention_implementation
-        )
+        """The drafter with this limit, unless it was made with one."""
+        return self if self.has_own_limit else self._with(max_draft_tokens=max_draft_tokens)
 
-    def check_target(self, config: OPTConfig, positions: int) -> None:
-        """Whether it can draft for this target, at up to `positions` positions.
+    def with_processors(self, processors: tuple[Processor, ...]) -> "DraftModel":
+        """The drafter whose logits pass through these processors first."""
+        return self._with(processors=tuple(processors))
 
-        Raises:
-            ValueError: vocabularies that do not match, or too short a context.
+    def _with(self, **settings) -> "DraftModel":
+        children, own = self.tree_flatten()
+        return self.tree_unflatten(tuple(sorted((dict(own) | settings).items())), children)
+
+    def check_target(self, config: ModelConfig, positions: int) -> None:
+        """Raises ValueError for a vocabulary that does not match, or too short a context.
+
+        Args:
+            config: the target's.
+            positions: the largest number of positions that a sample needs.
         """
         mine = self.draft_model.config
         if self.vocab_size is None and mine.vocab_size != config.vocab_size:
@@ -120,7 +127,7 @@ class DraftModel:
         return state.fork(samples)
 
     def admit(self, state: KVCache, tokens, lengths, fresh: Bool[Array, "b"]) -> KVCache:
-        """Nothing of a new sequence has been fed: it is caught up when it first drafts."""
+        """The draft model catches up with a new sequence when that first drafts."""
         return dataclasses.replace(state, lengths=jnp.where(fresh, 0, state.lengths))
 
     def propose(
@@ -146,6 +153,7 @@ class DraftModel:
             active = step < draft_lengths
             counts = jnp.where(active, lengths + step - cache.lengths, 0)
             logits, cache = self._forward(cache, tokens, counts)
+            logits = self._processed(logits, tokens, lengths, drafts, step)
             if sampling is None:
                 token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
             else:
@@ -161,41 +169,51 @@ class DraftModel:
 
         def draft(carry):
             step, tokens, drafts, probs, cache = carry
-            # Whoever is far behind comes up in chunks; the rest is a draft step's own rows.
+            # Samples more than CATCH_UP_ROWS behind are prefilled in chunks; the others catch up in
+            # the draft step.
             wanted = jnp.where(draft_lengths > 0, lengths - CATCH_UP_ROWS, 0)
             cache = self._prefill(cache, tokens, jnp.maximum(cache.lengths, wanted))
             return lax.while_loop(unfinished, advance, (step, tokens, drafts, probs, cache))
 
-        # Once, or not at all: each loop's condition is waited for, and where nobody drafts one is
-        # enough. As a branch of `lax.cond` the cache would be copied.
+        # Once, or not at all: the device waits for each loop's condition, and one is enough if no
+        # sample drafts. As a branch of `lax.cond` the cache would be copied.
         _, _, drafts, probs, cache = lax.while_loop(unfinished, draft, start)
         return Draft(drafts, draft_lengths, probs), cache
 
     def commit(self, state: KVCache, lengths: Int32[Array, "b"]) -> KVCache:
-        """Forgets what was not accepted; the last token has never been fed."""
+        """Forgets rejected tokens; the last token has never been fed."""
         return dataclasses.replace(state, lengths=jnp.minimum(state.lengths, lengths - 1))
 
     def state_bytes(self, max_len: int) -> int:
         """Bytes per sample: the cache, and the distributions of one step's drafts."""
-        config, item = self.draft_model.config, self.draft_model.dtype.itemsize
-        cache = 2 * max_len * config.num_hidden_layers * config.hidden_size * item
-        return cache + 2 * self.max_draft_tokens * config.vocab_size * 4
+        leaves = lambda: jax.tree.leaves(self.draft_model.init_cache(1, max_len).layers)
+        probs = 2 * self.max_draft_tokens * self.draft_model.config.vocab_size * 4
+        return tree_bytes(jax.eval_shape(leaves)) + probs
 
     def _forward(self, cache: KVCache, tokens, counts) -> tuple[Array, KVCache]:
-        """Feed each sample's next `counts` tokens; float32 logits [b, v] after the last of them."""
+        """Feed each sample's next `counts` tokens; float32 logits [b, v] behind the last one."""
         kernels = resolve_kernels(self.attention_implementation)
         batch = tokens.shape[0]
         rows = pack(cache.lengths, counts, CATCH_UP_ROWS * batch)
-        hidden, fresh = self.draft_model(
+        out = self.draft_model(
             take(tokens, rows.samples, rows.positions),
             rows,
             cache,
             attention=kernels.attention,
             max_rows_per_sample=CATCH_UP_ROWS,
         )
-        last_rows = jnp.clip(rows.offsets + rows.counts - 1, 0, hidden.shape[0] - 1)
-        logits = self.draft_model.logits(take(hidden, last_rows))
-        return logits[:, : self.vocab_size], cache.commit(fresh, rows, rows.counts, kernels.update)
+        last_rows = jnp.clip(rows.offsets + rows.counts - 1, 0, out.hidden.shape[0] - 1)
+        logits = self.draft_model.logits(take(out.hidden, last_rows))
+        path = AcceptedPath.prefix(rows, rows.counts)
+        return logits[:, : self.vocab_size], cache.commit(out.fresh, rows, path, kernels.update)
+
+    def _processed(self, logits, tokens, lengths, drafts, step) -> Array:
+        """The logits after the run's processors, one row per sample, behind `step` draft tokens."""
+        if not self.processors:
+            return logits
+        samples = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+        context = LogitsContext(tokens, lengths, drafts, samples, jnp.full_like(samples, step))
+        return process(self.processors, logits, context)
 
     def _prefill(self, cache: KVCache, tokens, lengths) -> KVCache:
         kernels = resolve_kernels(self.attention_implementation)

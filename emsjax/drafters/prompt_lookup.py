@@ -9,13 +9,13 @@ import numpy as np
 from jaxtyping import Array, Bool, Int32
 
 from emsjax.checks import as_token_ids, check_at_least
-from emsjax.decode.base import Draft
+from emsjax.decode.base import Draft, Drafter
 from emsjax.decode.row_counts import round_up_length
 from pallas_kernels.indexing import take_in_rows
 
 
 @jax.tree_util.register_pytree_node_class
-class PromptLookup:
+class PromptLookup(Drafter):
     """Find the last `match_length` tokens in a reference and copy what followed there.
 
     The last occurrence wins. A copy is shorter than `max_draft_tokens` only at
@@ -112,9 +112,6 @@ class PromptLookup:
             )
         limits = jnp.minimum(draft_lengths, self.max_draft_tokens)
         return Draft(draft.tokens, jnp.minimum(draft.counts, limits)), state
-
-    def commit(self, state, lengths):
-        return state
 
     def _texts(self, tokens, lengths, prompt_lengths):
         """Searched texts and their lengths; later ones win."""

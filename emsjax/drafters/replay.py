@@ -1,4 +1,4 @@
-"""Drafts that are not a drafter's own: what a source proposes is paid for and overridden."""
+"""Scripted drafts in place of a drafter's own, whose work is done all the same."""
 
 import abc
 import dataclasses
@@ -9,17 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
-from emsjax.decode.base import Draft, admitted, is_free, state_after_commit
-from emsjax.models.config import OPTConfig
+from emsjax.decode.adapt import as_drafter
+from emsjax.decode.base import Draft, Drafter, ModelConfig
 from pallas_kernels.indexing import take_in_rows
 
 
-class Overriding(abc.ABC):
+class Overriding(Drafter, abc.ABC):
     """A drafter that replaces what its `source` drafts, whose work is done all the same.
 
     Attributes:
         max_draft_tokens: static limit of the replacements; the source may have another.
-        source: a drafter that is a pytree, or None: drafts come for nothing.
+        source: a drafter that is a pytree, or None: drafts cost nothing.
     """
 
     max_draft_tokens: int
@@ -30,55 +30,63 @@ class Overriding(abc.ABC):
         """What is proposed instead: see `Drafter.propose`."""
 
     @property
+    def _source(self) -> Drafter | None:
+        return as_drafter(self.source)
+
+    @property
     def free(self) -> bool:
         """Whether proposing costs next to nothing."""
-        return self.source is None or is_free(self.source)
+        return self.source is None or self._source.free
 
     def for_prompts(self, prompt_indices: np.ndarray, num_prompts: int):
-        if not hasattr(self.source, "for_prompts"):
+        if self.source is None:
             return self
-        source = self.source.for_prompts(prompt_indices, num_prompts)
-        return self if source is self.source else dataclasses.replace(self, source=source)
+        source = self._source.for_prompts(prompt_indices, num_prompts)
+        same = source is self._source or source is self.source
+        return self if same else dataclasses.replace(self, source=source)
 
-    def check_target(self, config: OPTConfig, positions: int) -> None:
-        if hasattr(self.source, "check_target"):
-            self.source.check_target(config, positions)
+    def check_target(self, config: ModelConfig, positions: int) -> None:
+        if self.source is not None:
+            self._source.check_target(config, positions)
 
     def state_bytes(self, max_len: int) -> int:
-        return self.source.state_bytes(max_len) if hasattr(self.source, "state_bytes") else 0
+        return 0 if self.source is None else self._source.state_bytes(max_len)
 
     def init(self, *prompts):
-        return () if self.source is None else self.source.init(*prompts)
+        return () if self.source is None else self._source.init(*prompts)
 
     def admit(self, state, tokens, lengths, fresh):
-        return () if self.source is None else admitted(self.source, state, tokens, lengths, fresh)
+        if self.source is None:
+            return ()
+        return self._source.admit(state, tokens, lengths, fresh)
 
     def propose(self, state, tokens, lengths, draft_lengths, keys, sampling):
         draft = self.override(lengths, draft_lengths)
         if self.source is None:
             return draft, state
-        drafted, state = self.source.propose(state, tokens, lengths, draft_lengths, keys, sampling)
+        arguments = (state, tokens, lengths, draft_lengths, keys, sampling)
+        drafted, state = self._source.propose(*arguments)
         least = jnp.min(drafted.tokens, axis=1, keepdims=True)
-        # Never true; whoever drafted cannot be left out as unused.
+        # Never true; but then the source's work cannot be left out as unused.
         tokens = jnp.where(least == jnp.iinfo(jnp.int32).min, least, draft.tokens)
         return dataclasses.replace(draft, tokens=tokens), state
 
     def commit(self, state, lengths):
-        return state if self.source is None else state_after_commit(self.source, state, lengths)
+        return state if self.source is None else self._source.commit(state, lengths)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Replay(Overriding):
-    """Proposes as many tokens as it is told, of which as many are right as it is told.
+    """Proposes a given number of tokens, of which a given number are right.
 
-    The target must say `text`, greedily. Places beyond the arrays read their last column. All
-    but the two sizes is traced: other numbers need no new compilation.
+    The target's greedy output must be `text`. Places beyond the arrays read their last column.
+    Everything but the two sizes is traced: other numbers need no new compilation.
 
     Attributes:
-        text: what the target says: text[s, p] is the token at position p of sample s.
-        counts: tokens drafted when the next token's position is p; 0: a miss.
-        right: how many of them are right; the token after those is a wrong one.
+        text: the target's greedy output: text[s, p] is the token at position p of sample s.
+        counts: tokens drafted when the next token's position is p; 0: nothing is drafted.
+        right: how many of them are right; the token after them is a wrong one.
         vocab_size: wrong tokens are below it.
         max_draft_tokens: limit of `counts`.
         source: see `Overriding`. It is asked for as many tokens as the step allows.

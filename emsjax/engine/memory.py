@@ -1,15 +1,50 @@
-"""Bytes of a run, computed before anything is allocated."""
+"""Bytes of a run, computed before anything is allocated.
+
+Sizes come from the model itself, by tracing it for shapes.
+"""
 
 import bisect
 import dataclasses
-import os
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from emsjax.decode.cache import BRANCHES_COMMIT
+from emsjax.decode.base import Model
+from emsjax.decode.kernels import resolve_kernels
+from emsjax.decode.pack import pack
 from emsjax.decode.row_counts import chunk_rows, prompt_row_counts, row_buckets
-from emsjax.models.config import POSITION_OFFSET, OPTConfig
+from emsjax.device import available_bytes, readable, tree_bytes
+
+
+class Sizes(NamedTuple):
+    """Sizes of what a model keeps of its tokens, found by tracing it; nothing is computed.
+
+    Attributes:
+        row_bytes: queries, keys and values of one packed row in all layers.
+        token_bytes: one cached token in all layers.
+        layer_token_bytes: one cached token in one layer.
+        query_heads: heads of a layer's queries.
+    """
+
+    row_bytes: int
+    token_bytes: int
+    layer_token_bytes: int
+    query_heads: int
+
+    @classmethod
+    def of(cls, model: Model) -> "Sizes":
+        attention = resolve_kernels("reference").attention
+
+        def trace(model: Model):
+            cache, one = model.init_cache(1, 1), jnp.ones(1, jnp.int32)
+            rows = pack(cache.lengths, one, 1)
+            fresh = model(one, rows, cache, attention=attention).fresh
+            return fresh, [jax.tree.leaves(layer) for layer in cache.layers]
+
+        fresh, layers = jax.eval_shape(trace, model)
+        query_heads = fresh[0].shape[1] - 2 * layers[0][0].shape[2]
+        return cls(tree_bytes(fresh), tree_bytes(layers), tree_bytes(layers[0]), query_heads)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +52,7 @@ class MemoryPlan:
     """What a run of `slots` samples of up to `max_len` tokens needs, in bytes.
 
     Attributes:
-        weights: of the target; a draft model's are not counted.
+        weights: the target's; a draft model's are not counted.
         caches: keys and values of all slots.
         prefill_chunk: what one call of prefill holds beside them.
         logits: those of a step, and what else it holds in proportion to its rows.
@@ -35,8 +70,7 @@ class MemoryPlan:
     @classmethod
     def for_run(
         cls,
-        config: OPTConfig,
-        dtype,
+        model: Model,
         *,
         slots: int,
         prompt_slots: int,
@@ -48,38 +82,32 @@ class MemoryPlan:
         """Plan `slots` decode slots, filled from `prompt_slots` prefilled prompts.
 
         Args:
-            config: of the target.
-            dtype: of its weights, activations and caches.
+            model: the target, which may be abstract: `nnx.eval_shape` makes one.
             slots: samples decoded at once.
             prompt_slots: prompts that they belong to; fewer with several sequences per prompt.
             max_len: tokens of the longest sample, prompt included.
-            max_draft_tokens: of a sample and step; 0: plain decoding.
-            drafter_bytes_per_slot: what the drafter's `state_bytes` says.
+            max_draft_tokens: per sample and step; 0: plain decoding.
+            drafter_bytes_per_slot: the drafter's `state_bytes`.
             refilled: steps feed prompts beside drafts.
         """
-        item, size = jnp.dtype(dtype).itemsize, config.hidden_size
-        per_token = 2 * config.num_hidden_layers * size * item
-        fresh = 3 * per_token // 2  # queries as well
-        copied = 0 if BRANCHES_COMMIT else per_token
+        sizes = Sizes.of(model)
+        per_row = sizes.row_bytes + model.row_bytes
         # The prompts' caches and their fork to more sequences exist side by side.
         cached = slots if prompt_slots == slots else slots + prompt_slots
         chunk = chunk_rows(prompt_slots, max_len)
-        residual_stream = 3 * size * 4  # float32: before and after an addition, what is added
-        activations = residual_stream + (3 * size + config.ffn_dim) * item
         k1 = max_draft_tokens + 1
         rows = row_buckets(slots, k1)[-1]
         fed = prompt_row_counts(slots, k1, max_len)[-1] if refilled else rows
-        layer = slots * max_len * 2 * size * item
-        scores = fed * config.num_attention_heads * max_len * 4
+        scores = fed * sizes.query_heads * max_len * 4
         return cls(
-            weights=weight_bytes(config, dtype),
-            caches=cached * max_len * per_token,
-            prefill_chunk=chunk * (fresh + activations),
-            # Logits, their log-softmax, the step's fresh rows, any copy of their K/V, activations.
-            logits=rows * 2 * config.vocab_size * 4 + fed * (fresh + copied + activations),
+            weights=tree_bytes(model),
+            caches=cached * max_len * sizes.token_bytes,
+            prefill_chunk=chunk * per_row,
+            # Logits, their log-softmax, the step's fresh rows and activations.
+            logits=rows * 2 * model.config.vocab_size * 4 + fed * per_row,
             # One layer's keys and values, masked and transposed, and its scores, three
             # times over: what the XLA implementation was seen to hold.
-            attention=2 * layer + 3 * scores,
+            attention=2 * slots * max_len * sizes.layer_token_bytes + 3 * scores,
             drafter=cached * drafter_bytes_per_slot,
         )
 
@@ -104,20 +132,19 @@ class MemoryPlan:
 
 
 def check_fits(
-    config: OPTConfig,
-    dtype,
+    model: Model,
     *,
     slots: int,
     prompt_slots: int,
-    max_len: int,
-    max_draft_tokens: int,
-    drafter_bytes_per_slot: int = 0,
     refilled: bool = False,
     device: jax.Device | None = None,
+    **sizes: int,
 ) -> MemoryPlan:
     """The plan of a run whose weights are loaded already; the drafter's own are too.
 
     Args:
+        model: the target.
+        slots, prompt_slots, refilled, sizes: as for `MemoryPlan.for_run`.
         device: that it is to run on; None: the default device.
 
     Raises:
@@ -125,16 +152,8 @@ def check_fits(
     """
 
     def plan(slots: int, prompt_slots: int, refilled: bool) -> MemoryPlan:
-        return MemoryPlan.for_run(
-            config,
-            dtype,
-            slots=slots,
-            prompt_slots=prompt_slots,
-            max_len=max_len,
-            max_draft_tokens=max_draft_tokens,
-            drafter_bytes_per_slot=drafter_bytes_per_slot,
-            refilled=refilled,
-        )
+        counts = {"slots": slots, "prompt_slots": prompt_slots}
+        return MemoryPlan.for_run(model, **counts, refilled=refilled, **sizes)
 
     wanted, available = plan(slots, prompt_slots, refilled), available_bytes(device)
     fits = lambda plan: available is None or plan.total - plan.weights <= available
@@ -144,7 +163,7 @@ def check_fits(
     too_many = lambda slots: not fits(plan(slots, slots, refilled=True))
     largest = bisect.bisect_left(range(1, slots), True, key=too_many)
     raise ValueError(
-        f"batch_size {slots} with max_len {max_len} needs {wanted.describe()}, but only "
+        f"batch_size {slots} with max_len {sizes['max_len']} needs {wanted.describe()}, but only "
         f"{readable(available)} are free beside the weights; "
         + (
             f"the largest batch_size that fits is {largest}"
@@ -152,65 +171,3 @@ def check_fits(
             else "not even batch_size 1 fits"
         )
     )
-
-
-def check_weights_fit(config: OPTConfig, dtype) -> None:
-    """To be called before weights are loaded.
-
-    Raises:
-        ValueError: the device has no room for them.
-    """
-    needed, available = weight_bytes(config, dtype), available_bytes()
-    if available is not None and needed > available:
-        raise ValueError(
-            f"the model's weights need {readable(needed)} in {jnp.dtype(dtype).name}, but only "
-            f"{readable(available)} are free"
-        )
-
-
-def weight_bytes(config: OPTConfig, dtype) -> int:
-    """Bytes of the model's weights."""
-    size, ffn, width = config.hidden_size, config.ffn_dim, config.word_embed_proj_dim
-    biases, affine = int(config.enable_bias), int(config.layer_norm_elementwise_affine)
-    layer = 4 * size * (size + biases) + 2 * size * ffn + biases * (size + ffn) + affine * 4 * size
-    count = config.num_hidden_layers * layer + config.vocab_size * width
-    count += (config.max_position_embeddings + POSITION_OFFSET) * size
-    count += 2 * width * size if config.has_projections else 0
-    count += affine * 2 * size if config.has_final_layer_norm else 0
-    return count * jnp.dtype(dtype).itemsize
-
-
-def available_bytes(device: jax.Device | None = None) -> int | None:
-    """Free memory of a device, or of the default one; None where it cannot be told."""
-    device = device or jax.config.jax_default_device
-    if device is None or isinstance(device, str):  # the name of a platform
-        device = jax.local_devices(backend=device)[0]
-    stats = device.memory_stats()
-    if stats and "bytes_limit" in stats:
-        # A reserve for fragmentation and for the libraries' own workspaces.
-        return int(0.98 * stats["bytes_limit"]) - stats["bytes_in_use"]
-    if device.platform == "cpu" and "SC_AVPHYS_PAGES" in os.sysconf_names:
-        return _available_host_bytes()
-    return None
-
-
-def _available_host_bytes() -> int:
-    """What the system can hand out, file caches included where it says so."""
-    try:
-        with open("/proc/meminfo") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def readable(size: int) -> str:
-    """Bytes with a binary unit."""
-    value = float(size)
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.2f} GiB"

@@ -4,11 +4,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import jax
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from emsjax.decode.step import DecodeState
 from emsjax.engine.requests import Requests
 
 
@@ -51,7 +49,7 @@ class Stats:
     Attributes:
         num_steps: verification steps the sequence took part in: those until it finished.
         num_drafted: draft tokens fed to the target.
-        num_accepted: draft tokens that stood.
+        num_accepted: draft tokens that were accepted.
         num_emitted: new tokens.
         accepted_histogram: steps by number of accepted draft tokens, 0..k.
         finish_seconds: from the start of decoding of the sequence's batch to the sequence's
@@ -130,17 +128,6 @@ def rank_by_mean_logprob(out: GenerateOutput) -> Int32[np.ndarray, "p n"]:
     order = np.argsort(-mean, axis=1, kind="stable")
     first = np.arange(len(mean))[:, None] * out.num_sequences
     return (first + order).astype(np.int32)
-
-
-def collect(state: DecodeState, count: int, seconds: float) -> dict[str, np.ndarray]:
-    """A batch's results on the host: of its first `count` slots, which took `seconds`."""
-    names = ("tokens", "logprobs", "lengths", "prompt_lengths", "active", "ended")
-    arrays = {name: getattr(state, name) for name in names} | vars(state.counters)
-    arrays["num_masked"] = np.asarray(state.cache.num_masked)
-    arrays = jax.device_get(arrays)
-    per_step = seconds / max(int(arrays["model_calls"]), 1)
-    arrays["finish_seconds"] = (per_step * arrays["num_steps"]).astype(np.float32)
-    return {name: x[:count] if x.ndim else x for name, x in arrays.items()}
 
 
 def assemble(

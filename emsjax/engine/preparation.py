@@ -1,160 +1,97 @@
 """Before any work: requests are checked, drafters made ready to be traced, memory planned."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
 
-from emsjax.checks import check_at_least
-from emsjax.decode.base import (
-    admitted,
-    check_is_drafter,
-    is_free,
-    state_after_commit,
-    with_policys_limit,
-)
-from emsjax.decode.layout import Layout
-from emsjax.drafters import Drafter
-from emsjax.engine.initial_state import max_draft_tokens_of, prompt_slots
+from emsjax.decode.adapt import check_drafter, unwrapped
+from emsjax.decode.base import Drafter
+from emsjax.decode.run import Run
 from emsjax.engine.memory import check_fits
 from emsjax.engine.requests import Requests, check_requests
-from emsjax.models.opt import OPT, check_is_model
-from emsjax.policies.lengths import DraftLength, check_is_policy
 
 
-def check(
-    model: OPT, drafter: Drafter | None, draft_length: DraftLength | None, prompts, **asked
-) -> tuple[Requests, Drafter | None]:
-    """The checked requests, and the drafter with the policy's limit.
+def check(run: Run, prompts: Any, **asked: Any) -> tuple[Run, Requests]:
+    """The run, its drafter fit for these requests, and the checked requests.
 
-    Raises:
-        ValueError: no model, bad requests, or a drafter that cannot draft for this model and them.
-    """
-    check_is_model("model", model)
-    requests = check_requests(model.config, prompts, **asked)
-    return requests, check_drafter(model, drafter, draft_length, requests.positions)
-
-
-def check_drafter(
-    model: OPT, drafter: Drafter | None, draft_length: DraftLength | None, positions: int
-) -> Drafter | None:
-    """The drafter with the policy's limit.
+    Args:
+        asked: arguments of `check_requests`.
 
     Raises:
-        ValueError: it is no drafter, or cannot draft for this model at so many positions; or the
-            policy is none.
+        ValueError: bad requests, or a drafter or policy that cannot serve this model and them.
     """
-    if draft_length is not None:
-        check_is_policy(draft_length)
-    if drafter is None:
-        return None
-    check_is_drafter(drafter)
-    drafter = with_policys_limit(drafter, draft_length)
-    check_at_least("drafter.max_draft_tokens", drafter.max_draft_tokens, 1)
-    paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(drafter))
-    if any(getattr(path[0], "name", None) == "max_draft_tokens" for path in paths if path):
-        raise ValueError(
-            "drafter.max_draft_tokens must be static, as it shapes the program, and is data of the "
-            "pytree: declare it as dataclasses.field(metadata={'static': True})"
-        )
-    if hasattr(drafter, "check_target"):
-        drafter.check_target(model.config, positions)
-    return drafter
+    requests = check_requests(run.model.config, prompts, **asked)
+    return with_checked_drafter(run, requests.positions), requests
 
 
-def drafter_for(drafter: Drafter | None, prompts: np.ndarray, num_prompts: int):
-    """The drafter whose slot i serves prompt prompts[i]: a pytree for the compiled loop."""
-    if drafter is None:
-        return None
-    if hasattr(drafter, "for_prompts"):
-        drafter = drafter.for_prompts(prompts, num_prompts)
-    is_leaf = jax.tree_util.all_leaves([drafter])
-    return _ConstantDrafter(drafter) if is_leaf else drafter
+def with_checked_drafter(run: Run, positions: int) -> Run:
+    """The run, if its drafter can draft at so many positions.
+
+    Raises:
+        ValueError: it cannot, or the policy has wrong settings.
+    """
+    drafter = check_drafter(run.drafter, run.policy, run.model.config, positions)
+    return dataclasses.replace(run, drafter=drafter)
+
+
+def for_prompts(run: Run, prompts: np.ndarray, num_prompts: int) -> Run:
+    """The run whose drafter's slot i serves prompt prompts[i]."""
+    if run.drafter is None:
+        return run
+    return dataclasses.replace(run, drafter=run.drafter.for_prompts(prompts, num_prompts))
 
 
 def holds_prompts(drafter: Drafter | None, num_prompts: int | None) -> bool:
     """Whether the drafter holds something for each prompt; None: for any number of prompts."""
-    if not hasattr(drafter, "for_prompts"):
+    if drafter is None:
         return False
     try:
-        return drafter.for_prompts(np.zeros(1, np.int64), num_prompts or 1) is not drafter
+        chosen = drafter.for_prompts(np.zeros(1, np.int64), num_prompts or 1)
     except ValueError:
         if num_prompts is None:
-            return True  # of another number
+            return True  # it holds something for another number of prompts
         raise
+    return unwrapped(chosen) is not unwrapped(drafter)
 
 
-def check_memory(
-    model: OPT,
-    drafter: Drafter | None,
-    *,
-    slots: int,
-    max_len: int,
-    max_new_tokens: int,
-    num_sequences: int,
-    layout: Layout,
-    refilled: bool = False,
-) -> int:
+def prompt_slots(slots: int, num_sequences: int) -> int:
+    """How many prompts `slots` consecutive sequences can belong to."""
+    if slots % num_sequences == 0:  # no prompt is cut in two
+        return slots // num_sequences
+    return min(slots, (slots - 2) // num_sequences + 2)
+
+
+def check_memory(run: Run, requests: Requests, slots: int, *, refilled: bool = False) -> int:
     """The length of the cache.
 
     Args:
+        slots: samples decoded at once.
         refilled: slots take prompts while others decode, so one step does both.
 
     Raises:
         ValueError: the run does not fit.
     """
-    k = max_draft_tokens_of(drafter)
-    state_bytes = getattr(drafter, "state_bytes", lambda max_len: 0)
-    cache_length = layout.cache_length(max_len, max_new_tokens, slots, k + 1)
+    k, max_len = run.max_draft_tokens, requests.max_len
+    most_new = int(requests.max_new_tokens.max())
+    cache_length = run.layout.cache_length(max_len, most_new, slots, k + 1)
     check_fits(
-        model.config,
-        model.dtype,
+        run.model,
         slots=slots,
-        prompt_slots=slots if refilled else prompt_slots(slots, num_sequences),
+        prompt_slots=slots if refilled else prompt_slots(slots, requests.num_sequences),
+        refilled=refilled,
+        device=device_of(run.model),
         max_len=cache_length,
         max_draft_tokens=k,
-        drafter_bytes_per_slot=state_bytes(max_len),
-        refilled=refilled,
-        device=device_of(model),
+        drafter_bytes_per_slot=0 if run.drafter is None else run.drafter.state_bytes(max_len),
     )
     return cache_length
 
 
-def device_of(model: OPT) -> jax.Device | None:
-    """Where the model lies, or the first of several devices; None where it is traced."""
+def device_of(model: Any) -> jax.Device | None:
+    """Where the model lies, or the first of several devices; None while it is traced."""
     weight = jax.tree.leaves(model)[0]
     if isinstance(weight, jax.core.Tracer):
         return None
     return min(weight.devices(), key=lambda device: device.id)
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _ConstantDrafter:
-    """A drafter that is no pytree, as a constant of the compiled loop."""
-
-    drafter: Drafter
-
-    @property
-    def max_draft_tokens(self) -> int:
-        return self.drafter.max_draft_tokens
-
-    @property
-    def free(self) -> bool:
-        return is_free(self.drafter)
-
-    def init(self, *args):
-        return self.drafter.init(*args)
-
-    @property
-    def fork(self):
-        return self.drafter.fork  # an AttributeError where it has none
-
-    def admit(self, *args):
-        return admitted(self.drafter, *args)
-
-    def propose(self, *args):
-        return self.drafter.propose(*args)
-
-    def commit(self, *args):
-        return state_after_commit(self.drafter, *args)

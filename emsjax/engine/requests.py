@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from emsjax.checks import as_token_ids, check_at_least, per_prompt
+from emsjax.decode.base import ModelConfig
 from emsjax.decode.row_counts import round_up_length
-from emsjax.models.config import OPTConfig
 from emsjax.sampling import Sampling
 
 KEY_IMPL = "threefry2x32"  # of random keys
@@ -62,7 +62,7 @@ class Requests:
 
 
 def check_requests(
-    config: OPTConfig,
+    config: ModelConfig,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int | Sequence[int] = 128,
@@ -108,12 +108,8 @@ def check_requests(
     )
 
 
-def check_positions(config: OPTConfig, place: int, prompt: np.ndarray, extra: int) -> None:
-    """Whether the model has positions for prompts[place] and `extra` new tokens.
-
-    Raises:
-        ValueError: it has not.
-    """
+def check_positions(config: ModelConfig, place: int, prompt: np.ndarray, extra: int) -> None:
+    """Raises ValueError unless prompts[place] and `extra` new tokens fit the model's positions."""
     limit, needed = config.max_position_embeddings, len(prompt) + extra - 1
     if needed > limit:
         raise ValueError(
@@ -123,7 +119,7 @@ def check_positions(config: OPTConfig, place: int, prompt: np.ndarray, extra: in
         )
 
 
-def _end_token_ids(config: OPTConfig, eos_token_ids: Any) -> np.ndarray:
+def _end_token_ids(config: ModelConfig, eos_token_ids: Any) -> np.ndarray:
     ids = config.eos_token_ids if eos_token_ids is None else eos_token_ids
     ids = [ids] if np.ndim(ids) == 0 else list(ids)
     if not ids:
@@ -144,7 +140,7 @@ def _sequence_keys(key: jax.Array | None, count: int, *, needed: bool) -> jax.Ar
             f"or {type(key).__name__}"
         )
     if str(jax.random.key_impl(key)) != KEY_IMPL:
-        # Bits of others depend on the place in the batch.
+        # The bits of other implementations depend on the place in the batch.
         raise ValueError(
             f"key must be of jax.random.key(seed, impl={KEY_IMPL!r}), not of "
             f"{jax.random.key_impl(key)}"
@@ -160,6 +156,6 @@ def _sequence_keys(key: jax.Array | None, count: int, *, needed: bool) -> jax.Ar
 
 
 def keys_at(keys: jax.Array, rows: int | np.ndarray) -> jax.Array:
-    """Some of these typed keys, taken on the host: a device compiles each shape for itself."""
+    """Some of these typed keys, taken on the host: a device would compile for each shape."""
     data = np.asarray(jax.random.key_data(keys))[rows]
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(keys))

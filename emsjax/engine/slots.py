@@ -1,36 +1,30 @@
-"""The host's side of slots that refill: stages prompts, takes what has finished."""
+"""The host's side of a batch of slots: puts prompts into them, takes finished sequences out.
+
+Slots outlive the sequences of one call: compiled programs and caches serve the next call too.
+"""
 
 import dataclasses
-import functools
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from time import monotonic, perf_counter
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from emsjax.decode.layout import UNPADDED
-from emsjax.decode.refill import (
-    COUNTED,
-    PER_SLOT,
-    Finished,
-    Waiting,
-    refill_loop,
-    rows_of,
-)
-from emsjax.decode.step import Counters, DecodeState, Flat
-from emsjax.drafters import Drafter
-from emsjax.engine.initial_state import max_draft_tokens_of
-from emsjax.engine.preparation import check_memory, drafter_for, holds_prompts
+from emsjax.decode.adapt import unwrapped
+from emsjax.decode.refill import COUNTED, PER_SLOT, Finished, Queue, sequence_results
+from emsjax.decode.run import Run
+from emsjax.decode.state import DecodeState, Sequences
+from emsjax.decode.step import decode_loop
+from emsjax.engine.group import begin_group, begin_idle
+from emsjax.engine.preparation import check_memory, for_prompts, holds_prompts
 from emsjax.engine.requests import Requests, keys_at
-from emsjax.models.opt import OPT
-from emsjax.policies.lengths import DraftLength
 from emsjax.sampling import Sampling
 
-STEPS = 64  # of a call: what has finished is not kept back for longer
-BUDGET_CHECK_STEPS = 16  # with a deadline
+STEPS = 64  # per call; what has finished is not kept back for longer
+BUDGET_CHECK_STEPS = 16  # per call, with a deadline
+NO_LIMIT = np.iinfo(np.int32).max // 2  # steps
 TOTALS = ("model_calls", "real_rows", "padding_rows")  # of `Counters`
 Row = dict[str, np.ndarray]
 
@@ -44,7 +38,7 @@ class Entry:
         tokens: the prompt.
         max_new_tokens: tokens that it may emit.
         key: its random key's data.
-        sampling: its values, or None where all decode greedily.
+        sampling: its values, or None when all decode greedily.
     """
 
     sequence: int
@@ -58,112 +52,112 @@ class Slots:
     """A batch whose slots take new sequences as others finish.
 
     Args:
-        drafter_for: the drafter whose slot i serves prompt prompts[i].
-        per_prompt: whether that depends on the prompts: then sequences enter between calls, when
-            `enough` slots are idle, and not inside of them.
-        count: slots.
-        max_len: static width that holds every prompt and its continuation.
-        key: like those of entries, but typed.
-        sampling: of any entry: which values are in use, or None where all decode greedily.
+        run: what decodes.
+        requests: what is asked for; `open` takes others of at most their `max_len`.
+        count: number of slots.
+
+    Raises:
+        ValueError: they do not fit into memory, or the drafter is a constant that would be
+            compiled again for each prompt.
     """
 
-    def __init__(
-        self,
-        model: OPT,
-        drafter_for: Callable[[np.ndarray], Any],
-        draft_length: DraftLength | None,
-        *,
-        per_prompt: bool,
-        count: int,
-        max_len: int,
-        max_draft_tokens: int,
-        num_sequences: int,
-        end_token_ids: np.ndarray,
-        key: jax.Array,
-        sampling: Sampling | None,
-        attention_implementation: str | Callable | None,
-    ):
-        self.weights = Flat.of(model)
-        self.drafter_for, self.draft_length = drafter_for, draft_length
-        self.per_prompt, self.num_sequences = per_prompt, num_sequences
-        self.attention, self.max_len = attention_implementation, max_len
-        self.staged: deque[Entry] = deque()
-        self.prompts = np.zeros(count, np.int64)  # that the slots serve
+    def __init__(self, run: Run, requests: Requests, count: int):
+        check_memory(run, requests, count, refilled=True)
+        self.given, self.run, self.count = run, run.flat(), count
+        self.max_len, self.staged = requests.max_len, deque()
         self.totals, self.busy_slots, self.seconds = dict.fromkeys(TOTALS, 0), 0, 0.0
-        self.drafter = drafter_for(self.prompts)
-        # From the host: the key may lie on another device than the model.
-        self.key_impl, self.key_data = (
-            jax.random.key_impl(key),
-            np.asarray(jax.random.key_data(key))[None],
-        )
-        self.state, self.finished = _idle(
-            self.drafter,
-            draft_length,
-            model.init_cache(count, max_len),
-            end_token_ids,
-            jax.random.wrap_key_data(self.key_data.repeat(count, axis=0), impl=self.key_impl),
-            jax.tree.map(lambda value: np.zeros(count, np.asarray(value).dtype), sampling),
-            max_len=max_len,
-            max_draft_tokens=max_draft_tokens,
-        )
-        self.idle = list(range(count))  # as of the last call
+        self.state: DecodeState | None = None
+        self.finished: Finished | None = None
+        self.serving = False
+        self.open(requests)
 
     @classmethod
-    def of(
-        cls,
-        model: OPT,
-        drafter: Drafter | None,
-        requests: Requests,
-        draft_length: DraftLength | None,
-        count: int,
-        attention_implementation: str | Callable | None,
+    def filled(
+        cls, run: Run, requests: Requests, group: np.ndarray, count: int, cache_length: int
     ) -> "Slots":
-        """Slots that fit all of these requests.
+        """Slots that hold one group of sequences, prefilled, to be decoded by `finish`.
+
+        Args:
+            run: with the drafter for this group.
+            cache_length: as `check_memory` returned it.
+        """
+        self = object.__new__(cls)
+        self.given, self.run, self.count = run, run.flat(), count
+        self.totals, self.busy_slots, self.seconds = dict.fromkeys(TOTALS, 0), 0, 0.0
+        self.state = begin_group(run, requests, group, count, cache_length)
+        self.group_size = len(group)
+        return self
+
+    def open(self, requests: Requests) -> None:
+        """Get ready for other sequences; what the slots hold is given up.
+
+        Args:
+            requests: number of sequences per prompt, end tokens, which sampling values are in
+                use; prompts if the drafter holds something for each.
 
         Raises:
-            ValueError: they do not fit into memory, or a drafter that would be compiled again
-                for each prompt.
+            ValueError: requests that are too long for these slots, a drafter that would be
+                compiled again for each prompt, or another call that is being served.
         """
-        served = lambda prompts: drafter_for(drafter, prompts, requests.num_prompts)
-        per_prompt = holds_prompts(drafter, requests.num_prompts)
-        if per_prompt and jax.tree_util.all_leaves([drafter]):
+        if self.serving:
+            raise ValueError("these slots serve another call: read its results, or close it, first")
+        if requests.max_len > self.max_len:
             raise ValueError(
-                f"{type(drafter).__name__} holds something for each prompt: to serve slots that "
-                "are refilled it must be a pytree"
+                f"a prompt and its continuation may have {self.max_len} tokens in these slots, "
+                f"not {requests.max_len}"
             )
-        check_memory(model, drafter, slots=count, layout=UNPADDED, refilled=True, **requests.sizes)
-        return cls(
-            model,
-            served,
-            draft_length,
-            per_prompt=per_prompt,
-            count=count,
-            max_len=requests.max_len,
-            max_draft_tokens=max_draft_tokens_of(drafter),
-            num_sequences=requests.num_sequences,
-            end_token_ids=requests.end_token_ids,
-            key=keys_at(requests.keys, 0),
-            sampling=jax.tree.map(lambda values: values[0], requests.sampling),
-            attention_implementation=attention_implementation,
+        self.requests, self.staged = requests, deque()
+        self.idle = list(range(self.count))  # as of the last call
+        drafter, num_prompts = self.given.drafter, requests.num_prompts
+        self.per_prompt = holds_prompts(drafter, num_prompts)
+        if self.per_prompt and not jax.tree.leaves(drafter):
+            raise ValueError(
+                f"{type(unwrapped(drafter)).__name__} holds something for each prompt: to serve "
+                "slots that are refilled it must be a pytree"
+            )
+        self.prompts = np.zeros(self.count, np.int64)  # that the slots serve
+        self.serve_prompts()
+        # From the host: the key may lie on another device than the model.
+        key = keys_at(requests.keys, 0)
+        self.key_impl = jax.random.key_impl(key)
+        self.key_data = np.asarray(jax.random.key_data(key))[None]
+        keys = jax.random.wrap_key_data(
+            self.key_data.repeat(self.count, axis=0), impl=self.key_impl
         )
-
-    @property
-    def count(self) -> int:
-        return len(self.prompts)
+        zeros = lambda values: np.zeros(self.count, np.asarray(values[0]).dtype)
+        sampling = jax.tree.map(zeros, requests.sampling)
+        if self.state is None:
+            cache = self.given.model.init_cache(self.count, self.max_len)
+        else:  # its content is undefined where no sequence is
+            cache = self.state.cache
+        run = dataclasses.replace(self.run.whole(), model=None)
+        self.state = begin_idle(
+            run, cache, keys, sampling, requests.end_token_ids, max_len=self.max_len
+        )
+        self.finished = Finished.places(2 * self.count, self.state)
+        # The device's counters begin anew.
+        self.totals, self.busy_slots, self.seconds = dict.fromkeys(TOTALS, 0), 0, 0.0
 
     def serve(
         self, entries: Iterator[Any], *, enough: int | None = None, deadline: float | None = None
     ) -> Generator[Any, None, None]:
         """Each sequence's row as it finishes; sequences enter in their order.
 
-        What is no `Entry` is handed through.
+        What is not an `Entry` is passed through.
 
         Args:
-            enough: idle slots with which the next sequences of a per-prompt drafter enter; None: an
-                eighth of the slots.
-            deadline: of `time.monotonic`; after it come the rows of all that have not finished,
-                `active`.
+            enough: idle slots at which the next sequences enter, if the drafter holds something
+                for each prompt; None: an eighth of the slots.
+            deadline: in `time.monotonic`; after it come the rows of all that have not finished,
+                still `active`.
         """
+        self.serving = True
+        try:
+            yield from self._serve(entries, enough, deadline)
+        finally:
+            self.serving = False
+
+    def _serve(self, entries: Iterator[Any], enough: int | None, deadline: float | None):
         if not self.per_prompt:
             enough = 1
         elif enough is None:
@@ -183,41 +177,70 @@ class Slots:
                 entry = next(entries, None)
             steps = STEPS if deadline is None else BUDGET_CHECK_STEPS
             self.decode(self.count if entry is None else enough, steps)
-            yield from self.take()
+            yield from self.take_finished()
+
+    def finish(self, deadline: float | None) -> list[Row]:
+        """The rows of a filled group, decoded to its end or to the deadline."""
+        jax.block_until_ready(self.state)
+        started = perf_counter()
+        if deadline is None:
+            self.state, _ = decode_loop(self.run, self.state, NO_LIMIT)
+        while deadline is not None and monotonic() < deadline:
+            self.state, _ = decode_loop(self.run, self.state, BUDGET_CHECK_STEPS)
+            if not np.asarray(self.state.active).any():
+                break
+        jax.block_until_ready(self.state)
+        self.seconds = perf_counter() - started
+        totals = {name: getattr(self.state.counters, name) for name in TOTALS}
+        self.totals = {name: int(count) for name, count in jax.device_get(totals).items()}
+        held = jax.device_get(sequence_results(self.state) | {"active": self.state.active})
+        return [self.row(held, slot) for slot in range(self.group_size)]
+
+    @property
+    def busy(self) -> bool:
+        """Whether a slot serves a sequence."""
+        return len(self.idle) < self.count
 
     @property
     def room(self) -> int:
-        """How many may wait to enter by themselves."""
+        """How many sequences may wait to enter by themselves."""
         # A drafter that holds something for each prompt must know which slot it gets.
         return len(self.idle) if self.per_prompt else self.count
 
     def decode(self, enough: int, steps: int) -> None:
-        """Steps until all that are staged have entered and `enough` slots are idle, or so many."""
+        """Take steps until all staged sequences have entered and `enough` slots are idle.
+
+        Args:
+            steps: limit of the steps.
+        """
         if self.per_prompt:
             for slot, entry in zip(self.idle, self.staged, strict=False):
-                self.prompts[slot] = entry.sequence // self.num_sequences
-            self.drafter = self.drafter_for(self.prompts)
-        waiting = self.waiting()
+                self.prompts[slot] = entry.sequence // self.requests.num_sequences
+            self.serve_prompts()
+        queue = Queue(
+            self.waiting(),
+            count=np.int32(len(self.staged)),
+            taken=np.int32(0),
+            num_sequences=np.int32(self.requests.num_sequences),
+            enough=np.int32(enough),
+            finished=self.finished,
+        )
         jax.block_until_ready(self.state)
         start = perf_counter()
-        self.state, waiting, self.finished = refill_loop(
-            self.weights,
-            Flat.of(self.drafter),
-            self.state,
-            waiting,
-            self.finished,
-            self.draft_length,
-            steps,
-            enough,
-            attention_implementation=self.attention,
-        )
-        self.look(waiting)
+        self.state, queue = decode_loop(self.run, self.state, steps, queue)
+        self.finished = queue.finished
+        self.read_back(queue)
         self.seconds += perf_counter() - start
 
-    def look(self, waiting: Waiting) -> None:
-        """Who is where, as the device says; waits for it."""
+    def serve_prompts(self) -> None:
+        """Make the drafter the one for the prompts that the slots serve."""
+        run = for_prompts(self.given, self.prompts, self.requests.num_prompts)
+        self.run = dataclasses.replace(self.run, drafter=run.flat_drafter)
+
+    def read_back(self, queue: Queue) -> None:
+        """Read back slot occupancy and counters; blocks until the call finishes."""
         counters = {name: getattr(self.state.counters, name) for name in TOTALS}
-        found = (counters, self.finished.busy, waiting.taken, self.state.active)
+        found = (counters, queue.finished.busy, queue.taken, self.state.active)
         counters, busy, taken, active = jax.device_get(found)
         for _ in range(int(taken)):
             self.staged.popleft()
@@ -226,13 +249,9 @@ class Slots:
         for name, count in counters.items():  # the device's begin again at 2**32
             self.totals[name] += (int(count) - self.totals[name]) % 2**32
 
-    @property
-    def busy(self) -> bool:
-        return len(self.idle) < self.count
-
-    def waiting(self) -> Waiting:
-        """The staged sequences as arrays, of as many places in each call."""
-        places, count = self.count, len(self.staged)
+    def waiting(self) -> Sequences:
+        """The staged sequences as arrays of the same sizes in each call."""
+        places = self.count
         tokens = np.zeros((places, self.max_len), np.int32)
         numbers = np.ones((3, places), np.int32)
         sampling = self.state.sampling
@@ -248,18 +267,11 @@ class Slots:
                     jax.tree.leaves(sampling), jax.tree.leaves(entry.sampling), strict=True
                 ):
                     column[place] = value
-        return Waiting(
-            tokens,
-            *numbers,
-            num_sequences=np.int32(self.num_sequences),
-            keys=jax.random.wrap_key_data(keys, impl=self.key_impl),
-            sampling=sampling,
-            count=np.int32(count),
-            taken=np.int32(0),
-        )
+        keys = jax.random.wrap_key_data(keys, impl=self.key_impl)
+        return Sequences(tokens, *numbers, keys, sampling)
 
-    def take(self) -> list[Row]:
-        """The rows of what has finished in the last call."""
+    def take_finished(self) -> list[Row]:
+        """The rows of the sequences that finished in the last call."""
         count = int(self.finished.count)
         if not count:
             return []
@@ -268,11 +280,12 @@ class Slots:
         return [self.row(kept, place) for place in range(count)]
 
     def unfinished(self) -> list[Row]:
-        """The rows of what decodes still."""
-        here = jax.device_get(rows_of(self.state) | {"active": self.state.active})
+        """The rows of the sequences that still decode."""
+        here = jax.device_get(sequence_results(self.state) | {"active": self.state.active})
         return [self.row(here, slot) for slot in np.flatnonzero(here["active"])]
 
     def row(self, arrays: Row, place: int) -> Row:
+        """One sequence's results, copied out of the arrays of many."""
         per_step = self.seconds / max(self.totals["model_calls"], 1)
         row = {name: x[place].copy() for name, x in arrays.items()}
         return row | {"finish_seconds": np.float32(per_step * row["num_steps"])}
@@ -280,7 +293,8 @@ class Slots:
     def not_begun(self, entry: Entry) -> Row:
         """The row of a sequence for which there was no time."""
         length = np.int32(len(entry.tokens))
-        row = {name: np.zeros(x.shape[1:], x.dtype) for name, x in rows_of(self.state).items()}
+        results = sequence_results(self.state)
+        row = {name: np.zeros(x.shape[1:], x.dtype) for name, x in results.items()}
         row |= {"lengths": length, "prompt_lengths": length, "active": np.bool_(True)}
         row["tokens"][:length] = entry.tokens
         row["sequence_ids"] = np.int32(entry.sequence)
@@ -288,13 +302,13 @@ class Slots:
 
     @property
     def idle_share(self) -> float:
-        """Of slots in which no sequence was decoded or its prompt fed, over all steps."""
+        """Share of slots without a sequence, over all steps."""
         slots = max(1, self.totals["model_calls"] * self.count)
         return 1 - self.busy_slots / slots
 
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> dict[str, Any]:
         """What the steps did together."""
-        return {**self.totals, "num_masked": self.state.cache.num_masked}
+        return {**self.totals, "num_masked": np.asarray(self.state.cache.num_masked)}
 
 
 def sequences_of(requests: Requests) -> Iterator[Entry]:
@@ -314,32 +328,3 @@ def sequences_of(requests: Requests) -> Iterator[Entry]:
 def stacked(rows: Sequence[Row]) -> Row:
     """Rows as arrays with one entry each."""
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-
-
-@functools.partial(
-    jax.jit, static_argnames=("max_len", "max_draft_tokens"), donate_argnames="cache"
-)
-def _idle(
-    drafter, draft_length, cache, end_token_ids, keys, sampling, *, max_len, max_draft_tokens
-) -> tuple[DecodeState, Finished]:
-    """A state whose slots are all idle, and places for what will finish."""
-    count = cache.lengths.shape[0]
-    tokens, lengths = jnp.zeros((count, max_len), jnp.int32), jnp.ones(count, jnp.int32)
-    state = DecodeState(
-        tokens=tokens,
-        logprobs=jnp.zeros(tokens.shape, jnp.float32),
-        lengths=lengths,
-        prompt_lengths=lengths,
-        length_limits=lengths,
-        active=jnp.zeros(count, bool),
-        ended=jnp.zeros(count, bool),
-        sequence_ids=jnp.full(count, -1, jnp.int32),
-        end_token_ids=end_token_ids,
-        keys=keys,
-        sampling=sampling,
-        cache=cache,
-        drafter_state=() if drafter is None else drafter.init(tokens, lengths, max_len),
-        policy_state=() if draft_length is None else draft_length.init(count, max_draft_tokens),
-        counters=Counters.init(count, max_draft_tokens),
-    )
-    return state, Finished.places(2 * count, state)

@@ -25,7 +25,7 @@ from huggingface_hub.errors import (
 )
 from jax import Array
 
-from emsjax.engine.memory import check_weights_fit
+from emsjax.device import available_bytes, readable, tree_bytes
 from emsjax.models.config import OPTConfig
 from emsjax.models.weight_files import (
     FORMATS,
@@ -51,7 +51,7 @@ TIED_HEADS = ("lm_head.weight", "lm_head.kernel")  # copies of the embedding tab
 
 
 @dataclasses.dataclass(frozen=True)
-class Weight:
+class Parameter:
     """A parameter of the model and the stored tensors that are concatenated on its last axis.
 
     Attributes:
@@ -67,7 +67,7 @@ class Weight:
     transposed: bool
 
 
-def weights_of(model: nnx.Module, *, torch_layout: bool) -> list[Weight]:
+def weights_of(model: nnx.Module, *, torch_layout: bool) -> list[Parameter]:
     """The stored tensors of every parameter of a (possibly abstract) model."""
     weights = []
     for path, variable in nnx.to_flat_state(nnx.state(model)):
@@ -77,7 +77,7 @@ def weights_of(model: nnx.Module, *, torch_layout: bool) -> list[Weight]:
         names = tuple(".".join(["decoder", *scope, name, stored_leaf]) for name in stored_modules)
         transposed = torch_layout and leaf == "kernel"
         shape = (*variable.shape[:-1], variable.shape[-1] // len(names))
-        weights.append(Weight(path, names, shape[::-1] if transposed else shape, transposed))
+        weights.append(Parameter(path, names, shape[::-1] if transposed else shape, transposed))
     return weights
 
 
@@ -112,7 +112,7 @@ def load(
     weights = weights_of(model, torch_layout=form.torch_layout)
     tensors = published(open_weights(form, folder / first), folder / first)
     check(weights, tensors, folder / first)
-    check_weights_fit(config, dtype)
+    check_weights_fit(model)
 
     graph, state = nnx.split(model)
     variables = dict(nnx.to_flat_state(state))
@@ -120,6 +120,16 @@ def load(
         value = read(weight, [tensors[name] for name in weight.names], dtype)
         variables[weight.path] = variables[weight.path].replace(value)
     return nnx.merge(graph, nnx.from_flat_state(variables))
+
+
+def check_weights_fit(model: nnx.Module) -> None:
+    """Raises ValueError unless the device has room for an abstract model's weights."""
+    needed, available = tree_bytes(model), available_bytes()
+    if available is not None and needed > available:
+        raise ValueError(
+            f"the model's weights need {readable(needed)} in {jnp.dtype(model.dtype).name}, but "
+            f"only {readable(available)} are free"
+        )
 
 
 def check_dtype(dtype) -> None:
@@ -197,7 +207,7 @@ def published(tensors: Mapping[str, StoredTensor], source: Path) -> dict[str, St
     return stripped
 
 
-def check(weights: Sequence[Weight], tensors: Mapping[str, StoredTensor], source: Path) -> None:
+def check(weights: Sequence[Parameter], tensors: Mapping[str, StoredTensor], source: Path) -> None:
     """Raises a ValueError with all problems unless the stored tensors fit the model."""
     shapes = {name: weight.shape for weight in weights for name in weight.names}
     problems = [f"{name} is missing" for name in shapes if name not in tensors]
@@ -213,7 +223,7 @@ def check(weights: Sequence[Weight], tensors: Mapping[str, StoredTensor], source
         raise ValueError(f"{source} does not fit its config.json:\n  " + "\n  ".join(problems))
 
 
-def read(weight: Weight, stored: Sequence[StoredTensor], dtype) -> Array:
+def read(weight: Parameter, stored: Sequence[StoredTensor], dtype) -> Array:
     """The parameter's value on the device; the host holds one tensor at a time."""
     parts = []
     for tensor in stored:
@@ -289,7 +299,7 @@ def save(
         shutil.copymode(folder / "config.json", folder / name)
 
 
-def stored_tensors(model: nnx.Module, weights: Iterable[Weight]) -> Iterator[tuple[str, Array]]:
+def stored_tensors(model: nnx.Module, weights: Iterable[Parameter]) -> Iterator[tuple[str, Array]]:
     """Names and values of these weights as in a PyTorch checkpoint."""
     variables = dict(nnx.to_flat_state(nnx.state(model)))
     for weight in weights:
@@ -298,7 +308,7 @@ def stored_tensors(model: nnx.Module, weights: Iterable[Weight]) -> Iterator[tup
         yield from zip((f"model.{name}" for name in weight.names), parts, strict=True)
 
 
-def plan_shards(model: nnx.Module, max_shard_bytes: int) -> list[list[Weight]]:
+def plan_shards(model: nnx.Module, max_shard_bytes: int) -> list[list[Parameter]]:
     """The parameters of each file, in order; q, k and v are in the same file."""
     shards, filled = [[]], 0
     for weight in weights_of(model, torch_layout=True):

@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Callable
 from os import PathLike
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +10,21 @@ from flax import nnx
 from jaxtyping import Array, Float, Int32
 
 import pallas_kernels
-from emsjax.decode.cache import Cache, FreshRows, KVCache
+from emsjax.decode.base import ModelOutput
+from emsjax.decode.cache import Cache, KVCache
 from emsjax.decode.pack import PackedRows
 from emsjax.models import checkpoint
 from emsjax.models.config import ACTIVATIONS, POSITION_OFFSET, OPTConfig
+from emsjax.models.layers import (
+    Addend,
+    add_norm,
+    linear,
+    linear_addend,
+    new_layer_norm,
+    new_linear,
+    run_layer,
+    scale_and_bias,
+)
 from pallas_kernels.add_layer_norm import add, normalise
 from pallas_kernels.implementations import matmul_precision, with_gradient_of
 from pallas_kernels.indexing import take
@@ -26,32 +36,30 @@ class OPTLayer(nnx.Module):
     """One decoder layer: attention and feed-forward, normalised before or after each."""
 
     def __init__(self, config: OPTConfig, *, dtype, rngs: nnx.Rngs):
-        size, init = config.hidden_size, nnx.initializers.normal(config.init_std)
-        linear = lambda inputs, outputs: nnx.Linear(
-            inputs,
-            outputs,
-            use_bias=config.enable_bias,
-            kernel_init=init,
+        size = config.hidden_size
+        product = functools.partial(
+            new_linear,
+            bias=config.enable_bias,
+            init=nnx.initializers.normal(config.init_std),
             dtype=dtype,
-            param_dtype=dtype,
-            precision=matmul_precision(dtype),
             rngs=rngs,
         )
         self.config = config
-        self.qkv_proj = linear(size, 3 * size)  # one product instead of three
-        self.out_proj = linear(size, size)
-        self.fc1 = linear(size, config.ffn_dim)
-        self.fc2 = linear(config.ffn_dim, size)
+        self.qkv_proj = product(size, 3 * size)  # one product instead of three
+        self.out_proj = product(size, size)
+        self.fc1 = product(size, config.ffn_dim)
+        self.fc2 = product(config.ffn_dim, size)
         self.self_attn_layer_norm = layer_norm(config, dtype, rngs)
         self.final_layer_norm = layer_norm(config, dtype, rngs)
 
-    def __call__(self, x: Float[Array, "r e"], y: "Addend | None", attend: Callable):
-        """One layer over the residual stream x + y; returns the next x and y, and qkv [r, 3, h, d].
+    def __call__(
+        self, x: Float[Array, "r e"], y: Addend | None, rows: PackedRows, attend: Callable
+    ):
+        """One layer over the residual stream x + y: see `emsjax.models.layers.run_layer`.
 
-        The normalisation that follows does the addition, in one pass. The stream is float32: it
-        is added to often, and rounded each time. Where layers are normalised after each part
-        nothing is left to add: y is None, and x in the type of the weights.
-        `attend(qkv)` sees the rows' queries, keys and values as well, as one array.
+        The stream is float32, since it is added to often and rounded each time. If layers are
+        normalised after each part nothing is left to add: y is None, and x has the type of the
+        weights. `attend(qkv)` sees the rows' queries, keys and values as well, as one array.
         """
         if self.config.do_layer_norm_before:
             x, h = add_norm(self.self_attn_layer_norm, x, y)
@@ -64,65 +72,21 @@ class OPTLayer(nnx.Module):
         return x, None, qkv
 
     def attention(self, h: Float[Array, "r e"], attend: Callable):
-        qkv = pallas_kernels.linear(h, *weights(self.qkv_proj))
-        qkv = qkv.reshape(-1, 3, self.config.num_attention_heads, self.config.head_dim)
-        return addend(self.out_proj, attend(qkv).reshape(h.shape)), qkv
+        qkv = linear(self.qkv_proj, h)
+        qkv = qkv.reshape(-1, 3 * self.config.num_attention_heads, self.config.head_dim)
+        return linear_addend(self.out_proj, attend(qkv).reshape(h.shape)), qkv
 
-    def feed_forward(self, h: Float[Array, "r e"]) -> "Addend":
+    def feed_forward(self, h: Float[Array, "r e"]) -> Addend:
         activation = self.config.activation_function
         relu = activation == "relu"
-        h = pallas_kernels.linear(h, *weights(self.fc1), relu=relu)
-        return addend(self.fc2, h if relu else ACTIVATIONS[activation](h))
-
-
-# Compiled for itself so that layers of the same shapes are traced and lowered once, not one by one.
-@functools.partial(jax.jit, static_argnames=("attention", "max_rows_per_sample"))
-def run_layer(layer: OPTLayer, x, y, *cached, attention: Callable, max_rows_per_sample):
-    """`layer` with attention to what is cached: see `KVCache.attention`."""
-    attend = lambda qkv: attention(qkv, *cached, max_rows_per_sample=max_rows_per_sample)
-    return layer(x, y, attend)
-
-
-class Addend(NamedTuple):
-    """What a layer adds to the residual stream, left to the normalisation that follows."""
-
-    sums: Float[Array, "... r e"]  # as `pallas_kernels.linear_sums` leaves them
-    bias: Float[Array, "e"] | None
-
-
-def addend(linear: nnx.Linear, x: Float[Array, "r i"]) -> Addend:
-    weight, bias = weights(linear)
-    return Addend(pallas_kernels.linear_sums(x, weight), bias)
-
-
-def add_norm(norm: nnx.LayerNorm, x: Float[Array, "r e"], y: Addend):
-    """x + y, and what `norm` makes of it."""
-    options = {"epsilon": LAYER_NORM_EPSILON, "dtype": norm.dtype}
-    return pallas_kernels.add_layer_norm(x, *y, *affine(norm), **options)
-
-
-def affine(norm: nnx.LayerNorm) -> tuple[Array | None, Array | None]:
-    """Scale and bias; None where the norm has none."""
-    return tuple(
-        None if parameter is None else parameter[...] for parameter in (norm.scale, norm.bias)
-    )
-
-
-def weights(linear: nnx.Linear) -> tuple[Array, Array | None]:
-    return linear.kernel[...], None if linear.bias is None else linear.bias[...]
+        h = linear(self.fc1, h, relu=relu)
+        return linear_addend(self.fc2, h if relu else ACTIVATIONS[activation](h))
 
 
 def layer_norm(config: OPTConfig, dtype, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    return nnx.LayerNorm(
-        config.hidden_size,
-        epsilon=LAYER_NORM_EPSILON,
-        use_bias=config.layer_norm_elementwise_affine,
-        use_scale=config.layer_norm_elementwise_affine,
-        use_fast_variance=False,
-        dtype=dtype,
-        param_dtype=dtype,
-        rngs=rngs,
-    )
+    affine = config.layer_norm_elementwise_affine
+    options = {"epsilon": LAYER_NORM_EPSILON, "dtype": dtype, "rngs": rngs}
+    return new_layer_norm(config.hidden_size, affine=affine, **options)
 
 
 class OPT(nnx.Module):
@@ -170,18 +134,21 @@ class OPT(nnx.Module):
         *,
         attention: Callable = pallas_kernels.ragged_attention,
         max_rows_per_sample: int | None = None,
-    ) -> tuple[Float[Array, "r e"], FreshRows]:
+        taps: tuple[int, ...] = (),
+    ) -> ModelOutput:
         """Final hidden states of the packed rows, and every layer's fresh K/V.
 
-        The hidden states are float32 where layers are normalised before each part.
+        The hidden states are float32 if layers are normalised before each part.
 
         Args:
             token_ids: the rows' tokens; padding rows may hold any.
-            rows: the rows' samples and positions. Those of rows that are not verified may lie
-                beyond the model's.
+            rows: the rows' samples and positions. Positions of rows that are not verified may
+                lie beyond the model's.
             cache: committed K/V, only read; rows of sample s start at cache.lengths[s].
             attention: a callable with the signature of `pallas_kernels.ragged_attention`.
             max_rows_per_sample: static bound of rows per sample; None: all rows.
+            taps: layers whose hidden states are returned, 0 (the embeddings) to the number of
+                layers: see `emsjax.decode.base.Model`.
         """
         # Not by calling `nnx.Embed`, which fills in for ids and positions that do not exist.
         token_ids = jnp.clip(token_ids, 0, self.config.vocab_size - 1)
@@ -195,29 +162,30 @@ class OPT(nnx.Module):
         else:
             x, y = x + y.sums, None
 
-        attend = cache.attention(attention)
-        fresh = []
-        for layer, *old in zip(self.layers, cache.layers.keys, cache.layers.values, strict=True):
+        stream = lambda x, y: x if y is None else add(x, *y)
+        fresh, tapped = [], {}
+        for index, (layer, cached) in enumerate(zip(self.layers, cache.layers, strict=True)):
+            if index in taps:
+                tapped[index] = stream(x, y)
             x, y, qkv = run_layer(
                 layer,
                 x,
                 y,
-                *old,
-                rows.segment_ids,
-                rows.positions,
-                cache.lengths,
-                attention=attend,
+                cached,
+                rows,
+                cache.visible,
+                attention=attention,
                 max_rows_per_sample=max_rows_per_sample,
             )
             fresh.append(qkv)
-        x = x if y is None else add(x, *y)
-        return x, FreshRows(tuple(fresh))
+        hidden = tapped[len(self.layers)] = stream(x, y)
+        return ModelOutput(hidden, tuple(fresh), tuple(tapped[index] for index in taps))
 
     def logits(self, hidden: Float[Array, "r e"]) -> Float[Array, "r v"]:
         """float32 logits of hidden states; their gradient is rounded to the model's type."""
         x, norm = hidden, self.final_layer_norm
         if norm is not None:
-            x = normalise(x, *affine(norm), LAYER_NORM_EPSILON)
+            x = normalise(x, *scale_and_bias(norm), LAYER_NORM_EPSILON)
         x = x.astype(self.dtype)
         x = x if self.project_out is None else self.project_out(x)
         precision = matmul_precision(self.dtype)
@@ -233,10 +201,17 @@ class OPT(nnx.Module):
             batch,
             max_len,
             num_layers=self.config.num_hidden_layers,
-            num_heads=self.config.num_attention_heads,
+            kv_heads=self.config.num_attention_heads,
             head_dim=self.config.head_dim,
             dtype=self.dtype,
         )
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of activations of one packed row within a layer."""
+        stream = 3 * self.config.hidden_size * 4  # float32: before and after an addition, addend
+        inner = (3 * self.config.hidden_size + self.config.ffn_dim) * self.dtype.itemsize
+        return stream + inner
 
     def astype(self, dtype) -> "OPT":
         """The same weights, rounded or widened, in a model of this type."""
@@ -254,14 +229,3 @@ class OPT(nnx.Module):
     def save_pretrained(self, path: str | PathLike) -> None:
         """Write a folder that transformers loads: see `emsjax.models.checkpoint.save`."""
         checkpoint.save(self, path)
-
-
-def check_is_model(name: str, model: Any) -> None:
-    """Whether it is one.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if not isinstance(model, OPT):
-        kind = type(model).__name__
-        raise ValueError(f"{name} must be an emsjax.OPT (see OPT.from_pretrained), not {kind}")

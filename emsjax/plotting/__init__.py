@@ -1,4 +1,4 @@
-"""Figures of measurements and of a step's arrays; matplotlib is imported where one is drawn."""
+"""Figures of measurements and of a step's arrays; matplotlib is imported when one is drawn."""
 
 from emsjax.plotting.arrays import cache_figure, packed_rows_figure
 from emsjax.plotting.canvas import check_format

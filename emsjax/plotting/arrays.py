@@ -1,6 +1,6 @@
-"""Pictures of a step: its rows and the cache, cell by cell, drawn from the arrays themselves.
+"""Figures of a step: its packed rows and its cache, drawn cell by cell from the arrays.
 
-A colour is a sample. The axes are those of `emsjax.decode.pack`.
+Each sample has a colour. The axes are those of `emsjax.decode.pack`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,16 +23,16 @@ def packed_rows_figure(
     texts: Sequence[Sequence[str]] | None = None,
     num_kept: Int32[np.ndarray, "b"] | None = None,
 ):
-    """The rows that one step feeds to the model, in each of several layouts.
+    """Draw the rows that one step feeds to the model, in each of several layouts.
 
-    A cell is a row: the number in it is its position, the colour its sample. Padding is hatched:
-    rows of no sample, and those that a padded layout feeds beyond a sample's own.
+    A cell is a row; the number in it is its position, the colour its sample. Padding is hatched:
+    rows without a sample, and rows that a padded layout adds to a sample's own.
 
     Args:
-        layouts: rows by the name of the layout.
-        texts: texts[s][i] is written above row i of sample s: the token it feeds, say.
+        layouts: packed rows by the layout's name.
+        texts: texts[s][i] is written above row i of sample s, for example the token that it feeds.
         num_kept: rows of each sample that were committed; the others are pale, with a small cross
-            in a corner. None: it is not shown.
+            in a corner. None: committed rows are not distinguished.
 
     Returns:
         A matplotlib `Figure` with a panel for each layout, one above the other.
@@ -64,7 +64,7 @@ def packed_rows_figure(
             _cell(axes, row, 0, _colour(sample), faint=not kept)
             axes.text(row + 0.5, 0.5, str(position), ha="center", va="center", fontsize="small")
             if not kept:
-                # In a corner: the number is to be read.
+                # In a corner, so that the number stays readable.
                 axes.plot(row + 0.86, 0.86, "x", color="black", markersize=3, markeredgewidth=0.8)
             if texts is not None:
                 axes.text(
@@ -87,18 +87,19 @@ def packed_rows_figure(
 def cache_figure(
     caches: Mapping[str, Cache], *, before: Mapping[str, Cache] | None = None, start: int = 0
 ):
-    """Which places of the KV cache hold tokens of each sample, before and after a step.
+    """Draw the places of the KV cache that hold tokens of each sample, before and after a step.
 
-    A cell is a place. Full colour: written since `before`; pale: held before; hatched: a gap
-    that stays masked for good, as only the padded method leaves; white: free. A title counts the
-    tokens that are held, or that were written since `before`, and the masked places: those
-    between the prompts' ends, which are there from the start, and those that decoding left.
+    A cell is a place. Cells written since `before` have the full colour, and earlier ones a pale
+    colour; gaps that stay masked, which only the padded cache has, are hatched; free places are
+    white. Titles count the tokens that are held, or that were written since `before`, and the
+    masked places: gaps between the prompts' ends, which exist from the start, and those that
+    decoding has left.
 
     Args:
-        caches: by the name of the panel.
-        before: the caches of the same names at an earlier time; None: all cells are of full
+        caches: caches by the panel's name.
+        before: the caches of the same names at an earlier time; None: all cells have the full
             colour.
-        start: the first place drawn. Free places are drawn up to the longest sample's end.
+        start: the first place to draw. Free places are drawn up to the longest sample's end.
 
     Returns:
         A matplotlib `Figure` with a panel for each cache, one above the other.
@@ -112,7 +113,7 @@ def cache_figure(
     held = {name: _held(cache) for name, cache in caches.items()}
     stop = max(map(_end, caches.values())) + 1
     batch = max(len(of) for of in held.values())
-    # Samples go downwards; each panel has room for its title and its axis.
+    # Samples are drawn downwards; each panel has room for its title and its axis.
     height = len(caches) * (batch + 2.4)
     figure = new_figure(CELL_INCHES * (stop - start + 3), CELL_INCHES * (height + 1))
     for place, (name, of) in enumerate(held.items(), start=1):
@@ -142,12 +143,12 @@ def _held(cache: Cache) -> np.ndarray:
     """Places that hold a token, bool [b, l]."""
     if isinstance(cache, SharedIndexCache):
         return np.asarray(cache.mask)
-    places = np.arange(cache.layers.keys[0].shape[1])
+    places = np.arange(cache.max_len)
     return places < np.asarray(cache.lengths)[:, None]
 
 
 def _masked(cache: Cache) -> np.ndarray:
-    """Places that the samples' common index has passed without a token, bool [b, l]."""
+    """Places before the samples' common index that hold no token, bool [b, l]."""
     held = _held(cache)
     if not isinstance(cache, SharedIndexCache):
         return np.zeros_like(held)
@@ -155,7 +156,7 @@ def _masked(cache: Cache) -> np.ndarray:
 
 
 def _end(cache: Cache) -> int:
-    """The first place that no sample has reached."""
+    """The first place that all samples have left free."""
     return int(cache.index if isinstance(cache, SharedIndexCache) else np.max(cache.lengths))
 
 
@@ -164,7 +165,7 @@ def _colour(sample: int) -> str:
 
 
 def _cell(axes, x: int, y: int, colour: str, *, hatch: str = "", faint: bool = False) -> None:
-    """A square; a faint one is in a pale colour of the same hue."""
+    """Draw a square; a faint one has a pale colour of the same hue."""
     patches, colors = matplotlib_module("patches"), matplotlib_module("colors")
     face = np.array(colors.to_rgb(colour))
     face = 1 - (1 - face) * (0.3 if faint else 0.75)
@@ -189,7 +190,7 @@ def _frame(axes, stop: float, bottom: float, top: float, title: str, start: floa
 def _legend(
     figure, batch: int, others: Mapping[str, tuple[str, str]], marks: Mapping[str, str]
 ) -> None:
-    """Below everything: the samples' colours, and what else there is."""
+    """Draw the legend at the bottom: the samples' colours, other cells, and marks."""
     line = matplotlib_module("lines").Line2D
     patch = matplotlib_module("patches").Patch
     handles = [patch(facecolor=_colour(s), alpha=0.75, label=f"sample {s}") for s in range(batch)]

@@ -1,4 +1,4 @@
-"""What the figures share: a matplotlib that may be missing, and the formats it saves."""
+"""Access to matplotlib, which may be missing, and to the file formats that it can write."""
 
 from pathlib import Path
 
@@ -22,16 +22,16 @@ def matplotlib_module(name: str):
 
 
 def new_figure(width: float, height: float):
-    """An empty figure of so many inches, which leaves no global state."""
+    """An empty figure of this size in inches, without global state."""
     return matplotlib_module("figure").Figure(figsize=(width, height), layout="constrained")
 
 
 def check_format(path: Path) -> None:
-    """Whether a figure can be saved under this name.
+    """Check that a figure can be saved under this name.
 
     Raises:
         ImportError: matplotlib is missing.
-        ValueError: an unknown kind of file.
+        ValueError: an unknown file format.
     """
     known = matplotlib_module("backend_bases").FigureCanvasBase.get_supported_filetypes()
     if path.suffix.removeprefix(".").lower() not in known:

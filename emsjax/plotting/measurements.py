@@ -8,7 +8,7 @@ from jaxtyping import Float
 
 from emsjax.plotting.canvas import PANEL_INCHES, matplotlib_module, new_figure
 
-# What legends call the short names of the results.
+# Names in legends, by the short names in results.
 METHODS = {
     "greedy": "plain decoding (greedy)",
     "vanilla": "rows and cache padded (vanilla)",
@@ -22,14 +22,14 @@ POLICIES = {
     "goodput": "Goodput (goodput)",
     "bass, cost-capped": "BassHeuristic, CostCapped",
 }
-ROOM = 1.3  # times the batch size that is named before: nearer names would overlap
+ROOM = 1.3  # least ratio of two labelled batch sizes, so that labels do not overlap
 
 
 def draft_length_figure(results: Mapping[str, Any]):
-    """Speed by fixed draft length, beside plain decoding and the policies.
+    """Draw speed by fixed draft length, beside plain decoding and the policies.
 
     Args:
-        results: what `emsjax bench draft-length` writes.
+        results: written by `emsjax bench draft-length`.
 
     Returns:
         A matplotlib `Figure` with a panel for each workload (down) and batch size (across).
@@ -56,13 +56,13 @@ def draft_length_figure(results: Mapping[str, Any]):
 
 
 def ems_sd_figure(results: Mapping[str, Any]):
-    """Speed-up over plain decoding by batch size, of every method: figure 1 of EMS-SD.
+    """Draw the speed-up of every method over plain decoding by batch size: figure 1 of EMS-SD.
 
     Args:
-        results: what `emsjax bench ems-sd` writes, plain decoding among the methods.
+        results: written by `emsjax bench ems-sd`, with plain decoding among the methods.
 
     Returns:
-        A matplotlib `Figure`: whole runs, and beside them runs while all samples are live.
+        A matplotlib `Figure`: whole runs, and runs while all samples are live.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -95,10 +95,10 @@ def ems_sd_figure(results: Mapping[str, Any]):
 
 
 def distillation_figure(results: Mapping[str, Any]):
-    """What a draft model learned.
+    """Draw the training of a draft model.
 
     Args:
-        results: of `emsjax distil`'s record.
+        results: the results in the record of `emsjax distil`.
 
     Returns:
         A matplotlib `Figure`: the loss by step, and the acceptance rate by draft position before
@@ -125,15 +125,15 @@ def distillation_figure(results: Mapping[str, Any]):
 
 
 def synergy_figure(curves: Mapping[int, Float[np.ndarray, "k1"]]):
-    """How the best draft length follows from the batch size.
+    """Draw how the best draft length follows from the batch size.
 
     Args:
-        curves: ms per token of a sample by draft length 0..k, for each batch size: see
+        curves: ms per token of a sample by draft length 0..k, for each batch size, see
             `emsjax.policies.costs.synergy_ms`.
 
     Returns:
-        A matplotlib `Figure`: speed over that without drafts by draft length, with each batch
-        size's best length marked, and that length by batch size.
+        A matplotlib `Figure`: speed-up over decoding without drafts by draft length, with the best
+        length of each batch size marked, and that length by batch size.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -148,7 +148,7 @@ def synergy_figure(curves: Mapping[int, Float[np.ndarray, "k1"]]):
     speed, best = (figure.add_subplot(1, 2, place) for place in (1, 2))
     sizes = sorted(curves)
     lengths = {batch: int(np.argmin(curves[batch])) for batch in sizes}
-    # Up to an orange: what is lighter cannot be seen on white.
+    # Up to orange: lighter colours cannot be seen on white.
     colours = matplotlib_module("colormaps")["plasma"](np.linspace(0, 0.7, len(sizes)))
     for batch, colour in zip(sizes, colours, strict=True):
         gains = curves[batch][0] / np.asarray(curves[batch])
@@ -170,7 +170,7 @@ def synergy_figure(curves: Mapping[int, Float[np.ndarray, "k1"]]):
 
 
 def _batch_axis(axes, sizes) -> None:
-    """Batch sizes across, by powers of two; named where there is room."""
+    """Set a logarithmic axis of batch sizes, labelled where there is room."""
     sizes, named = sorted(sizes), []
     for size in sizes:
         if not named or size >= ROOM * named[-1]:
@@ -182,7 +182,7 @@ def _batch_axis(axes, sizes) -> None:
 
 
 def _draw(axes, entry: Mapping[str, Any]) -> None:
-    """One panel."""
+    """Draw the panel of one entry."""
     whole = entry["policies"]["fixed 0"]["tokens_per_s"] is not None
     which = "tokens_per_s" if whole else "live_tokens_per_s"
     speed = {name: of[which] for name, of in entry["policies"].items()}
@@ -193,7 +193,7 @@ def _draw(axes, entry: Mapping[str, Any]) -> None:
     policies = (name for name in speed if not name.startswith("fixed "))
     levels |= {POLICIES.get(name, name): speed[name] for name in policies}
     for i, (name, level) in enumerate(levels.items()):
-        # Dashes of their own: lines may lie upon each other.
+        # Each line has its own dashes, as lines may coincide.
         axes.axhline(level, color=f"C{i}", linestyle=(2 * i, (4, 2 * i)), label=name)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("draft length (tokens)")

@@ -12,16 +12,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from emsjax.checks import check_at_least
-from emsjax.decode.base import check_state
+from emsjax.decode.adapt import as_policy, check_state
+from emsjax.decode.base import DraftLength, StepView
+from emsjax.decode.draft import available_lengths
 from emsjax.decode.row_counts import row_buckets, smallest_bucket
+from emsjax.decode.state import admitted_policy_state
 from emsjax.policies.costs import LEAST_GAIN, TILE_ROWS, StepCosts
-from emsjax.policies.lengths import (
-    DraftLength,
-    StepView,
-    admitted_by_policy,
-    available_lengths,
-    check_is_policy,
-)
 from emsjax.policies.survival import AcceptanceCounts, check_estimates
 from pallas_kernels.indexing import take
 
@@ -31,7 +27,7 @@ PRIOR_RATE, PRIOR_WEIGHT, MEMORY = 0.7, 16.0, 0.98
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Goodput:
+class Goodput(DraftLength):
     """One length per sample, chosen so that the step emits the most expected tokens per second.
 
     The gain of a draft token is the probability that it and all tokens before it are accepted,
@@ -139,7 +135,7 @@ class Goodput:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class CostCapped:
+class CostCapped(DraftLength):
     """Caps another policy's lengths at the length with the most expected tokens per second.
 
     The cap is the same for all samples and may be 0, which switches drafting off while it does
@@ -166,17 +162,21 @@ class CostCapped:
         check_no_profile(self.costs, "CostCapped(policy, StepCosts.from_profile(profile))")
 
     @property
+    def _policy(self) -> DraftLength:
+        return as_policy(self.policy)
+
+    @property
     def max_draft_tokens(self) -> int | None:
-        return getattr(self.policy, "max_draft_tokens", None)
+        return self._policy.max_draft_tokens
 
     def check_settings(self) -> None:
-        check_is_policy(self.policy)
+        self._policy.check_settings()
         check_costs(self.costs)
         check_estimates(self.prior_rate, self.prior_weight, self.memory)
         check_gain(self.least_gain)
 
     def init(self, batch: int, max_draft_tokens: int) -> tuple[Any, AcceptanceCounts]:
-        return self.policy.init(batch, max_draft_tokens), AcceptanceCounts.init(
+        return self._policy.init(batch, max_draft_tokens), AcceptanceCounts.init(
             batch, max_draft_tokens
         )
 
@@ -205,7 +205,7 @@ class CostCapped:
         inner, counts = state
         # Acceptance of cut drafts does not apply to the other policy's own lengths.
         own = jnp.all(num_drafted == self._wanted(inner, view))
-        updated = self.policy.update(inner, view, num_drafted, num_accepted)
+        updated = self._policy.update(inner, view, num_drafted, num_accepted)
         check_state("the policy's", "update", inner, updated)
         inner = jax.tree.map(lambda new, old: jnp.where(own, new, old), updated, inner)
         counts = counts.update(num_drafted, num_accepted, self.memory, free=view.drafted)
@@ -213,11 +213,11 @@ class CostCapped:
 
     def admit(self, state: tuple[Any, AcceptanceCounts], fresh: Bool[Array, "b"]):
         inner, counts = state
-        inner = admitted_by_policy(self.policy, inner, fresh, counts.trials.shape[1])
+        inner = admitted_policy_state(self._policy, inner, fresh, counts.trials.shape[1])
         return inner, counts.admit(fresh)
 
     def _wanted(self, inner: Any, view: StepView) -> Int32[Array, "b"]:
-        return available_lengths(self.policy, inner, view)
+        return available_lengths(self._policy, inner, view)
 
 
 def worth(

@@ -4,129 +4,23 @@ import dataclasses
 import numbers
 from collections.abc import Mapping
 from os import PathLike
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float, Int32
 
 from emsjax.checks import check_at_least
-from emsjax.decode.base import of_fresh_slots
+from emsjax.decode.base import DraftLength, StepView
 from emsjax.policies.costs import StepCosts, accepted_at_rate, read_profile, synergy_lengths
 from pallas_kernels.indexing import take
 
 MOST = 1 << 30  # the largest length, far from int32 overflow: the device loop may add to it
 
 
-class StepView(NamedTuple):
-    """What a policy knows before a step.
-
-    Attributes:
-        active: whether each sample is still decoding.
-        lengths: tokens of each sample so far, prompt included.
-        available: the most draft tokens that each sample can use; if they are drafted
-            already, the number of tokens found.
-        drafted: whether they are drafted already, so that a shorter length saves no
-            drafting. Static.
-    """
-
-    active: Bool[Array, "b"]
-    lengths: Int32[Array, "b"]
-    available: Int32[Array, "b"]
-    drafted: bool
-
-
-METHODS = ("init", "lengths", "update")  # required of every policy
-
-
-@runtime_checkable
-class DraftLength(Protocol):
-    """A draft-length policy: a pytree with pure functions, run inside the device loop.
-
-    The effective limit is the smaller of the policy's and the drafter's. A policy that may
-    ask for more than drafters propose by default has an attribute `max_draft_tokens`; a
-    drafter created without a limit adopts it.
-
-    A policy with settings has `check_settings()`, which is called before any work and raises a
-    ValueError if they are invalid. When slots are refilled, `admit(state, fresh)` returns the
-    state in which slots with `fresh` [b] begin new sequences. Without it, fresh slots take their
-    entries of `init`'s arrays whose first axis is the slots'.
-    """
-
-    def init(self, batch: int, max_draft_tokens: int) -> Any:
-        """State for `batch` samples with up to `max_draft_tokens` each per step."""
-        ...
-
-    def lengths(self, state: Any, view: StepView) -> Int32[Array, "b"]:
-        """Number of draft tokens of each sample to verify in this step; 0 for none."""
-        ...
-
-    def update(
-        self,
-        state: Any,
-        view: StepView,
-        num_drafted: Int32[Array, "b"],
-        num_accepted: Int32[Array, "b"],
-    ) -> Any:
-        """State after the step that `view` describes.
-
-        Args:
-            num_drafted: verified draft tokens of each sample.
-            num_accepted: accepted ones among them.
-        """
-        ...
-
-
-def check_is_policy(draft_length: Any) -> None:
-    """Raises a ValueError unless it is a policy that the device loop can use.
-
-    It must be an instance with all methods of a policy, a pytree, and have valid settings.
-    """
-    kind = type(draft_length)
-    is_class = isinstance(draft_length, type)
-    missing = [name for name in METHODS if not callable(getattr(draft_length, name, None))]
-    if is_class or missing:
-        what = f"the class {draft_length.__name__}" if is_class else kind.__name__
-        if not is_class and len(missing) < len(METHODS):
-            what += f", which has no {' and no '.join(missing)}"
-        raise ValueError(f"draft_length must be a policy such as emsjax.FixedLength(3), not {what}")
-    if jax.tree_util.all_leaves([draft_length]):
-        raise ValueError(
-            f"draft_length must be a pytree, and {kind.__name__} is none: register the class with "
-            "jax.tree_util.register_static, or with register_dataclass if it holds arrays"
-        )
-    if hasattr(draft_length, "check_settings"):
-        draft_length.check_settings()
-
-
-def admitted_by_policy(
-    policy: DraftLength, state: Any, fresh: Bool[Array, "b"], max_draft_tokens: int
-) -> Any:
-    """The policy's state after `fresh` slots have begun new sequences."""
-    if hasattr(policy, "admit"):
-        return policy.admit(state, fresh)
-    return of_fresh_slots(policy.init(fresh.shape[0], max_draft_tokens), state, fresh)
-
-
-def available_lengths(policy: DraftLength, state: Any, view: StepView) -> Int32[Array, "b"]:
-    """The policy's lengths, clipped to what each sample can use.
-
-    Raises:
-        ValueError: they are not integers, or not one per sample.
-    """
-    lengths = policy.lengths(state, view)
-    shape, dtype = jnp.shape(lengths), jnp.result_type(lengths)
-    if not jnp.issubdtype(dtype, jnp.integer) or shape not in ((), view.available.shape):
-        raise ValueError(
-            f"{type(policy).__name__}.lengths must return integers [b] = {view.available.shape}, "
-            f"not {dtype}{list(shape)}"
-        )
-    return jnp.clip(jnp.asarray(lengths).astype(jnp.int32), 0, view.available)
-
-
 @jax.tree_util.register_pytree_node_class
-class FixedLength:
+class FixedLength(DraftLength):
     """Up to `k` draft tokens for every sample in every step; 0 switches drafting off.
 
     The length is traced data, so another k needs no new compilation.
@@ -147,14 +41,8 @@ class FixedLength:
         (self.k,) = children
         return self
 
-    def init(self, batch, max_draft_tokens) -> tuple[()]:
-        return ()
-
     def lengths(self, state, view: StepView):
         return jnp.full(view.active.shape, self.k, jnp.int32)
-
-    def update(self, state, view, num_drafted, num_accepted):
-        return state
 
 
 class BassState(NamedTuple):
@@ -166,7 +54,7 @@ class BassState(NamedTuple):
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class BassHeuristic:
+class BassHeuristic(DraftLength):
     """One length for all samples, which grows after fully accepted drafts and shrinks otherwise.
 
     If some sample accepted as many tokens as the length, it grows by `increment`, up to `limit`.
@@ -219,7 +107,7 @@ class BassHeuristic:
 
 
 @jax.tree_util.register_pytree_node_class
-class BatchSizeTable:
+class BatchSizeTable(DraftLength):
     """A length for every batch size, looked up by the number of active samples.
 
     Args:
@@ -297,16 +185,10 @@ class BatchSizeTable:
         self.sizes, self.draft_lengths = children
         return self
 
-    def init(self, batch, max_draft_tokens) -> tuple[()]:
-        return ()
-
     def lengths(self, state, view: StepView):
         entry = jnp.sum(self.sizes <= jnp.sum(view.active)) - 1
         length = take(self.draft_lengths, jnp.maximum(entry, 0))
         return jnp.full(view.active.shape, length, jnp.int32)
-
-    def update(self, state, view, num_drafted, num_accepted):
-        return state
 
 
 def acceptance_curves(stats: Any) -> tuple[Float[np.ndarray, "k1"], Float[np.ndarray, "k1"]]:

@@ -1,19 +1,19 @@
-"""Large sets of keys in 16 bytes each."""
+"""Large sets of keys, stored in 16 bytes per key."""
 
 import hashlib
 
 import numpy as np
 
-SIZE = 16  # bytes: among 10^9 keys two have the same digest once in 10^20 times
+SIZE = 16  # bytes; the probability that two of 10^9 keys collide is about 10^-20
 
 
 def digest(key: object) -> bytes:
-    """Of a key with a `repr` that no other key has."""
+    """The digest of a key, whose `repr` must be unique."""
     return hashlib.blake2b(repr(key).encode(), digest_size=SIZE).digest()
 
 
 class Digests:
-    """A set of keys: first all are added, then it is frozen and can be asked."""
+    """A set of keys: keys are added, then the set is frozen, then it can be searched."""
 
     def __init__(self):
         self.added = bytearray()
@@ -23,8 +23,8 @@ class Digests:
         self.added += digest(key)
 
     def freeze(self) -> set[bytes]:
-        """The digests that were added more than once."""
-        # NumPy cuts off zero bytes at the end, of all alike.
+        """End the additions; returns the digests that were added more than once."""
+        # NumPy strips trailing zero bytes, from stored and searched digests alike.
         self.sorted = np.sort(np.frombuffer(bytes(self.added), self.sorted.dtype))
         self.added = bytearray()
         again = self.sorted[1:][self.sorted[1:] == self.sorted[:-1]]

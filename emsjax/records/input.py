@@ -1,4 +1,4 @@
-"""Input records of `emsjax generate`: JSON Lines, checked before any work, read as needed."""
+"""Input records in JSON Lines, all checked before the work starts and read again as needed."""
 
 import codecs
 import dataclasses
@@ -12,7 +12,7 @@ from typing import Any
 
 from emsjax.records.digests import Digests, digest
 
-TOLD = 40  # characters of a line that is no JSON
+SHOWN = 40  # characters of an invalid line in an error message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Record:
     """One prompt.
 
     Attributes:
-        line: counts from 1 in the input file.
-        truncated: whether its tokens are cut, as far as that is known.
+        line: number of its line in the input file, from 1.
+        truncated: whether its tokens are cut; False before tokenization.
     """
 
     id: str | int
@@ -31,30 +31,30 @@ class Record:
 
 
 class Records:
-    """The records of a JSON Lines file, read line by line each time they are gone through.
+    """The records of a JSON Lines file, read line by line in each iteration.
 
     Args:
         path: the file.
-        template: how to make a prompt of a record's fields; None: field "prompt" is it.
+        template: builds a prompt from a record's fields; None: the field "prompt".
 
     Raises:
-        ValueError: a bad template, or no regular file; while going through, the first bad line
-            with its number, or that the file has changed.
+        ValueError: a bad template, or not a regular file; in an iteration, the first bad line
+            with its number, or a file that has changed.
     """
 
     def __init__(self, path: Path, template: str | None):
         self.path, self.template = path, template
         self.fields = template_fields(template)
         if path.exists() and not path.is_file():
-            raise ValueError(f"{path} is no regular file: it has to be read more than once")
+            raise ValueError(f"{path} is not a regular file: it is read more than once")
         self.version = _version(path.stat())
 
     def __iter__(self) -> Iterator[Record]:
-        """All but blank lines."""
+        """All records; blank lines are skipped."""
         return (record for _, record in self.lines() if record is not None)
 
     def lines(self) -> Iterator[tuple[bytes, Record | None]]:
-        """Every line as it stands in the file, and its record; None: blank."""
+        """Every line of the file and its record, which is None for a blank line."""
         with self.path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if _version(os.fstat(file.fileno())) != self.version:
@@ -70,19 +70,19 @@ class Records:
 
 
 def read_json(line: str) -> Any:
-    """What a line holds.
+    """The JSON value of a line.
 
     Raises:
-        ValueError: it is not JSON; the message has the line's beginning.
+        ValueError: the line is not JSON; the message shows its beginning.
     """
     line = line.strip()
     try:
         return json.loads(line)
     except json.JSONDecodeError as error:
-        told = line if len(line) <= TOLD else line[:TOLD] + "..."
-        raise ValueError(f"not JSON: {told!r} ({error.msg}, column {error.colno})") from error
+        shown = line if len(line) <= SHOWN else line[:SHOWN] + "..."
+        raise ValueError(f"not JSON: {shown!r} ({error.msg}, column {error.colno})") from error
     except RecursionError as error:
-        raise ValueError("not JSON that can be read: nested too deeply") from error
+        raise ValueError("JSON that is nested too deeply") from error
 
 
 def _version(found: os.stat_result) -> tuple[int, int, int]:
@@ -91,12 +91,12 @@ def _version(found: os.stat_result) -> tuple[int, int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Survey:
-    """What is known of an input when all of it has been checked.
+    """Facts about an input whose records have all been checked.
 
     Attributes:
-        count: records.
-        ids: theirs.
-        sha256: of the file.
+        count: number of records.
+        ids: the records' ids.
+        sha256: digest of the file.
     """
 
     count: int
@@ -105,7 +105,7 @@ class Survey:
 
 
 def survey(records: Records) -> Survey:
-    """Check every record; keeps nothing of them but a digest of each id.
+    """Check every record. Only a digest of each id is kept in memory.
 
     Raises:
         ValueError: a bad line, a duplicate id with the numbers of both lines, or no records.
@@ -124,7 +124,7 @@ def survey(records: Records) -> Survey:
 
 
 def _name_duplicate(records: Records, repeated: Set[bytes]) -> None:
-    """Raises a ValueError for the first record whose id has occurred before."""
+    """Raise a ValueError for the first record whose id has occurred before."""
     first: dict[str | int, int] = {}
     for record in records:
         if (
@@ -157,10 +157,10 @@ def make_record(value: Any, template: str | None, fields: list[str], line: int) 
 
 
 def template_fields(template: str | None) -> list[str]:
-    """Names of the fields that the prompt is made of.
+    """Names of the fields that the prompt is built from.
 
     Raises:
-        ValueError: no field, or anything but plain `{name}`.
+        ValueError: no field, or a field in another form than `{name}`.
     """
     if template is None:
         return ["prompt"]

@@ -1,8 +1,8 @@
 """The output of `emsjax generate`: append-only JSON Lines beside the run's configuration.
 
-`OUT.run.json` says which run the results of `OUT` belong to. It is written before
-the first result, so results without it, or with another one, are not this run's. Its field
-"resolved" holds what followed from the options on that day, with which a resumed run goes on.
+`OUT.run.json` identifies the run that the results in `OUT` belong to. It is written before the
+first result, so results without it, or with another one, belong to another run. Its field
+"resolved" holds choices that depended on the machine when the run began; a resumed run keeps them.
 """
 
 import contextlib
@@ -19,16 +19,16 @@ from typing import Any
 
 from emsjax.records.digests import Digests, digest
 
-SYNC_SECONDS = 1.0  # results are forced to the disk no more often; a kill costs none of them
+SYNC_SECONDS = 1.0  # least time between calls of fsync; killing the process loses no result
 
 
 @dataclasses.dataclass
 class Results:
-    """An open output: the (id, sequence) pairs it held when opened, and how to add to it.
+    """An open output file that results are appended to.
 
     Attributes:
-        done: them.
-        resolved: of the run that began it.
+        done: the (id, sequence) pairs that had results when the file was opened.
+        resolved: the choices of the run that began it.
     """
 
     done: Digests
@@ -37,14 +37,14 @@ class Results:
     synced: float = 0.0
 
     def append(self, result: Mapping) -> None:
-        """Write a result; a kill leaves at most one unfinished line, the last."""
+        """Write a result; if the process is killed, at most the last line is unfinished."""
         self.file.write((json.dumps(result, ensure_ascii=False) + "\n").encode())
         self.file.flush()
         if monotonic() - self.synced > SYNC_SECONDS:
             self.sync()
 
     def sync(self) -> None:
-        """Not before this returns is all of it on the disk."""
+        """Force all results to the disk."""
         os.fsync(self.file.fileno())
         self.synced = monotonic()
 
@@ -57,14 +57,14 @@ def open_results(
     num_sequences: int,
     resolved: Mapping,
 ) -> Iterator[Results]:
-    """Open an output to append to, cutting off an unfinished last line.
+    """Open an output to append to, and cut off an unfinished last line.
 
     Args:
-        ids: of the input.
-        resolved: to go with the configuration of a new run.
+        ids: the input's ids.
+        resolved: stored beside the configuration of a new run.
 
     Raises:
-        ValueError: as `read_results`, or another process has it open.
+        ValueError: see `read_results`, or another process has the file open.
     """
     with path.open("ab") as file:
         try:
@@ -86,9 +86,9 @@ def open_results(
 def read_results(
     path: Path, configuration: Mapping, ids: Container[str | int], num_sequences: int
 ) -> tuple[Digests, int]:
-    """The (id, sequence) pairs that an output holds, and the bytes of its finished lines.
+    """The (id, sequence) pairs in an output, and the number of bytes of its finished lines.
 
-    A last line that has no end or is no JSON is what a killed run left: not counted.
+    A last line without an end, or that is not JSON, was left by a killed run and is not counted.
 
     Raises:
         ValueError: the output belongs to another run, or was changed by hand.
@@ -109,7 +109,7 @@ def _finished(path: Path, ids: Container[str | int], num_sequences: int):
     """Number, bytes and key of every finished line.
 
     Raises:
-        ValueError: a line that is none of this run's.
+        ValueError: a line that does not belong to this run.
     """
     with path.open("rb") as file:
         line = file.readline()
@@ -132,7 +132,7 @@ def _finished(path: Path, ids: Container[str | int], num_sequences: int):
 
 
 def _name_repetition(path: Path, ids, num_sequences: int, repeated: Set[bytes]) -> None:
-    """Raises a ValueError for the first line of a sequence that has a line already."""
+    """Raise a ValueError for the first line of a sequence that already has a line."""
     seen = set()
     for number, _, key in _finished(path, ids, num_sequences):
         if digest(key) in repeated:
@@ -144,7 +144,7 @@ def _name_repetition(path: Path, ids, num_sequences: int, repeated: Set[bytes]) 
 
 
 def key_of(result: Any, ids: Container[str | int], num_sequences: int) -> tuple[str | int, int]:
-    """The id and the sequence of a line; its field "sequence" is read where there are several.
+    """The id and the sequence of a line, whose field "sequence" is read if a record has several.
 
     Raises:
         ValueError: no id, or an id or sequence that this run does not have.
@@ -160,6 +160,7 @@ def key_of(result: Any, ids: Container[str | int], num_sequences: int) -> tuple[
 
 
 def check_configuration(path: Path, configuration: Mapping) -> None:
+    """Raise a ValueError unless the output belongs to a run with this configuration."""
     sidecar = configuration_path(path)
     if not sidecar.exists():
         raise ValueError(f"{path} exists without {sidecar.name}: not from a run of emsjax generate")
@@ -173,13 +174,13 @@ def check_configuration(path: Path, configuration: Mapping) -> None:
     ]
     if differences:
         raise ValueError(
-            f"{path} is from another run: {'; '.join(differences)}. Start it with the options that "
-            "it had, or choose another --output"
+            f"{path} is from another run: {'; '.join(differences)}. Use that run's options, "
+            "or choose another --output"
         )
 
 
 def read_resolved(path: Path) -> Mapping:
-    """What followed from the options when the run began whose results the output holds."""
+    """The stored choices of the run that the output belongs to."""
     return json.loads(configuration_path(path).read_bytes()).get("resolved", {})
 
 
@@ -188,7 +189,7 @@ def configuration_path(path: Path) -> Path:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """After a crash the file is whole or not there."""
+    """Write a file that is complete or absent after a crash."""
     unfinished = path.with_name(path.name + ".tmp")
     with unfinished.open("w") as file:
         file.write(text)

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
+from emsjax.decode.base import Model
 from emsjax.decode.kernels import resolve_kernels
 from emsjax.decode.pack import pack
 from emsjax.decode.prefill import prefill
 from emsjax.decode.row_counts import round_up_length
 from emsjax.engine.output import GenerateOutput
-from emsjax.models.opt import OPT
 from pallas_kernels.indexing import take_in_rows
 
 NEAR_TIE = 1 / 64  # of the largest absolute logit
@@ -55,7 +55,7 @@ class Divergence:
 
 
 def first_divergences(
-    model: OPT,
+    model: Model,
     prompts: Sequence[Sequence[int]],
     expected: GenerateOutput,
     actual: GenerateOutput,
@@ -89,7 +89,7 @@ def first_divergences(
     return found
 
 
-def float32_logits(model: OPT, prefixes: Sequence[np.ndarray]) -> np.ndarray:
+def float32_logits(model: Model, prefixes: Sequence[np.ndarray]) -> np.ndarray:
     """Logits [n, v] after each prefix, computed in float32 from the model's weights."""
     model = model.astype(jnp.float32)
     width = round_up_length(max(map(len, prefixes)))
@@ -106,7 +106,7 @@ def float32_logits(model: OPT, prefixes: Sequence[np.ndarray]) -> np.ndarray:
 
 @jax.jit
 def last_logits(
-    model: OPT, tokens: Int32[Array, "b t"], lengths: Int32[Array, "b"]
+    model: Model, tokens: Int32[Array, "b t"], lengths: Int32[Array, "b"]
 ) -> Float[Array, "b v"]:
     """Logits after each sample's last token."""
     kernels = resolve_kernels(None)
@@ -114,5 +114,5 @@ def last_logits(
     cache = prefill(model, cache, tokens, lengths - 1, kernels=kernels)
     rows = pack(lengths - 1, jnp.ones_like(lengths), len(lengths))
     last = take_in_rows(tokens, lengths[:, None] - 1)[:, 0]
-    hidden, _ = model(last, rows, cache, attention=kernels.attention, max_rows_per_sample=1)
-    return model.logits(hidden)
+    out = model(last, rows, cache, attention=kernels.attention, max_rows_per_sample=1)
+    return model.logits(out.hidden)

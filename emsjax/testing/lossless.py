@@ -10,14 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from emsjax.checks import as_token_ids, check_at_least
-from emsjax.decode.base import proposed
-from emsjax.decode.step import DecodeState
-from emsjax.drafters import Drafter
+from emsjax.decode.base import Drafter, DraftLength, Model
+from emsjax.decode.draft import checked_proposal
+from emsjax.decode.run import Run
+from emsjax.decode.state import DecodeState
 from emsjax.engine.output import GenerateOutput
-from emsjax.engine.preparation import check, drafter_for
+from emsjax.engine.preparation import check, for_prompts
 from emsjax.generation import generate, init_state
-from emsjax.models.opt import OPT
-from emsjax.policies.lengths import DraftLength
 from emsjax.sampling import Sampling, warp
 from emsjax.testing.divergence import NEAR_TIE, Divergence, first_divergences, float32_logits
 
@@ -45,7 +44,7 @@ class Lossless:
 
 
 def assert_lossless(
-    model: OPT,
+    model: Model,
     drafter: Drafter | None,
     prompts: Sequence[Sequence[int]],
     attention_implementation: str | Callable | None = None,
@@ -89,9 +88,10 @@ def assert_lossless(
         "key": key,
     }
     asked = {name: options[name] for name in ASKED if name in options}
-    greedy = check(model, drafter, draft_length, prompts, **asked)[0].sampling is None
+    run, requests = check(Run.of(model, drafter, draft_length), prompts, **asked)
+    greedy = requests.sampling is None
     if not greedy:
-        _check_comparable(model, drafter, prompts)
+        _check_comparable(run, prompts)
     expected = generate(model, prompts, **options)
     actual = generate(
         model,
@@ -118,7 +118,7 @@ def assert_lossless(
 
 
 def assert_same_distribution(
-    model: OPT,
+    model: Model,
     drafter: Drafter | None,
     prompt: Sequence[int],
     *,
@@ -241,7 +241,7 @@ def chance_of_so_many(count: int, total: int, probability: float) -> float:
     return float(jax.scipy.special.betainc(*shape, float(probability)))
 
 
-def _check_exact(model: OPT) -> None:
+def _check_exact(model: Model) -> None:
     """Raises a ValueError unless the model is in float32."""
     if model.dtype != jnp.float32:
         raise ValueError(
@@ -250,15 +250,15 @@ def _check_exact(model: OPT) -> None:
         )
 
 
-def _check_comparable(model: OPT, drafter: Drafter | None, prompts) -> None:
+def _check_comparable(run: Run, prompts) -> None:
     """Raises a ValueError unless sampled tokens must be equal; one prompt is enough to check."""
-    _check_exact(model)
-    if drafter is None:
+    _check_exact(run.model)
+    if run.drafter is None:
         return
-    drafter = drafter_for(drafter, np.zeros(1, np.int64), len(prompts))
+    drafter = for_prompts(run, np.zeros(1, np.int64), len(prompts)).drafter
     sampled = {"sampling": Sampling(temperature=1.0), "key": jax.random.key(0)}
-    state = init_state(model, drafter, prompts[:1], max_new_tokens=1, **sampled)
-    if _draws(drafter, state, model.config.vocab_size):
+    state = init_state(run.model, drafter, prompts[:1], max_new_tokens=1, **sampled)
+    if _draws(drafter, state, run.model.config.vocab_size):
         raise ValueError(
             "the drafter draws its tokens (Draft.probs), so sampled output has plain decoding's "
             "distribution and not its tokens: compare greedily, or with assert_same_distribution"
@@ -272,7 +272,7 @@ def _draws(drafter: Drafter, state: DecodeState, vocab_size: int) -> bool:
     def propose(state: DecodeState):
         lengths = jnp.full_like(state.lengths, drafter.max_draft_tokens)
         arguments = (state.tokens, state.lengths, lengths, state.keys, state.sampling)
-        draft, _ = proposed(drafter, state.drafter_state, *arguments, vocab_size=vocab_size)
+        draft, _ = checked_proposal(drafter, state.drafter_state, *arguments, vocab_size=vocab_size)
         found.append(draft.probs is not None)
 
     jax.eval_shape(propose, state)

@@ -1,7 +1,8 @@
-"""`emsjax bench peers`: this library beside transformers, as a command."""
+"""The command `emsjax bench peers`: see `emsjax.benchmarks.peers`."""
 
 import argparse
 import functools
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,24 +10,26 @@ import jax.numpy as jnp
 import numpy as np
 from rich.table import Table
 
-from emsjax.benchmarks import peers, resume, surroundings
+from emsjax.benchmarks import peers
+from emsjax.benchmarks.registry import BENCHMARKS
+from emsjax.benchmarks.results import begin
+from emsjax.benchmarks.subjects import OF_TRAINED, check_absent, check_shapes, read_trained
 from emsjax.benchmarks.workloads import ScriptedModels
-from emsjax.cli.reporting import check_writable, line, make_console, make_table, progress
-from emsjax.cli.subjects import OF_TRAINED, check_absent, check_shapes, read_trained
 from emsjax.policies import profiles as profile_store
+from emsjax.terminal.reporting import check_writable, line, make_console, make_table, progress
 
 BATCH_SIZES = (1, 8, 24)
 Make = Callable[[], peers.Subject]
 
 
-def bench_peers(options: argparse.Namespace, command: str) -> int:
-    """Compare; exit code 1 unless all tokens are identical.
+def run(options: argparse.Namespace, command: str) -> int:
+    """Compare the libraries; exit code 1 unless all tokens are identical.
 
-    Where transformers cannot run, a message says why and our own figures stand alone.
+    Where transformers cannot run, a message gives the reason, and only this library is measured.
 
     Raises:
         ValueError: an unknown shape, options that do not go together, results of another run, a
-            place that cannot be written, or what does not fit.
+            file that cannot be written, or sequences that do not fit.
     """
     check_writable("--output", options.output)
     batch_sizes, say = options.batch_sizes or BATCH_SIZES, progress()
@@ -45,8 +48,7 @@ def bench_peers(options: argparse.Namespace, command: str) -> int:
         "libraries": list(libraries),
     }
     versions = ("transformers", "torch") if "transformers" in libraries else ()
-    results = {"command": command, **surroundings(options.commit, *versions)}
-    resume(settings, results, options.output)
+    results = begin(options, command, settings, packages=versions)
     if missing is not None:
         say(f"transformers is left out: {missing}")
     subject = make()
@@ -67,7 +69,7 @@ def bench_peers(options: argparse.Namespace, command: str) -> int:
 
 
 def scripted(options: argparse.Namespace, prompts: int) -> tuple[Make, dict[str, Any]]:
-    """Models of random weights and prompts that hold nearly what they say; settings tell what."""
+    """A function that makes the scripted models, and their description for the settings."""
     check_absent(options, OF_TRAINED, "--model")
     draft_shape = check_shapes(options.shape, options.draft_shape)
     describe = {
@@ -81,10 +83,13 @@ def scripted(options: argparse.Namespace, prompts: int) -> tuple[Make, dict[str,
 
 
 def trained(options: argparse.Namespace, prompts: int) -> tuple[Make, dict[str, Any]]:
-    """A trained model, and as many prompts of a file as the largest batch has.
+    """A function that loads the trained models, and their description for the settings.
+
+    Args:
+        prompts: number of prompts to read: the largest batch size.
 
     Raises:
-        ValueError: what `read_trained` refuses.
+        ValueError: see `read_trained`.
     """
     check_absent(options, ("draft_shape",), "--shape")
     found = read_trained(options, prompts, prompts)
@@ -100,7 +105,7 @@ def trained(options: argparse.Namespace, prompts: int) -> tuple[Make, dict[str, 
 
 
 def speeds(results: Mapping[str, Any]) -> Table:
-    """A row for each batch size and method, a column for each library."""
+    """A table with a row per batch size and method, and a column per library."""
     libraries = results["settings"]["libraries"]
     table = make_table("Tokens per second, prefill excluded", ["batch", "drafts", *libraries])
     for entry in results["entries"]:
@@ -112,3 +117,7 @@ def speeds(results: Mapping[str, Any]) -> Table:
                 cells.append("-" if speed is None else f"{speed:.0f}")
             table.add_row(str(entry["batch"]), method, *cells)
     return table
+
+
+if __name__ == "__main__":
+    sys.exit(BENCHMARKS["peers"].main())

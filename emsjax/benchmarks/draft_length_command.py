@@ -1,7 +1,8 @@
-"""`emsjax bench draft-length`: policies beside every fixed length, as a command."""
+"""The command `emsjax bench draft-length`: see `emsjax.benchmarks.draft_length`."""
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,21 +10,24 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from emsjax import plotting
-from emsjax.benchmarks import draft_length, resume, surroundings
+from emsjax.benchmarks import draft_length
+from emsjax.benchmarks.device_profile import fitting_measurement, measure_and_store
+from emsjax.benchmarks.options import ACCEPTANCE_RATE, EMBEDDED
+from emsjax.benchmarks.registry import BENCHMARKS
+from emsjax.benchmarks.results import begin
+from emsjax.benchmarks.subjects import check_shapes
 from emsjax.benchmarks.workloads import EmbeddedModels, ScriptedModels
-from emsjax.cli.profile import measure_and_store
-from emsjax.cli.reporting import check_writable, make_console, progress
-from emsjax.cli.subjects import check_shapes
 from emsjax.policies import profiles as profile_store
 from emsjax.policies.costs import FORMAT
+from emsjax.terminal.reporting import check_writable, make_console, progress
 
 
-def bench_draft_length(options: argparse.Namespace, command: str) -> int:
+def run(options: argparse.Namespace, command: str) -> int:
     """Compare draft-length policies; exit code 1 unless all tokens are identical.
 
     Raises:
-        ValueError: unknown names, a profile that does not suit, results of another run, a place
-            that cannot be written, or what does not fit into the models' positions.
+        ValueError: unknown names, an unsuitable profile, results of another run, a file that
+            cannot be written, or sequences that exceed the models' positions.
         ImportError: a plot without matplotlib.
     """
     models = find_models(options.shape, options.draft_shape)
@@ -46,21 +50,16 @@ def bench_draft_length(options: argparse.Namespace, command: str) -> int:
         "max_new_tokens": options.max_new_tokens,
         "costs": costs,
     }
-    results = {"command": command, **surroundings(options.commit)}
-    resume(settings, results, options.output)
-    draft_length.run(
-        models,
-        {"format": FORMAT, "costs": costs},
-        results,
-        batch_sizes=options.batch_sizes or models.batch_sizes,
-        workloads=options.workloads or tuple(models.workloads),
-        max_draft_tokens=options.max_draft_tokens,
-        max_new_tokens=options.max_new_tokens,
-        attention=None,
+    results = begin(options, command, settings)
+    asked = draft_length.Asked(
+        options.batch_sizes or models.batch_sizes,
+        options.workloads or tuple(models.workloads),
+        options.max_draft_tokens,
+        options.max_new_tokens,
         draws=options.draws,
-        output=options.output,
-        say=say,
     )
+    profile = {"format": FORMAT, "costs": costs}
+    draft_length.run(models, profile, asked, results, output=options.output, say=say)
     console = make_console()
     for entry in results["entries"]:
         console.print(comparison(entry))
@@ -70,12 +69,12 @@ def bench_draft_length(options: argparse.Namespace, command: str) -> int:
 
 
 def find_models(shape: str, draft_shape: str | None) -> draft_length.Models:
-    """The models by their shapes' names; raises a ValueError for others."""
-    if shape == "embedded":
+    """The models of these shapes; raises a ValueError for unknown ones."""
+    if shape == EMBEDDED:
         if draft_shape is not None:
             raise ValueError("--draft-shape is an option of other shapes than --shape embedded")
         return EmbeddedModels()
-    return ScriptedModels(shape, check_shapes(shape, draft_shape, "embedded"))
+    return ScriptedModels(shape, check_shapes(shape, draft_shape, EMBEDDED))
 
 
 def find_costs(
@@ -85,7 +84,7 @@ def find_costs(
     command: str,
     say: Callable[[str], None],
 ) -> Mapping[str, Any]:
-    """Of the profile given, of the results to be gone on with, as stored, or measured now."""
+    """Step costs from `--profile`, from the results to resume, as stored, or measured now."""
     if options.profile is not None:
         return profile_store.read_for(options.profile, wanted)["costs"]
     output = options.output
@@ -100,18 +99,17 @@ def find_costs(
     if path is not None:
         say(f"Step costs: from the stored profile {path}")
         return profile_store.read_for(path, wanted)["costs"]
-    measured, path = measure_and_store(
-        models.config, models.draft_config, models.dtype, command=command, say=say
-    )
+    measurement = fitting_measurement(models.config, models.draft_config, models.dtype)
+    measured, path = measure_and_store(measurement, ACCEPTANCE_RATE, command=command, say=say)
     say(f"Step costs: measured, and stored in {path}")
     return measured["costs"]
 
 
 def comparison(entry: Mapping[str, Any]) -> Table:
-    """One workload at one batch size."""
+    """A table of one entry."""
     table = Table(
         title=f"{entry['workload']}, batch {entry['batch']}",
-        caption="of best: of the fastest fixed length's speed",
+        caption="of best: relative to the fastest fixed length",
         box=SIMPLE_HEAD,
         show_edge=False,
     )
@@ -124,7 +122,7 @@ def comparison(entry: Mapping[str, Any]) -> Table:
         table.add_column("of\nbest", justify="right")
     table.add_column("mean acceptance\nlength", justify="right")
     best = {which: draft_length.best_fixed(policies, which) for which in speeds}
-    # Plain decoding has all samples live to its end: one token each in every step.
+    # In plain decoding all samples are live to its end, with one token each in every step.
     plain = dict.fromkeys(speeds, entry["plain"]["tokens_per_s"]) | {"mean_acceptance_length": 1.0}
     shown = {"plain": plain} | {name: policies[name] for name, _ in best.values()}
     shown |= {name: of for name, of in policies.items() if not name.startswith("fixed ")}
@@ -134,3 +132,7 @@ def comparison(entry: Mapping[str, Any]) -> Table:
             cells += [f"{of[which]:.0f}", f"{of[which] / speed:.3f}"]
         table.add_row(name, *cells, f"{of['mean_acceptance_length']:.2f}")
     return table
+
+
+if __name__ == "__main__":
+    sys.exit(BENCHMARKS["draft-length"].main())

@@ -1,7 +1,8 @@
-"""`emsjax bench ems-sd`: the paper's experiment as a command."""
+"""The command `emsjax bench ems-sd`: see `emsjax.benchmarks.ems_sd`."""
 
 import argparse
 import dataclasses
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,16 +10,19 @@ import jax
 import jax.numpy as jnp
 from rich.table import Table
 
-import emsjax
 from emsjax import plotting
-from emsjax.benchmarks import MEASURED_RATES, Rates, ems_sd, resume, surroundings
+from emsjax.benchmarks import ems_sd
+from emsjax.benchmarks.rates import MEASURED_RATES, Rates
+from emsjax.benchmarks.registry import BENCHMARKS
+from emsjax.benchmarks.results import begin
 from emsjax.benchmarks.scripted import PROFILES
 from emsjax.benchmarks.sources import Scripted, Texts
+from emsjax.benchmarks.subjects import OF_TRAINED, check_absent, check_shapes, read_trained
 from emsjax.benchmarks.workloads import ScriptedModels, Workload
-from emsjax.cli.arguments import flag
-from emsjax.cli.reporting import check_writable, make_console, make_table, progress
-from emsjax.cli.subjects import OF_TRAINED, check_absent, check_shapes, read_trained
+from emsjax.drafters import DraftModel, PromptLookup
 from emsjax.policies import profiles as profile_store
+from emsjax.terminal.options import flag
+from emsjax.terminal.reporting import check_writable, make_console, make_table, progress
 
 OF_DRAFT = {
     "llma": ("prompt-lookup", PROFILES["llma"], ("draft_tokens", "miss", "whole", "decay")),
@@ -26,12 +30,12 @@ OF_DRAFT = {
 }
 
 
-def bench_ems_sd(options: argparse.Namespace, command: str) -> int:
+def run(options: argparse.Namespace, command: str) -> int:
     """Compare the methods; exit code 1 unless all tokens are identical.
 
     Raises:
         ValueError: unknown names, options that do not go together, results of another run, a
-            place that cannot be written, or what does not fit.
+            file that cannot be written, or sequences that do not fit.
         ImportError: a plot without matplotlib.
     """
     methods = options.methods or tuple(ems_sd.METHODS)
@@ -56,8 +60,7 @@ def bench_ems_sd(options: argparse.Namespace, command: str) -> int:
         "repeats": options.repeats,
         "rates": rates and rates.describe(),
     }
-    results = {"command": command, **surroundings(options.commit)}
-    resume(settings, results, options.output)
+    results = begin(options, command, settings)
     ems_sd.run(
         make(),
         results,
@@ -78,10 +81,10 @@ def bench_ems_sd(options: argparse.Namespace, command: str) -> int:
 
 
 def rates_of(options: argparse.Namespace) -> Rates | None:
-    """As given, or those measured of such a device; None: nobody knows.
+    """The rates of the options, or those measured on such a device; None: unknown.
 
     Raises:
-        ValueError: one without the other.
+        ValueError: one rate was given without the other.
     """
     given = (options.read_rate, options.matmul_rate)
     if None not in given:
@@ -92,7 +95,7 @@ def rates_of(options: argparse.Namespace) -> Rates | None:
 
 
 def scripted(options: argparse.Namespace) -> tuple[Callable[[], Scripted], dict[str, Any]]:
-    """What makes a model of random weights that says a known text, and what settings tell of it.
+    """A function that makes the scripted model, and its description for the settings.
 
     Raises:
         ValueError: an unknown shape, options of other models, or a parameter out of range.
@@ -112,10 +115,10 @@ def scripted(options: argparse.Namespace) -> tuple[Callable[[], Scripted], dict[
 
 
 def texts(options: argparse.Namespace) -> tuple[Callable[[], Texts], dict[str, Any]]:
-    """What loads a trained model for the prompts of a file, and what settings tell of both.
+    """A function that loads the trained model, and its description for the settings.
 
     Raises:
-        ValueError: bad records, options of scripted models, or what does not suit the model.
+        ValueError: bad records, options of scripted models, or prompts unsuitable for the model.
     """
     others = [name for name in parameters(options) if name != "draft_tokens"]
     check_absent(options, ("draft_shape", *others), "--shape")
@@ -126,22 +129,22 @@ def texts(options: argparse.Namespace) -> tuple[Callable[[], Texts], dict[str, A
 
     def make() -> Texts:
         if found.load_draft is None:
-            drafter = emsjax.PromptLookup(max_draft_tokens=options.draft_tokens or 7)
+            drafter = PromptLookup(max_draft_tokens=options.draft_tokens or 7)
         else:
-            drafter = emsjax.DraftModel(found.load_draft(), options.draft_tokens or 4)
+            drafter = DraftModel(found.load_draft(), options.draft_tokens or 4)
         return Texts(found.load(), drafter, found.prompts, options.max_new_tokens)
 
     return make, {**found.describe, "draft_tokens": options.draft_tokens}
 
 
 def parameters(options: argparse.Namespace) -> dict[str, Any]:
-    """Those of acceptance that were given."""
+    """The parameters of acceptance that were given."""
     known = dict.fromkeys(name for *_, names in OF_DRAFT.values() for name in names)
     return {name: getattr(options, name) for name in known if getattr(options, name) is not None}
 
 
 def speeds(results: Mapping[str, Any], which: str, title: str) -> Table:
-    """As table 2 of the paper: a row for each batch size, a column for each method."""
+    """A table like the paper's table 2: a row per batch size, a column per method."""
     table = make_table(title, ["batch", *results["settings"]["methods"]])
     for entry in results["entries"]:
         cells = []
@@ -154,7 +157,7 @@ def speeds(results: Mapping[str, Any], which: str, title: str) -> Table:
 
 
 def details(results: Mapping[str, Any]) -> Table:
-    """Where the time goes."""
+    """A table of steps: acceptance, padding, times, memory and compilation."""
     columns = ["batch", "method", "mean\nacceptance", "padding\ninputs", "padding\nKV"]
     columns += ["step\nms", "of\nfloor", "FLOP/s\nof peak", "memory\nGiB", "compile\ns"]
     table = make_table("A step while all samples are live, and padding of the whole run", columns)
@@ -174,3 +177,7 @@ def details(results: Mapping[str, Any]) -> Table:
                 f"{of['compile_s']:.0f}",
             )
     return table
+
+
+if __name__ == "__main__":
+    sys.exit(BENCHMARKS["ems-sd"].main())

@@ -1,40 +1,40 @@
-"""What `emsjax bench` decodes: checked shapes, or a trained model and the prompts of a file."""
+"""Models and prompts that options name: shapes, or a trained model and a file of prompts."""
 
 import argparse
 import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-import emsjax
-from emsjax.benchmarks.runs import MODELS
-from emsjax.cli.arguments import flag
-from emsjax.cli.drafting import read_config
-from emsjax.cli.generate import Prompts, check_prompts
+from emsjax.benchmarks.shapes import MODELS
 from emsjax.device import dtype_name
+from emsjax.models.opt import OPT
 from emsjax.records.input import Records, survey
+from emsjax.records.prompts import Prompts, check_prompts
+from emsjax.terminal.models import load_config, load_tokenizer
+from emsjax.terminal.options import flag
 
 DRAFT_SHAPE = "opt-125m"
-OF_TRAINED = ("data", "revision", "draft_model", "draft_revision", "dtype")  # options
+OF_TRAINED = ("data", "revision", "draft_model", "draft_revision", "dtype")  # need --model
 
 
 class Trained(NamedTuple):
-    """Tokenized prompts, what settings tell of them and of the models, and what loads these."""
+    """Tokenized prompts, their description for the settings, and functions that load the models."""
 
     prompts: list[list[int]]
     describe: dict[str, Any]
-    load: Callable[[], emsjax.OPT]
-    load_draft: Callable[[], emsjax.OPT] | None  # None: no draft model
+    load: Callable[[], OPT]
+    load_draft: Callable[[], OPT] | None  # None: no draft model
 
 
 def check_absent(options: argparse.Namespace, names: Iterable[str], needed: str) -> None:
-    """Raises a ValueError if one of these options, which are some other's, was given."""
+    """Raise a ValueError if one of these options, which need another one, was given."""
     for name in names:
         if getattr(options, name) is not None:
             raise ValueError(f"{flag(name)} needs {needed}")
 
 
 def check_shapes(shape: str, draft_shape: str | None, *others: str) -> str:
-    """The draft model's shape; raises a ValueError for a name that is none of these."""
+    """The draft model's shape; raises a ValueError for an unknown name."""
     draft_shape = draft_shape or DRAFT_SHAPE
     for option, name, known in (
         ("--shape", shape, [*others, *MODELS]),
@@ -49,8 +49,8 @@ def read_trained(options: argparse.Namespace, max_prompts: int, largest_batch: i
     """`--model`, `--draft-model` if given, and the first prompts of `--data`.
 
     Raises:
-        ValueError: no data, bad records, a revision of no model, prompts that do not fit, or
-            fewer than the largest batch has.
+        ValueError: missing data, bad records, a revision without its model, prompts that do not
+            fit, or fewer prompts than the largest batch needs.
     """
     if options.data is None:
         raise ValueError("--model needs --data")
@@ -58,23 +58,20 @@ def read_trained(options: argparse.Namespace, max_prompts: int, largest_batch: i
         check_absent(options, ["draft_revision"], "--draft-model")
     records = Records(options.data, options.prompt_template)
     data = survey(records)
-    cut = argparse.Namespace(
-        model=options.model,
-        revision=options.revision,
-        keep="last",
-        max_prompt_tokens=options.max_prompt_tokens,
-    )
-    prompts = list(itertools.islice(Prompts(records, cut), max_prompts))
+    tokenizer = load_tokenizer(options.model, options.revision, keep="last")
+    tokenized = Prompts(records, tokenizer, options.max_prompt_tokens)
+    prompts = list(itertools.islice(tokenized, max_prompts))
     if len(prompts) < largest_batch:
         raise ValueError(
             f"--batch-sizes: {largest_batch} is more than the {len(prompts)} prompts of --data"
         )
-    config = read_config(options.model, options.revision)
-    check_prompts(prompts, options.max_new_tokens, config)
+    config = load_config(options.model, options.revision)
+    limits = (config.max_position_embeddings, config.vocab_size)
+    check_prompts(prompts, options.max_new_tokens, *limits)
     dtype = dtype_name(options.dtype)
 
-    def loads(model: str, revision: str | None) -> Callable[[], emsjax.OPT]:
-        return lambda: emsjax.OPT.from_pretrained(model, dtype=dtype, revision=revision)
+    def loads(model: str, revision: str | None) -> Callable[[], OPT]:
+        return lambda: OPT.from_pretrained(model, dtype=dtype, revision=revision)
 
     load_draft = None
     if options.draft_model is not None:

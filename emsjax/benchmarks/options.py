@@ -1,0 +1,267 @@
+"""The options of each benchmark, without heavy imports."""
+
+import argparse
+from pathlib import Path
+
+from emsjax.benchmarks.rates import MEASURED_RATES
+from emsjax.benchmarks.shapes import MODELS
+from emsjax.terminal.options import (
+    DEFAULT_DTYPE,
+    DTYPES,
+    names,
+    positive_float,
+    positive_int,
+    positive_ints,
+    shapes,
+)
+
+# What `emsjax profile` measures by default.
+PROFILED_BATCH_SIZES, PROFILED_DRAFT_TOKENS, ACCEPTANCE_RATE = (1, 8, 64), 16, 0.8
+PROFILED_CONTEXT = 900  # tokens, or as many as the models have positions for
+SHAPES = "opt-125m, opt-1.3b, opt-2.7b, opt-6.7b, opt-13b or opt-30b"  # for help texts
+EMBEDDED = "embedded"  # the models that come with the library
+DRAFTERS = ("none", "prompt-lookup", "model")
+H200 = MEASURED_RATES["NVIDIA H200"]
+NUMBER = {"type": positive_int, "metavar": "N"}
+SHOWN = "default: %(default)s"
+
+
+def add_model(parser: argparse.ArgumentParser, default: str, option: str = "--model") -> None:
+    parser.add_argument(option, choices=MODELS, default=default, help=f"model shape ({SHOWN})")
+
+
+def add_number(parser: argparse.ArgumentParser, option: str, default: int, what: str = "") -> None:
+    shown = f"{what} ({SHOWN})" if what else SHOWN
+    parser.add_argument(option, **NUMBER, default=default, help=shown)
+
+
+def add_context(parser: argparse.ArgumentParser) -> None:
+    add_number(parser, "--context", 900, "mean cached tokens per sample")
+
+
+def add_batch_sizes(parser, default: tuple[int, ...] | None = None, shown: str = "") -> None:
+    sizes = shown or ",".join(map(str, default or ()))
+    parser.add_argument(
+        "--batch-sizes",
+        type=positive_ints,
+        default=default,
+        metavar="N,N,...",
+        help=f"default: {sizes}",
+    )
+
+
+def add_result_options(parser: argparse.ArgumentParser, resumes: bool, plot: bool = False) -> None:
+    """Where the results are written, and the commit that they name."""
+    written = "JSON file, written after each result"
+    written += "; an interrupted run continues with it" if resumes else ""
+    parser.add_argument("--output", type=Path, metavar="FILE", help=written)
+    if plot:
+        shown = "figure, as PNG, PDF or SVG; needs matplotlib"
+        parser.add_argument("--plot", type=Path, metavar="FILE", help=shown)
+    parser.add_argument("--commit", help="commit of the measured code (default: the checkout's)")
+
+
+def add_draft_length_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--shape",
+        default=EMBEDDED,
+        help="models to decode with: embedded, which come with the library, or a model shape "
+        f"({SHAPES}) with random weights and scripted drafts ({SHOWN})",
+    )
+    add("--draft-shape", help="draft model beside a model shape (default: opt-125m)")
+    add_batch_sizes(parser, shown="depends on the shape")
+    add("--workloads", type=names, metavar="NAME,NAME,...", help="default: all that the shape has")
+    add(
+        "--max-draft-tokens",
+        type=positive_int,
+        default=PROFILED_DRAFT_TOKENS,
+        metavar="N",
+        help=f"longest fixed length ({SHOWN})",
+    )
+    add("--max-new-tokens", type=positive_int, metavar="N", help="default: depends on the workload")
+    add(
+        "--draws",
+        type=positive_int,
+        metavar="N",
+        help="batches per figure, each with acceptance drawn anew (default: 2 to 16, enough for "
+        "64 sequences)",
+    )
+    add(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="written by `emsjax profile` (default: the stored one, measured first if missing)",
+    )
+    add_result_options(parser, resumes=True, plot=True)
+
+
+def add_subject_options(parser: argparse.ArgumentParser) -> None:
+    """The models and prompts to decode, and how often."""
+    add = parser.add_argument
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--shape",
+        help=f"{SHAPES}: random weights, scripted to output a known text",
+    )
+    what.add_argument(
+        "--model", metavar="DIR_OR_ID", help="local folder or Hugging Face id; needs --data"
+    )
+    add(
+        "--data",
+        type=Path,
+        metavar="FILE",
+        help='JSON Lines: objects with "id" and the fields of the template',
+    )
+    add(
+        "--prompt-template",
+        default="{article} TL;DR: ",
+        metavar="TEXT",
+        help="builds the prompt from a record's fields (default: %(default)r)",
+    )
+    add(
+        "--max-prompt-tokens",
+        type=positive_int,
+        default=1919,
+        metavar="N",
+        help=f"longer prompts keep their last N tokens ({SHOWN})",
+    )
+    add("--revision", help="branch, tag or commit of --model")
+    add("--draft-model", metavar="DIR_OR_ID", help="draft model beside --model")
+    add("--draft-revision", metavar="REVISION", help="branch, tag or commit of --draft-model")
+    add("--dtype", choices=DTYPES, help=f"type of --model's weights; {DEFAULT_DTYPE}")
+    add("--draft-shape", help="draft model beside --shape (default: opt-125m)")
+    add("--max-new-tokens", type=positive_int, default=128, metavar="N", help="default: 128")
+    add(
+        "--repeats",
+        type=positive_int,
+        default=3,
+        metavar="N",
+        help=f"runs of each method ({SHOWN})",
+    )
+
+
+def add_ems_sd_options(parser: argparse.ArgumentParser) -> None:
+    add_subject_options(parser)
+    add = parser.add_argument
+    add("--max-prompts", type=positive_int, default=480, metavar="N", help="default: %(default)s")
+    add(
+        "--draft",
+        choices=("llma", "draft-model"),
+        default="llma",
+        help="drafts and how often they are accepted: as copies from the prompt, or as a draft "
+        f"model's ({SHOWN})",
+    )
+    add("--draft-tokens", type=positive_int, metavar="N", help="default: 7 for llma, otherwise 4")
+    add(
+        "--miss",
+        type=float,
+        metavar="P",
+        help="llma: probability that nothing is drafted (default: 0.3)",
+    )
+    add(
+        "--whole",
+        type=float,
+        metavar="P",
+        help="llma: probability that all draft tokens are right (default: 0.5)",
+    )
+    add(
+        "--decay",
+        type=float,
+        metavar="W",
+        help="llma: otherwise the first a = 0, 1, ... are right, with weights W^a (default: 0.6)",
+    )
+    add(
+        "--rate",
+        type=float,
+        metavar="P",
+        help="draft-model: probability that a draft token is right (default: 0.8)",
+    )
+    add_batch_sizes(parser, shown="1 to 64")
+    add("--methods", type=names, metavar="NAME,NAME,...", help="default: all")
+    add(
+        "--read-rate",
+        type=positive_float,
+        metavar="R",
+        help="TB/s that the device can read, for the least time of a step (default: known for an "
+        "H200 only)",
+    )
+    add(
+        "--matmul-rate",
+        type=positive_float,
+        metavar="R",
+        help="TFLOP/s of large matrix products, with --read-rate",
+    )
+    add_result_options(parser, resumes=True, plot=True)
+
+
+def add_peers_options(parser: argparse.ArgumentParser) -> None:
+    add_subject_options(parser)
+    add_batch_sizes(parser, shown="1,8,24")
+    add_result_options(parser, resumes=True)
+
+
+def add_step_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--shapes", type=shapes, default="1x1,1x8,8x1,8x8,24x1,24x8", help=SHOWN)
+    add_model(parser, "opt-6.7b")
+    add("--layers", **NUMBER, help="another depth; the floor is that model's")
+    add_context(parser)
+    add("--attention", choices=("None", "triton", "xla"), default="None", help="default: None")
+    rate = "for the floor (default: an H200's, %(default)g)"
+    add("--read-rate", type=positive_float, default=H200.read / 1e12, help=f"TB/s {rate}")
+    add("--matmul-rate", type=positive_float, default=H200.matmul / 1e12, help=f"TFLOP/s {rate}")
+    add("--profile-top", type=int, default=25, help="kernels to list (default: 25; 0: no profile)")
+    add_result_options(parser, resumes=False)
+
+
+def add_buckets_options(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, "opt-6.7b")
+    add_batch_sizes(parser, (1, 8, 24, 64))
+    add_context(parser)
+    add_result_options(parser, resumes=False)
+
+
+def add_overheads_options(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, "opt-6.7b")
+    add_model(parser, "opt-125m", "--draft-model")
+    add_context(parser)
+    parser.add_argument("--attention", choices=("triton", "xla"), help="default: the device's")
+    add_result_options(parser, resumes=False)
+
+
+def add_refill_options(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, "opt-6.7b")
+    add_number(parser, "--prompts", 480)
+    add_number(parser, "--shortest", 500, "tokens of the shortest prompt")
+    add_number(parser, "--longest", 1500, "tokens of the longest prompt")
+    add_number(parser, "--max-new-tokens", 128)
+    add_number(parser, "--batch-size", 24)
+    add_number(parser, "--repeats", 2)
+    add_result_options(parser, resumes=False)
+
+
+def add_first_call_options(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, "opt-6.7b")
+    add_model(parser, "opt-125m", "--draft-model")
+    parser.add_argument("--drafter", choices=DRAFTERS, default="prompt-lookup", help=SHOWN)
+    add_number(parser, "--batch-size", 24)
+    parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
+    add_result_options(parser, resumes=False)
+
+
+def add_divergences_options(parser: argparse.ArgumentParser) -> None:
+    known, both = [EMBEDDED, *MODELS], [EMBEDDED, "opt-6.7b"]
+    parser.add_argument("--models", nargs="+", choices=known, default=both, metavar="NAME")
+    add_model(parser, "opt-125m", "--draft-shape")
+    add_batch_sizes(parser, (8, 24))
+    add_number(parser, "--max-new-tokens", 128)
+    add_result_options(parser, resumes=False)
+
+
+def add_training_options(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, "opt-125m")
+    add_model(parser, "opt-1.3b", "--target")
+    add_number(parser, "--batch-size", 32)
+    add_number(parser, "--sequence-length", 1024)
+    add_result_options(parser, resumes=False)

@@ -1,0 +1,89 @@
+"""The JSON file of a benchmark: where, with what and how it was measured, and its entries."""
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from emsjax.records.output import write_atomically
+from pallas_kernels.benchmark import report
+
+
+def begin(
+    options: argparse.Namespace,
+    command: str,
+    settings: Mapping[str, Any],
+    *,
+    entries: str = "entries",
+    packages: tuple[str, ...] = (),
+) -> dict[str, Any]:
+    """The results of a run before its first entry, or those that it resumes.
+
+    Args:
+        options: `output`, the file or None; `commit`, of the measured code; `resumes`, whether
+            the entries that the file has from an earlier run are kept.
+        entries: the field that holds the entries.
+        packages: further packages whose versions matter.
+
+    Raises:
+        ValueError: the file to resume belongs to another run.
+        OSError: the file cannot be written.
+    """
+    results = {"command": command, **surroundings(options.commit, *packages)}
+    if options.resumes:
+        resume(settings, results, options.output)
+    else:
+        results |= {"settings": dict(settings), entries: []}
+        save(results, options.output)  # before the work: fails if the file cannot be written
+    return results
+
+
+def surroundings(commit: str | None, *packages: str) -> dict[str, Any]:
+    """Commit, versions and hardware, on which figures depend as they do on the settings.
+
+    Args:
+        commit: None: the checkout's.
+        packages: further packages whose versions matter.
+    """
+    found = report.surroundings("jax", "jaxlib", "flax", "numpy", *packages)
+    hardware = found["hardware"]
+    hardware["device"] = hardware.pop("device_kind")
+    return {**found, "commit": commit or report.checkout_commit()}
+
+
+def save(results: Mapping[str, Any], output: Path | None) -> None:
+    """Write the results as JSON, if there is a file to write them to."""
+    if output is not None:
+        write_atomically(output, json.dumps(results, indent=1))
+
+
+def add_entry(
+    entry: Mapping[str, Any],
+    results: dict[str, Any],
+    output: Path | None,
+    entries: str = "entries",
+) -> None:
+    """Append an entry, and write the results; a resumed run may be at another commit."""
+    results[entries].append({**entry, "commit": results.get("commit")})
+    save(results, output)
+
+
+def resume(settings: Mapping[str, Any], results: dict[str, Any], output: Path | None) -> None:
+    """Set the settings, and the entries that an earlier run with these settings has written.
+
+    Raises:
+        ValueError: the file belongs to another run.
+    """
+    results["settings"], results["entries"] = dict(settings), []
+    if output is None or not output.exists():
+        return
+    try:
+        before = json.loads(output.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{output} holds no results: {error}") from error
+    if not isinstance(before, dict):
+        raise ValueError(f"{output} holds no results")
+    if before.get("settings") != json.loads(json.dumps(settings)):
+        raise ValueError(f"{output} holds results with other settings")
+    results["entries"] = before["entries"]

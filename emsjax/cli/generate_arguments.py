@@ -1,0 +1,198 @@
+"""The options of `emsjax generate`. This module imports nothing heavy."""
+
+import argparse
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+from emsjax.terminal.options import add_model_arguments, flag, positive_int
+
+POLICIES = ("auto", "bass", "goodput")  # values of --draft-length beside numbers
+OWN_POLICY = {"draft_length": "auto", "profile": None}  # options of every drafter
+DRAFTER_OPTIONS = {  # the options of each drafter, with their defaults
+    "none": {},
+    "prompt-lookup": {
+        "match_length": 2,
+        "max_draft_tokens": 7,
+        "search_generated": False,
+        **OWN_POLICY,
+    },
+    "model": {
+        "draft_model": None,
+        "draft_revision": None,
+        "max_draft_tokens": None,  # the policy's limit
+        **OWN_POLICY,
+    },
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """Every option of `emsjax generate` that changes results; stored beside the output."""
+
+    model: str
+    revision: str | None
+    dtype: str
+    drafter: str
+    draft_length: str | None
+    max_draft_tokens: int | None
+    match_length: int | None
+    search_generated: bool
+    draft_model: str | None
+    draft_revision: str | None
+    temperature: float
+    top_k: int
+    top_p: float
+    num_sequences: int
+    batch_size: int
+    max_new_tokens: int
+    prompt_template: str | None
+    max_prompt_tokens: int | None
+    keep: str
+    seed: int
+
+
+def draft_length(text: str) -> str:
+    """A policy's name, or a fixed length in canonical form."""
+    if text in POLICIES:
+        return text
+    if not re.fullmatch(r"\d+", text, re.ASCII):
+        choices = ", ".join(POLICIES)
+        raise argparse.ArgumentTypeError(
+            f"must be {choices} or an integer of at least 0, not {text!r}"
+        )
+    return str(int(text))
+
+
+def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    add = parser.add_argument
+    add(
+        "--input",
+        required=True,
+        type=Path,
+        help='JSON Lines: objects with a unique "id" (string or integer) and "prompt"',
+    )
+    add(
+        "--output",
+        required=True,
+        type=Path,
+        help="JSON Lines: id, text, tokens, mean_logprob (higher is likelier), finish_reason; "
+        "truncated where the prompt was cut",
+    )
+    add(
+        "--prompt-template",
+        metavar="TEMPLATE",
+        help="builds the prompt from fields of the input, as in '{article} TL;DR: '",
+    )
+    add(
+        "--max-prompt-tokens",
+        type=positive_int,
+        metavar="N",
+        help="cut longer prompts to N tokens, including special tokens such as a start token",
+    )
+    add(
+        "--keep",
+        choices=("first", "last"),
+        default="first",
+        help="which end of a cut prompt is kept (default: %(default)s)",
+    )
+    add("--max-new-tokens", type=positive_int, default=128, metavar="N", help="default: 128")
+    add(
+        "--num-sequences",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help='sequences per record, one output line each, with "sequence" (default: 1)',
+    )
+    add(
+        "--batch-size",
+        type=positive_int,
+        default=8,
+        metavar="N",
+        help="sequences decoded together (default: 8)",
+    )
+    add("--drafter", choices=DRAFTER_OPTIONS, default="none", help="default: none")
+    add(
+        "--draft-length",
+        type=draft_length,
+        metavar="LENGTH",
+        help="tokens drafted per step: auto, bass, goodput or a number; auto is goodput if "
+        "`emsjax profile` has measured these models on this device, otherwise bass "
+        "(default: auto)",
+    )
+    add("--profile", type=Path, metavar="FILE", help="profile to use instead of the stored one")
+    add(
+        "--max-draft-tokens",
+        type=positive_int,
+        metavar="N",
+        help="default: a fixed --draft-length, otherwise 7 for prompt lookup, the policy's limit "
+        "for a model",
+    )
+    add("--match-length", type=positive_int, metavar="N", help="prompt lookup (default: 2)")
+    add(
+        "--search-generated", action="store_true", help="prompt lookup also searches the completion"
+    )
+    add("--temperature", type=float, default=0.0, help="default: 0, greedy")
+    add("--top-k", type=int, default=0, metavar="N", help="default: 0, all tokens")
+    add("--top-p", type=float, default=1.0, metavar="P", help="default: 1, all tokens")
+    add(
+        "--seed", type=int, default=0, help="seed of the random keys, one per sequence (default: 0)"
+    )
+
+
+def run_options(arguments: argparse.Namespace) -> RunOptions:
+    """The options that change results, from the parsed arguments.
+
+    Raises:
+        ValueError: options that contradict each other, sampling values out of range, or a model
+            path that is not a folder.
+    """
+    given = dict(vars(arguments))
+    complete_drafter_options(given)
+    check_sampling(given)
+    if given["keep"] != "first" and given["max_prompt_tokens"] is None:
+        raise ValueError("--keep needs --max-prompt-tokens: otherwise no prompt is cut")
+    from emsjax.device import dtype_name
+    from emsjax.terminal.models import resolve_models
+
+    resolve_models(given)
+    given["dtype"] = dtype_name(given["dtype"])
+    return RunOptions(**{name: given[name] for name in RunOptions.__dataclass_fields__})
+
+
+def complete_drafter_options(given: dict[str, Any]) -> None:
+    """Set the drafter's options that were not given to their defaults.
+
+    Raises:
+        ValueError: an option of another drafter, a missing draft model, or a profile for a policy
+            that does not read one.
+    """
+    own = DRAFTER_OPTIONS[given["drafter"]]
+    for name in (name for options in DRAFTER_OPTIONS.values() for name in options):
+        if given[name] and name not in own:
+            owners = [drafter for drafter, options in DRAFTER_OPTIONS.items() if name in options]
+            raise ValueError(f"{flag(name)} is an option of --drafter {' or '.join(owners)}")
+    if (given["draft_length"] or "").isdecimal():  # no room for more
+        given["max_draft_tokens"] = given["max_draft_tokens"] or max(1, int(given["draft_length"]))
+    for name, default in own.items():
+        given[name] = given[name] or default
+    if given["drafter"] == "model" and given["draft_model"] is None:
+        raise ValueError("--drafter model needs --draft-model")
+    if given["profile"] is not None and given["draft_length"] not in ("auto", "goodput"):
+        raise ValueError("--profile is an option of --draft-length auto or goodput")
+
+
+def check_sampling(given: dict[str, Any]) -> None:
+    """Raise a ValueError unless the sampling options are in range and go together."""
+    from emsjax.sampling import Sampling
+
+    for name in ("temperature", "top_k", "top_p"):
+        try:
+            Sampling(**{name: given[name]}).expand(1)
+        except ValueError as error:
+            raise ValueError(str(error).replace(f"sampling.{name}", flag(name))) from error
+    for name, off in (("top_k", 0), ("top_p", 1)):
+        if given["temperature"] == 0 and given[name] != off:
+            raise ValueError(f"{flag(name)} needs a --temperature above 0: greedy has no choice")

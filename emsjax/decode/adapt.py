@@ -1,0 +1,193 @@
+"""Drafters and policies that users pass in: checked, and wrapped if they only have the methods.
+
+This is the one place that asks which methods an object has. Everything else works with
+`Drafter` and `DraftLength`, which have defaults for all optional parts.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from emsjax.checks import check_at_least
+from emsjax.decode.base import Drafter, DraftLength, ModelConfig
+
+MODEL_PARTS = ("config", "dtype", "row_bytes", "logits", "init_cache")
+DRAFTER_PARTS = ("max_draft_tokens", "init", "propose")
+POLICY_PARTS = ("init", "lengths", "update")
+
+
+def check_is_model(name: str, model: Any) -> None:
+    """Raises ValueError unless `model` has the parts of `emsjax.decode.base.Model`."""
+    missing = [part for part in MODEL_PARTS if not hasattr(model, part)]
+    if isinstance(model, type) or missing or not callable(model):
+        kind = model.__name__ if isinstance(model, type) else type(model).__name__
+        raise ValueError(
+            f"{name} must be an emsjax.OPT (see OPT.from_pretrained) or another model, not {kind}"
+        )
+
+
+class _Adapted:
+    """A pytree around an object of the user's, static if that is no pytree itself.
+
+    A method or attribute that the object does not have is the protocol's default.
+    """
+
+    def __init__(self, wrapped: Any):
+        self.wrapped = wrapped
+
+    def tree_flatten(self):
+        if jax.tree_util.all_leaves([self.wrapped]):
+            return (), self.wrapped
+        return (self.wrapped,), None
+
+    @classmethod
+    def tree_unflatten(cls, constant, children):
+        return cls(children[0] if children else constant)
+
+
+def _delegate(protocol: type, name: str):
+    default = getattr(protocol, name, None)
+    if not callable(default):
+        return property(lambda self: getattr(self.wrapped, name, default))
+
+    def method(self, *args):
+        own = getattr(self.wrapped, name, None)
+        return default(self, *args) if own is None else own(*args)
+
+    method.__name__ = name
+    return method
+
+
+@jax.tree_util.register_pytree_node_class
+class _AdaptedDrafter(_Adapted, Drafter):
+    for name in ("init", "propose", "observe", "commit", "admit", "check_target"):
+        vars()[name] = _delegate(Drafter, name)
+    for name in ("state_bytes", "free", "taps", "fork", "max_draft_tokens"):
+        vars()[name] = _delegate(Drafter, name)
+    del name
+
+    def _replaced(self, method: str, *args) -> Drafter:
+        own = getattr(self.wrapped, method, None)
+        found = self.wrapped if own is None else own(*args)
+        return self if found is self.wrapped else as_drafter(found)
+
+    def for_prompts(self, prompt_indices, num_prompts) -> Drafter:
+        return self._replaced("for_prompts", prompt_indices, num_prompts)
+
+    def with_limit(self, max_draft_tokens) -> Drafter:
+        return self._replaced("with_limit", max_draft_tokens)
+
+    def with_processors(self, processors) -> Drafter:
+        return self._replaced("with_processors", processors)
+
+
+@jax.tree_util.register_pytree_node_class
+class _AdaptedPolicy(_Adapted, DraftLength):
+    for name in ("init", "lengths", "update", "admit", "check_settings", "max_draft_tokens"):
+        vars()[name] = _delegate(DraftLength, name)
+    del name
+
+
+def unwrapped(adapted: Any) -> Any:
+    """The object that the user passed in."""
+    return adapted.wrapped if isinstance(adapted, _Adapted) else adapted
+
+
+def as_drafter(drafter: Any) -> Drafter | None:
+    """The drafter as a `Drafter` that is a pytree; None stays None.
+
+    Raises:
+        ValueError: a class, or an object without the parts that every drafter has.
+    """
+    if drafter is None:
+        return None
+    if isinstance(drafter, type):
+        name = drafter.__name__
+        raise ValueError(f"drafter must be an instance, not the class {name}: pass {name}(...)")
+    missing = [name for name in DRAFTER_PARTS if not hasattr(drafter, name)]
+    if missing:
+        lacks = "none" if len(missing) == len(DRAFTER_PARTS) else f"no {' and no '.join(missing)}"
+        raise ValueError(
+            "drafter must have max_draft_tokens, init and propose (emsjax.Drafter); "
+            f"{type(drafter).__name__!r} has {lacks}"
+        )
+    is_pytree = not jax.tree_util.all_leaves([drafter])
+    return drafter if isinstance(drafter, Drafter) and is_pytree else _AdaptedDrafter(drafter)
+
+
+def as_policy(draft_length: Any) -> DraftLength | None:
+    """The policy as a `DraftLength`; None stays None. Its settings are not checked.
+
+    Raises:
+        ValueError: no policy, or one that is not registered as a pytree.
+    """
+    if draft_length is None or isinstance(draft_length, _AdaptedPolicy):
+        return draft_length
+    kind, is_class = type(draft_length), isinstance(draft_length, type)
+    missing = [name for name in POLICY_PARTS if not callable(getattr(draft_length, name, None))]
+    if is_class or missing:
+        what = f"the class {draft_length.__name__}" if is_class else kind.__name__
+        if not is_class and len(missing) < len(POLICY_PARTS):
+            what += f", which has no {' and no '.join(missing)}"
+        raise ValueError(f"draft_length must be a policy such as emsjax.FixedLength(3), not {what}")
+    if jax.tree_util.all_leaves([draft_length]):
+        raise ValueError(
+            f"draft_length must be a pytree, and {kind.__name__} is none: register the class with "
+            "jax.tree_util.register_static, or with register_dataclass if it holds arrays"
+        )
+    return draft_length if isinstance(draft_length, DraftLength) else _AdaptedPolicy(draft_length)
+
+
+def check_drafter(
+    drafter: Any, draft_length: Any, config: ModelConfig, positions: int
+) -> Drafter | None:
+    """The drafter, ready to be traced, with the policy's limit.
+
+    Args:
+        drafter: what the user passed in; None: plain decoding.
+        draft_length: the policy, or None.
+        config: of the target.
+        positions: the largest number of positions that a sample needs.
+
+    Raises:
+        ValueError: no drafter or no policy; a limit that is not static; or a drafter that cannot
+            draft for this target.
+    """
+    policy = as_policy(draft_length)
+    if policy is not None:
+        policy.check_settings()
+    drafter = with_policy_limit(as_drafter(drafter), policy)
+    if drafter is None:
+        return None
+    check_at_least("drafter.max_draft_tokens", drafter.max_draft_tokens, 1)
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(unwrapped(drafter))]
+    if any(getattr(path[0], "name", None) == "max_draft_tokens" for path in paths if path):
+        raise ValueError(
+            "drafter.max_draft_tokens must be static, as it shapes the program, and is data of the "
+            "pytree: declare it as dataclasses.field(metadata={'static': True})"
+        )
+    drafter.check_target(config, positions)
+    return drafter
+
+
+def with_policy_limit(drafter: Drafter | None, policy: DraftLength | None) -> Drafter | None:
+    """The drafter with the limit that the policy asks for, if its user has set none."""
+    if drafter is None or policy is None or policy.max_draft_tokens is None:
+        return drafter
+    return drafter.with_limit(policy.max_draft_tokens)
+
+
+def check_state(whose: str, method: str, before: Any, after: Any) -> None:
+    """Raises ValueError unless `after`, which `method` returned, has the structure, shapes and
+    types of the state `before`, as the device loop needs."""
+    rule = f"{whose} state must keep its structure, shapes and types"
+    old, new = jax.tree.structure(before), jax.tree.structure(after)
+    if old != new:
+        raise ValueError(f"{rule}: {method} returned {new} instead of {old}")
+    kind = lambda x: f"{jax.typeof(x).dtype}{list(jnp.shape(x))}"
+    leaves = jax.tree_util.tree_leaves_with_path(before)
+    for (path, was), leaf in zip(leaves, jax.tree.leaves(after), strict=True):
+        if kind(was) != kind(leaf):
+            at = f" at {jax.tree_util.keystr(path)}" if path else ""
+            raise ValueError(f"{rule}: {method} returned {kind(leaf)} instead of {kind(was)}{at}")

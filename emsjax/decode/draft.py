@@ -1,0 +1,138 @@
+"""The first part of a step: what each sample drafts, cut to what can be used."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
+
+from emsjax.decode.adapt import check_state, unwrapped
+from emsjax.decode.base import Draft, Drafter, DraftLength, StepView
+from emsjax.decode.run import Run
+from emsjax.sampling import Purpose, position_keys
+from emsjax.verification import usable_counts
+
+
+class Proposal(NamedTuple):
+    """What a step verifies, the drafter's state after proposing it, and what the policy saw."""
+
+    draft: Draft
+    drafter_state: Any
+    view: StepView
+
+
+def propose(run: Run, state: Any, ready: Bool[Array, "b"]) -> Proposal:
+    """The step's draft. A sample that is not `ready` drafts nothing.
+
+    Args:
+        state: the `DecodeState`.
+        ready: samples whose prompts are cached and that still decode.
+
+    Raises:
+        ValueError: the drafter or the policy does not return what it should, or a `free` drafter
+            draws its tokens.
+    """
+    drafter, vocab_size = run.drafter, run.model.config.vocab_size
+    remaining = state.length_limits - state.lengths
+    limits = jnp.where(ready, jnp.minimum(remaining - 1, state.counters.max_draft_tokens), 0)
+    if drafter is None:
+        batch = state.lengths.shape[0]
+        draft = Draft(jnp.zeros((batch, 0), jnp.int32), jnp.zeros(batch, jnp.int32))
+        return Proposal(draft, (), StepView(ready, state.lengths, limits, drafted=False))
+    view = StepView(ready, state.lengths, limits, drafted=bool(drafter.free))
+
+    def allowed(view: StepView) -> Int32[Array, "b"]:
+        if run.policy is None:
+            return view.available
+        return available_lengths(run.policy, state.policy_state, view)
+
+    if not view.drafted:
+        limits = allowed(view)
+    # A policy may learn more from a draft that is cut short than what was accepted of it. No later
+    # step may draw from the same bits: whether it drafts could depend on what it would draw.
+    keys = position_keys(state.keys, state.lengths, Purpose.STEP)
+    arguments = (state.tokens, state.lengths, limits, keys, state.sampling)
+    draft, drafter_state = checked_proposal(
+        drafter, state.drafter_state, *arguments, vocab_size=vocab_size
+    )
+    counts = usable_counts(draft.tokens, draft.counts, limits, state.end_token_ids, vocab_size)
+    if view.drafted:
+        if draft.probs is not None:
+            # What is left of a draft must not depend on which tokens were drawn.
+            raise ValueError("a drafter that draws its tokens (Draft.probs) cannot be `free`")
+        view = view._replace(available=counts)
+        counts = allowed(view)
+    # A sample that is not ready verifies nothing, whatever its drafter has proposed.
+    draft = Draft(draft.tokens, jnp.where(ready, counts, 0), draft.probs)
+    return Proposal(draft, drafter_state, view)
+
+
+def available_lengths(policy: DraftLength, state: Any, view: StepView) -> Int32[Array, "b"]:
+    """The policy's lengths, as far as each sample could use them.
+
+    Raises:
+        ValueError: they are no integers, or not one for each sample.
+    """
+    lengths = policy.lengths(state, view)
+    shape, dtype = jnp.shape(lengths), jnp.result_type(lengths)
+    if not jnp.issubdtype(dtype, jnp.integer) or shape not in ((), view.available.shape):
+        raise ValueError(
+            f"{type(unwrapped(policy)).__name__}.lengths must return integers [b] = "
+            f"{view.available.shape}, not {dtype}{list(shape)}"
+        )
+    return jnp.clip(jnp.asarray(lengths).astype(jnp.int32), 0, view.available)
+
+
+def checked_proposal(
+    drafter: Drafter, state: Any, *arguments: Any, vocab_size: int
+) -> tuple[Draft, Any]:
+    """What `drafter.propose` returns, checked.
+
+    Args:
+        arguments: those of `Drafter.propose` behind the state.
+        vocab_size: the target's.
+
+    Raises:
+        ValueError: it is not what `Drafter.propose` has to return.
+    """
+    tokens, *_ = arguments
+    found = drafter.propose(state, *arguments)
+    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Draft)):
+        kind = lambda x: "array" if isinstance(x, jax.Array) else type(x).__name__
+        several = isinstance(found, tuple)
+        what = f"({', '.join(map(kind, found))})" if several else kind(found)
+        raise ValueError(f"the drafter's propose must return a pair (Draft, state), not {what}")
+    draft, after = found
+    check_state("the drafter's", "propose", state, after)
+    return checked_draft(draft, len(tokens), drafter.max_draft_tokens, vocab_size), after
+
+
+def checked_draft(draft: Draft, batch: int, max_draft_tokens: int, vocab_size: int) -> Draft:
+    """The draft, with its numbers in the loop's types.
+
+    A narrower draft is refused, too: a step has the row buckets of its width, and policies
+    price those of the limit.
+
+    Raises:
+        ValueError: an array of another shape or kind.
+    """
+    block = (batch, max_draft_tokens)
+    what = f"integers [b, k] = {block}, k = max_draft_tokens"
+    tokens = _checked("tokens", draft.tokens, jnp.integer, lambda shape: shape == block, what)
+    what = f"integers [b] = {(batch,)}"
+    counts = _checked("counts", draft.counts, jnp.integer, lambda shape: shape == (batch,), what)
+    probs = draft.probs
+    if probs is not None:
+        fits = lambda shape: len(shape) == 3 and shape[:2] == block and shape[2] <= vocab_size
+        what = f"None, or floating [b, k, v] = {(*block, vocab_size)}; v may be smaller"
+        probs = _checked("probs", probs, jnp.floating, fits, what)
+    return Draft(tokens.astype(jnp.int32), counts.astype(jnp.int32), probs)
+
+
+def _checked(name: str, value: Any, kind: Any, fits: Callable[[tuple], bool], what: str) -> Array:
+    if not hasattr(value, "dtype") or not hasattr(value, "shape"):
+        raise ValueError(f"Draft.{name} must be {what}: got {type(value).__name__}")
+    if not jnp.issubdtype(value.dtype, kind) or not fits(value.shape):
+        raise ValueError(f"Draft.{name} must be {what}: got {value.dtype}{list(value.shape)}")
+    return jnp.asarray(value)

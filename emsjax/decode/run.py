@@ -1,0 +1,131 @@
+"""What a run consists of, as one frozen object that is passed whole."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jaxtyping import Array, Float, Int32
+
+from emsjax.decode.adapt import as_drafter, as_policy, check_is_model, with_policy_limit
+from emsjax.decode.base import Drafter, DraftLength, Model
+from emsjax.decode.kernels import Kernels, resolve_kernels
+from emsjax.decode.layout import UNPADDED, Layout
+
+
+class LogitsContext(NamedTuple):
+    """What a logits processor knows of each row of logits.
+
+    The row's tokens are tokens[samples[r], :lengths[samples[r]]], the prompt and what has been
+    emitted, followed by the first num_drafted[r] entries of drafted[samples[r]].
+    """
+
+    tokens: Int32[Array, "b t"]
+    lengths: Int32[Array, "b"]
+    drafted: Int32[Array, "b k"]
+    samples: Int32[Array, "r"]
+    num_drafted: Int32[Array, "r"]
+
+
+Processor = Callable[[Float[Array, "r v"], LogitsContext], Float[Array, "r v"]]
+
+
+def process(
+    processors: tuple[Processor, ...], logits: Float[Array, "r v"], context: LogitsContext
+) -> Float[Array, "r v"]:
+    """The logits after all processors, in their order."""
+    for processor in processors:
+        logits = processor(logits, context)
+    return logits
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A model and everything that decides how it decodes; a pytree.
+
+    Attributes:
+        model: the target.
+        drafter: the draft source; None: plain decoding.
+        policy: limits draft lengths; None: as many as the drafter proposes.
+        processors: pure functions (logits, context) -> logits, applied to the target's logits
+            before anything is drawn or compared, and to those of a model that drafts; static.
+        kernels: attention and cache update; static.
+        layout: what is padded; static.
+    """
+
+    model: Model
+    drafter: Drafter | None
+    policy: DraftLength | None
+    processors: tuple[Processor, ...] = dataclasses.field(default=(), metadata={"static": True})
+    kernels: Kernels = dataclasses.field(default=None, metadata={"static": True})
+    layout: Layout = dataclasses.field(default=UNPADDED, metadata={"static": True})
+
+    @classmethod
+    def of(
+        cls,
+        model: Any,
+        drafter: Any,
+        draft_length: Any = None,
+        *,
+        processors: tuple[Processor, ...] = (),
+        attention_implementation: str | Callable | None = None,
+        layout: Layout = UNPADDED,
+    ) -> "Run":
+        """The run of what a user passes in.
+
+        Raises:
+            ValueError: no model, drafter or policy, or an attention that does not exist or that
+                the device cannot run.
+        """
+        check_is_model("model", model)
+        kernels, policy = resolve_kernels(attention_implementation), as_policy(draft_length)
+        drafter = with_policy_limit(as_drafter(drafter), policy)
+        if drafter is not None and processors:
+            drafter = drafter.with_processors(processors)
+        return cls(model, drafter, policy, processors, kernels, layout)
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """The drafter's limit; 0 without one."""
+        return 0 if self.drafter is None else int(self.drafter.max_draft_tokens)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The target's layers whose hidden states the drafter wants."""
+        return () if self.drafter is None else tuple(self.drafter.taps)
+
+    @property
+    def flat_drafter(self) -> Any:
+        """The drafter as `flat` has it."""
+        return _Flat.of(self.drafter)
+
+    def flat(self) -> "Run":
+        """The run with its pytrees taken apart once, for several calls of a compiled function.
+
+        Each call takes its arguments apart, and for a model's Python objects that takes
+        milliseconds in which the device has nothing to do.
+        """
+        return dataclasses.replace(self, model=_Flat.of(self.model), drafter=self.flat_drafter)
+
+    def whole(self) -> "Run":
+        """The inverse of `flat`; a run that is not flat stays as it is."""
+        parts = {name: getattr(self, name) for name in ("model", "drafter")}
+        whole = {n: part.whole() for n, part in parts.items() if isinstance(part, _Flat)}
+        return dataclasses.replace(self, **whole) if whole else self
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Flat:
+    """A pytree taken apart."""
+
+    leaves: list[Any]
+    structure: Any = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, tree: Any) -> "_Flat":
+        return tree if isinstance(tree, _Flat) else cls(*jax.tree.flatten(tree))
+
+    def whole(self) -> Any:
+        return jax.tree.unflatten(self.structure, self.leaves)

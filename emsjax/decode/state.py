@@ -1,0 +1,221 @@
+"""The state of decoding: what the next step needs, and the one way in which a sequence begins."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int32, Key
+
+from emsjax.decode.base import choose_slots, merge_fresh
+from emsjax.decode.cache import Cache, KVCache
+from emsjax.decode.run import Run
+from emsjax.sampling import Sampling
+from pallas_kernels.indexing import take
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Counters:
+    """What has happened so far; everything but the totals of rows and calls is per sample."""
+
+    num_steps: Int32[Array, "b"]  # steps the sample took part in
+    num_drafted: Int32[Array, "b"]  # draft tokens fed to the target
+    num_accepted: Int32[Array, "b"]
+    accepted_histogram: Int32[Array, "b k1"]  # steps by number of accepted tokens, 0..k
+    model_calls: Int32[Array, ""]
+    real_rows: Int32[Array, ""]
+    padding_rows: Int32[Array, ""]
+
+    @classmethod
+    def init(cls, batch: int, max_draft_tokens: int) -> "Counters":
+        per_sample = lambda: jnp.zeros(batch, jnp.int32)
+        total = lambda: jnp.zeros((), jnp.int32)
+        histogram = jnp.zeros((batch, max_draft_tokens + 1), jnp.int32)
+        return cls(per_sample(), per_sample(), per_sample(), histogram, total(), total(), total())
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """Static limit of the tokens that a sample drafts in a step."""
+        return self.accepted_histogram.shape[1] - 1
+
+    def cleared(self, fresh: Bool[Array, "b"]) -> "Counters":
+        """The counters in which slots with `fresh` begin anew."""
+        zero = lambda x: choose_slots(fresh, jnp.zeros_like(x), x) if x.ndim else x
+        return jax.tree.map(zero, self)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """Everything the next step needs. `cache` holds `lengths - 1` tokens of a sample, or fewer if
+    part of its prompt is still to be fed.
+
+    Attributes:
+        tokens: prompt and emitted tokens; arbitrary from `lengths` on.
+        logprobs: of the emitted tokens, at the same places; arbitrary elsewhere.
+        lengths: tokens of each sample so far, prompt included.
+        prompt_lengths: tokens of each prompt.
+        length_limits: the length at which a sample stops.
+        active: samples that still decode.
+        ended: samples that emitted an end token.
+        sequence_ids: the sequence each slot serves; -1 for an idle slot.
+        end_token_ids: tokens that end a sequence.
+        keys: the random key of each slot's sequence.
+        sampling: one value per slot, or None when all decode greedily.
+        cache: the target model's committed K/V.
+        drafter_state: the drafter's own.
+        policy_state: the draft-length policy's own.
+        counters: statistics.
+    """
+
+    tokens: Int32[Array, "b t"]
+    logprobs: Float[Array, "b t"]
+    lengths: Int32[Array, "b"]
+    prompt_lengths: Int32[Array, "b"]
+    length_limits: Int32[Array, "b"]
+    active: Bool[Array, "b"]
+    ended: Bool[Array, "b"]
+    sequence_ids: Int32[Array, "b"]
+    end_token_ids: Int32[Array, "m"]
+    keys: Key[Array, "b"]
+    sampling: Sampling | None
+    cache: Cache
+    drafter_state: Any
+    policy_state: Any
+    counters: Counters
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StepInfo:
+    """What one step did: diagnostics, not needed by the next step.
+
+    Attributes:
+        tokens: the first `num_emitted` of each row were emitted; the others are arbitrary.
+        num_drafted: draft tokens that were fed, per sample.
+        num_accepted: draft tokens that were accepted.
+        num_emitted: new tokens of each sample; 0 for those that had finished.
+        num_rows: rows of the bucket, padding included.
+    """
+
+    tokens: Int32[Array, "b k1"]
+    num_drafted: Int32[Array, "b"]
+    num_accepted: Int32[Array, "b"]
+    num_emitted: Int32[Array, "b"]
+    num_rows: Int32[Array, ""]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sequences:
+    """Sequences before their first step, n of them, on the device or the host.
+
+    Attributes:
+        tokens: prompts, padded.
+        prompt_lengths: their tokens.
+        max_new_tokens: tokens that each may emit.
+        sequence_ids: sequence i continues prompt i // num_sequences; -1: no sequence.
+        keys: random keys.
+        sampling: one value for each, or None when all decode greedily.
+    """
+
+    tokens: Int32[Array | np.ndarray, "n t"]
+    prompt_lengths: Int32[Array | np.ndarray, "n"]
+    max_new_tokens: Int32[Array | np.ndarray, "n"]
+    sequence_ids: Int32[Array | np.ndarray, "n"]
+    keys: Key[Array, "n"]
+    sampling: Sampling | None
+
+    @classmethod
+    def none(cls, keys: Key[Array, "n"], sampling: Sampling | None, max_len: int) -> "Sequences":
+        """No sequences, in arrays of this size: the content of idle slots."""
+        count = keys.shape[0]
+        one = jnp.ones(count, jnp.int32)  # a prompt of one token has nothing to prefill
+        tokens = jnp.zeros((count, max_len), jnp.int32)
+        return cls(tokens, one, 0 * one, -one, keys, sampling)
+
+    def at(self, index: Int32[Array, "m"]) -> "Sequences":
+        """Some of the sequences."""
+        return jax.tree.map(lambda x: take(x, index), self)
+
+    def beginning(self) -> dict[str, Any]:
+        """The fields of a `DecodeState` that a sequence sets when it begins."""
+        return {
+            "tokens": self.tokens,
+            "lengths": self.prompt_lengths,
+            "prompt_lengths": self.prompt_lengths,
+            "length_limits": self.prompt_lengths + self.max_new_tokens,
+            "active": self.sequence_ids >= 0,
+            "ended": jnp.zeros(self.sequence_ids.shape, bool),
+            "sequence_ids": self.sequence_ids,
+            "keys": self.keys,
+            "sampling": self.sampling,
+        }
+
+
+def begin(
+    run: Run,
+    sequences: Sequences,
+    end_token_ids: Int32[Array, "m"],
+    cache: KVCache,
+    drafter_state: Any,
+) -> DecodeState:
+    """The state before the first step, with one sequence in each slot; -1 leaves a slot idle.
+
+    Args:
+        cache: what is cached of the prompts.
+        drafter_state: what `Drafter.init` made of them; () without a drafter.
+    """
+    slots, k = sequences.prompt_lengths.shape[0], run.max_draft_tokens
+    return DecodeState(
+        **sequences.beginning(),
+        logprobs=jnp.zeros(sequences.tokens.shape, jnp.float32),
+        end_token_ids=end_token_ids,
+        cache=run.layout.arrange(cache),
+        drafter_state=drafter_state,
+        policy_state=() if run.policy is None else run.policy.init(slots, k),
+        counters=Counters.init(slots, k),
+    )
+
+
+def admit(
+    run: Run, state: DecodeState, sequences: Sequences, fresh: Bool[Array, "b"]
+) -> DecodeState:
+    """The state in which slots with `fresh` begin new sequences, nothing of which is cached.
+
+    Args:
+        sequences: one per slot; those of other slots are ignored.
+    """
+    merge = lambda new, old: choose_slots(fresh, new, old)
+    begun = sequences.beginning()
+    merged = {name: jax.tree.map(merge, begun[name], getattr(state, name)) for name in begun}
+    drafter_state, policy_state = state.drafter_state, state.policy_state
+    if run.drafter is not None:
+        drafter_state = run.drafter.admit(drafter_state, merged["tokens"], merged["lengths"], fresh)
+    if run.policy is not None:
+        k = state.counters.max_draft_tokens
+        policy_state = admitted_policy_state(run.policy, policy_state, fresh, k)
+    cache = state.cache
+    return dataclasses.replace(
+        state,
+        **merged,
+        cache=dataclasses.replace(cache, lengths=jnp.where(fresh, 0, cache.lengths)),
+        drafter_state=drafter_state,
+        policy_state=policy_state,
+        counters=state.counters.cleared(fresh),
+    )
+
+
+def admitted_policy_state(policy, state: Any, fresh: Bool[Array, "b"], k: int) -> Any:
+    """The policy's state in which slots with `fresh` begin new sequences."""
+    admitted = policy.admit(state, fresh)
+    if admitted is None:  # the default
+        return merge_fresh(fresh, policy.init(fresh.shape[0], k), state)
+    return admitted
+
+
+def is_ready(state: DecodeState) -> Bool[Array, "b"]:
+    """The active samples whose prompts are cached."""
+    return state.active & (state.cache.lengths == state.lengths - 1)

@@ -1,0 +1,144 @@
+"""A batch that begins at once: its prompts are prefilled before the first step."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Int32
+
+from emsjax.decode.cache import KVCache
+from emsjax.decode.kernels import Kernels
+from emsjax.decode.prefill import prefill, prefill_observed
+from emsjax.decode.run import Run
+from emsjax.decode.state import DecodeState, Sequences, begin
+from emsjax.engine.preparation import prompt_slots
+from emsjax.engine.requests import Requests, keys_at
+from pallas_kernels.indexing import take
+
+
+def prompts_served(requests: Requests, group: np.ndarray, slots: int) -> np.ndarray:
+    """The sequence of each slot; slots beyond the group repeat the last sequence and stay idle."""
+    return np.minimum(group[0] + np.arange(slots), group[-1])
+
+
+def begin_group(
+    run: Run, requests: Requests, group: np.ndarray, slots: int, cache_length: int
+) -> DecodeState:
+    """The state before the first step of one group of sequences.
+
+    A prompt with several sequences is prefilled once, unless the drafter has `taps` and has to
+    see every slot's prompt.
+
+    Args:
+        group: the sequences, consecutive.
+        slots: at least as many as sequences; the others are idle.
+    """
+    served = prompts_served(requests, group, slots)
+    prompt_of_slot = served // requests.num_sequences
+    fork = requests.num_sequences > 1 and not run.taps
+    first = prompt_of_slot[0]
+    held = range(first, prompt_of_slot[-1] + 1) if fork else prompt_of_slot
+    rows = prompt_slots(slots, requests.num_sequences) if fork else slots
+    tokens = np.zeros((rows, requests.max_len), np.int32)
+    lengths = np.ones(rows, np.int32)  # a prompt of one token has nothing to prefill
+    for row, prompt in enumerate(requests.prompts[index] for index in held):
+        tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
+    idle = np.arange(slots) >= len(group)
+    of_slots = (
+        requests.max_new_tokens[prompt_of_slot],
+        np.where(idle, -1, served).astype(np.int32),
+        keys_at(requests.keys, served),
+        jax.tree.map(lambda x: x[prompt_of_slot], requests.sampling),
+    )
+    slot_prompts = (prompt_of_slot - first).astype(np.int32) if fork else None
+    # The drafter apart: one compilation of the target's prefill serves all drafters and policies.
+    if run.taps:
+        cache, observed = _prefilled_observed(run, tokens, lengths, cache_length=cache_length)
+    else:
+        cache = _prefilled(
+            run.model,
+            tokens,
+            lengths,
+            slot_prompts,
+            cache_length=cache_length,
+            kernels=run.kernels,
+        )
+        observed = None
+    without_model = dataclasses.replace(run, model=None)
+    prompts = (tokens, lengths)
+    end_token_ids = requests.end_token_ids
+    return _begun(without_model, cache, prompts, slot_prompts, of_slots, observed, end_token_ids)
+
+
+@functools.partial(jax.jit, static_argnames=("cache_length", "kernels"))
+def _prefilled(
+    model: Any,
+    tokens: Int32[Array, "p t"],
+    prompt_lengths: Int32[Array, "p"],
+    prompt_of_slot: Int32[Array, "b"] | None,
+    *,
+    cache_length: int,
+    kernels: Kernels,
+) -> KVCache:
+    """Each prompt prefilled once, all but its last token, with a copy for each of its slots.
+
+    Args:
+        prompt_of_slot: None: prompts and slots are the same.
+    """
+    cache = model.init_cache(tokens.shape[0], cache_length)
+    cache = prefill(model, cache, tokens, prompt_lengths - 1, kernels=kernels)
+    return cache if prompt_of_slot is None else cache.fork(prompt_of_slot)
+
+
+@functools.partial(jax.jit, static_argnames=("cache_length",))
+def _prefilled_observed(run: Run, tokens, prompt_lengths, *, cache_length: int):
+    """Each slot's prompt prefilled, all but its last token, and the drafter's state behind it."""
+    drafter_state = run.drafter.init(tokens, prompt_lengths, tokens.shape[1])
+    return prefill_observed(
+        run.model,
+        run.model.init_cache(tokens.shape[0], cache_length),
+        tokens,
+        prompt_lengths - 1,
+        run.drafter,
+        drafter_state,
+        kernels=run.kernels,
+    )
+
+
+@functools.partial(jax.jit, donate_argnames=("cache",))
+def _begun(
+    run: Run, cache: KVCache, prompts, prompt_of_slot, of_slots, drafter_state, end_token_ids
+) -> DecodeState:
+    """The state with the target's cache in it; drafters and policies begin.
+
+    Args:
+        run: its model may be left out.
+        prompts: tokens and lengths, of each slot or of those that `prompt_of_slot` names.
+        of_slots: the other fields of the slots' `Sequences`.
+        drafter_state: what the drafter has seen of the prompts; None: nothing yet.
+    """
+    max_len, own = prompts[0].shape[1], prompts
+    if prompt_of_slot is not None:
+        own = tuple(take(x, prompt_of_slot) for x in prompts)
+    if run.drafter is None:
+        drafter_state = ()
+    elif drafter_state is None:
+        if prompt_of_slot is not None and run.drafter.fork is not None:
+            begun = run.drafter.init(*prompts, max_len)
+            drafter_state = run.drafter.fork(begun, prompt_of_slot)
+        else:
+            drafter_state = run.drafter.init(*own, max_len)
+    return begin(run, Sequences(*own, *of_slots), end_token_ids, cache, drafter_state)
+
+
+@functools.partial(jax.jit, static_argnames=("max_len",), donate_argnames=("cache",))
+def begin_idle(
+    run: Run, cache: KVCache, keys, sampling, end_token_ids, *, max_len: int
+) -> DecodeState:
+    """A state whose slots are all idle; `sampling` has one value per slot."""
+    sequences = Sequences.none(keys, sampling, max_len)
+    of_slots = (sequences.tokens, sequences.prompt_lengths)
+    drafter_state = () if run.drafter is None else run.drafter.init(*of_slots, max_len)
+    return begin(run, sequences, end_token_ids, cache, drafter_state)

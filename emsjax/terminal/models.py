@@ -1,0 +1,48 @@
+"""Models as options name them: local folders or Hugging Face ids, without their weights."""
+
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Any
+
+from emsjax.models.config import OPTConfig
+from emsjax.terminal.options import flag
+
+
+def load_config(model: str, revision: str | None) -> OPTConfig:
+    """The architecture of a local folder's or a Hugging Face id's model."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model, **revision_of(revision))
+    return OPTConfig.from_dict(config.to_dict())
+
+
+def load_tokenizer(model: str, revision: str | None, keep: str = "first"):
+    """The model's tokenizer, which truncates prompts to their first or last tokens.
+
+    It truncates text only, so a start token is kept whichever end of the prompt is.
+    """
+    from transformers import AutoTokenizer
+
+    side = "left" if keep == "last" else "right"
+    return AutoTokenizer.from_pretrained(model, truncation_side=side, **revision_of(revision))
+
+
+def revision_of(revision: str | None) -> dict[str, str]:
+    """Keyword arguments of `from_pretrained` in transformers; without a revision, none."""
+    return {} if revision is None else {"revision": revision}
+
+
+def resolve_models(given: MutableMapping[str, Any]) -> None:
+    """Make the paths of model folders absolute, so that they hold from any working folder.
+
+    Raises:
+        ValueError: a path that is not a folder.
+    """
+    for name in ("model", "draft_model", "target"):
+        if given.get(name) is None:
+            continue
+        folder = Path(given[name])
+        if folder.is_dir():
+            given[name] = str(folder.resolve())
+        elif folder.is_absolute() or given[name].startswith("."):
+            raise ValueError(f"{flag(name)}: {folder} is not a folder")

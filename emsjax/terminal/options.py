@@ -1,0 +1,90 @@
+"""Values of command-line options, and a parser that reports errors in one line."""
+
+import argparse
+import math
+import re
+from typing import NoReturn
+
+DTYPES = ("float32", "bfloat16", "float16")
+DEFAULT_DTYPE = "default: float32 on a CPU, bfloat16 on GPUs that support it, otherwise float16"
+DISTILLATION_LOSSES = {"forward-kl": 0.9, "cross-entropy": 0.1}  # of `emsjax distil`, by default
+
+
+class OneLineErrorParser(argparse.ArgumentParser):
+    """Reports a bad argument as every other error is reported: in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"emsjax: error: {message}\n")
+
+
+def flag(name: str) -> str:
+    """The option whose value is stored under this name."""
+    return "--" + name.replace("_", "-")
+
+
+def positive_int(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
+    return number
+
+
+def count(text: str) -> int:
+    """0 or more."""
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"must be at least 0, not {number}")
+    return number
+
+
+def positive_float(text: str) -> float:
+    number = float(text)
+    if not (math.isfinite(number) and number > 0):
+        raise argparse.ArgumentTypeError(f"must be finite and above 0, not {text}")
+    return number
+
+
+positive_int.__name__ = count.__name__ = "integer"  # argparse: "invalid integer value"
+positive_float.__name__ = "number"
+
+
+def positive_ints(text: str) -> tuple[int, ...]:
+    """The numbers in "1,8,64", for example: sorted, without duplicates."""
+    if not re.fullmatch(r"0*[1-9]\d*(,0*[1-9]\d*)*", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"must be like 1,8,64, all at least 1, not {text!r}")
+    return tuple(sorted(set(map(int, text.split(",")))))
+
+
+def shapes(text: str) -> list[tuple[int, int]]:
+    """Batch and rows per sample of each shape in "8x1,24x8", for example."""
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*(,[1-9]\d*x[1-9]\d*)*", text, re.ASCII):
+        raise argparse.ArgumentTypeError(
+            f"must be like 8x1,24x8 (batch x rows per sample, both at least 1), not {text!r}"
+        )
+    return [tuple(map(int, part.split("x"))) for part in text.split(",")]
+
+
+def loss_weights(text: str) -> dict[str, float]:
+    """Weights by name in "forward-kl=0.9,cross-entropy=0.1"; a name by itself has weight 1."""
+    weights = {}
+    for part in text.split(","):
+        name, _, weight = part.partition("=")
+        try:
+            weights[name] = float(weight or 1)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"must be like name=0.5, not {part!r}") from error
+    return weights
+
+
+def names(text: str) -> tuple[str, ...]:
+    """The names in "llma,poor", for example, without duplicates."""
+    return tuple(dict.fromkeys(text.split(",")))
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", required=True, metavar="DIR_OR_ID", help="local folder or Hugging Face id")
+    add("--revision", help="branch, tag or commit of a Hugging Face id")
+    add("--dtype", choices=DTYPES, help=DEFAULT_DTYPE)
+    add("--draft-model", metavar="DIR_OR_ID", help="local folder or Hugging Face id")
+    add("--draft-revision", metavar="REVISION", help="branch, tag or commit of the draft model")

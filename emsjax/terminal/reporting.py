@@ -1,0 +1,81 @@
+"""What commands print, where they may write, and how they end."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+WIDE = 200  # columns
+
+
+def own_version() -> str:
+    try:
+        return version("emsjax")
+    except PackageNotFoundError:  # run from a checkout that is not installed
+        return "(not installed)"
+
+
+def exit_code(work: Callable[[], int], *, resumes: bool) -> int:
+    """Run a command; errors and interruptions become one line on stderr.
+
+    Args:
+        work: returns the exit code.
+        resumes: an interrupted run continues when it is started again.
+
+    Returns:
+        What `work` returns, 2 (bad input) or 130 (interrupted).
+    """
+    # Torch is not needed here; transformers would advise to install it.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    try:
+        return work()
+    except (ValueError, OverflowError, OSError, ImportError) as error:
+        print("emsjax: error:", " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        hint = "; start it again to go on" if resumes else ""
+        print(f"emsjax: interrupted{hint}", file=sys.stderr)
+        return 130
+
+
+def check_writable(name: str, path: Path | None) -> None:
+    """Raise a ValueError if this file could not be written; called before the work starts."""
+    if path is None:
+        return
+    new = not path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise ValueError(f"{name}: {path} cannot be written: {error.strerror}") from error
+    if new:
+        path.unlink()
+
+
+def make_console() -> Console:
+    """A console for results; unless it is a terminal, tables are as wide as their cells."""
+    console = Console()
+    return console if console.is_terminal else Console(width=WIDE)
+
+
+def progress() -> Callable[[str], None]:
+    """A function that prints lines to stderr, apart from the results."""
+    console = Console(stderr=True)
+    return lambda text: line(console, text)
+
+
+def line(console: Console, text: str) -> None:
+    """Print the text unchanged: a path may contain brackets and must not be wrapped."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def make_table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(title=title, box=SIMPLE_HEAD, show_edge=False)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
