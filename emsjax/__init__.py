@@ -3,17 +3,17 @@
 from emsjax import vanilla, verification
 from emsjax.decode.base import Draft, Drafter, DraftLength, StepView
 from emsjax.decode.state import DecodeState, StepInfo
-from emsjax.decode.step import step
 from emsjax.device import best_dtype
 from emsjax.drafters import DraftModel, PromptLookup
 from emsjax.engine.output import GenerateOutput, Stats, rank_by_mean_logprob
-from emsjax.generation import generate, init_state
+from emsjax.generation import generate, init_state, step
 from emsjax.models.opt import OPT, OPTConfig
 from emsjax.policies.costs import StepCosts
 from emsjax.policies.goodput import CostCapped, Goodput
 from emsjax.policies.lengths import BassHeuristic, BatchSizeTable, FixedLength
 from emsjax.sampling import Sampling
-from emsjax.streaming import Completion, Engine, stream
+from emsjax.serving import Engine
+from emsjax.streaming import Completion, stream
 
 __version__ = "0.1.0"
 __all__ = [

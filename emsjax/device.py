@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.implementations import runs_triton
+from pallas_kernels.common.implementations import runs_triton
 
 
 def best_dtype():

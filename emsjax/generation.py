@@ -3,15 +3,19 @@
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
+from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Array, Int32
 
 from emsjax.checks import check_at_least
 from emsjax.decode.base import Drafter, DraftLength, Model
 from emsjax.decode.layout import UNPADDED, Layout
 from emsjax.decode.run import Run
-from emsjax.decode.state import DecodeState
+from emsjax.decode.state import DecodeState, StepInfo
+from emsjax.decode.step import advance
+from emsjax.engine.adapt import make_run
 from emsjax.engine.group import begin_group, prompts_served
 from emsjax.engine.output import GenerateOutput, assemble
 from emsjax.engine.preparation import check, check_memory, for_prompts
@@ -76,7 +80,7 @@ def generate(
     if not (is_time or time_budget_s is None):
         raise ValueError(f"time_budget_s must be seconds above 0, not {time_budget_s!r}")
     deadline = None if time_budget_s is None else monotonic() + time_budget_s
-    run = Run.of(model, drafter, draft_length, attention_implementation=attention_implementation)
+    run = make_run(model, drafter, draft_length, attention_implementation=attention_implementation)
     run, requests = check(
         run,
         prompts,
@@ -161,7 +165,7 @@ def init_state(
     is padded. With several sequences per prompt, a drafter that holds something for each prompt
     goes to `step` as drafter.for_prompts(np.arange(slots) // num_sequences, len(prompts)).
     """
-    run = Run.of(
+    run = make_run(
         model,
         drafter,
         draft_length,
@@ -181,3 +185,42 @@ def init_state(
     group = np.arange(slots)
     run = group_run(run, requests, group, slots)
     return begin_group(run, requests, group, slots, check_memory(run, requests, slots))
+
+
+def step(
+    model: Model,
+    drafter: Drafter | Any | None,
+    state: DecodeState,
+    *,
+    draft_length: DraftLength | Any | None = None,
+    attention_implementation: str | Callable | None = None,
+    layout: Layout = UNPADDED,
+    num_sequences: Int32[Array, ""] | None = None,
+) -> tuple[DecodeState, StepInfo]:
+    """Draft, verify and commit once for every sample that decodes; pure, to be traced.
+
+    Args:
+        model: the target.
+        drafter: the draft source; None: plain decoding.
+        state: as `init_state` or an earlier step returned it.
+        draft_length: a policy that limits drafting; None: the drafter's own limit.
+        attention_implementation: as for `generate`.
+        layout: what is padded, as it was for `init_state`.
+        num_sequences: sequences per prompt, if prompts may be left to cache: the step then
+            feeds their tokens, too. None: all prompts are cached.
+
+    Returns:
+        The next state, and what the step did.
+
+    Raises:
+        ValueError: no model, an unknown attention, a `free` drafter that draws its tokens, or
+            attention, a drafter or a policy that does not return what it should.
+    """
+    run = make_run(
+        model,
+        drafter,
+        draft_length,
+        attention_implementation=attention_implementation,
+        layout=layout,
+    )
+    return advance(run, state, num_sequences)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from emsjax.decode.base import Drafter, DraftLength, Model
 from emsjax.decode.layout import Layout
-from emsjax.decode.run import Run
+from emsjax.engine.adapt import make_run
 from emsjax.engine.output import GenerateOutput
 from emsjax.engine.preparation import check
 from emsjax.generation import complete
@@ -51,7 +51,7 @@ def generate(
 
     Reference: EMS-SD, arXiv 2405.07542.
     """
-    run = Run.of(
+    run = make_run(
         model,
         drafter,
         draft_length,

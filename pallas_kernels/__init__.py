@@ -1,22 +1,23 @@
-"""Attention, KV-cache, normalisation and sampling kernels over packed rows; depends on jax alone.
+"""Attention, KV cache, matmul, normalisation and sampling kernels over packed rows.
 
-`reference` holds attention and the cache update in dense jnp: the specification that the other
-implementations are tested against. Tests compare the other operations with numpy in float64.
+The package depends on jax alone. Each operation has a folder with its public function and one
+module per implementation: `reference`, `xla`, `triton`, `mosaic`. `pallas_kernels.reference` holds
+attention and the cache update in dense jnp, the specification that the other implementations are
+tested against. Tests compare the other operations with numpy in float64.
 """
 
-from pallas_kernels import dialect, reference
-from pallas_kernels.add_layer_norm import add_layer_norm
-from pallas_kernels.keys_and_values import keys_and_values
-from pallas_kernels.linear import linear, linear_sums
-from pallas_kernels.ragged_attention import ragged_attention
-from pallas_kernels.sampling_cutoff import sampling_cutoff
-from pallas_kernels.update_kv_cache import update_kv_cache, update_kv_caches
+from pallas_kernels import reference
+from pallas_kernels.add_norm import add_layer_norm
+from pallas_kernels.attention import ragged_attention
+from pallas_kernels.cache_update import update_kv_cache, update_kv_caches
+from pallas_kernels.common import dialect
+from pallas_kernels.cutoff import sampling_cutoff
+from pallas_kernels.matmul import linear, linear_sums
 
 dialect.register()
 
 __all__ = [
     "add_layer_norm",
-    "keys_and_values",
     "linear",
     "linear_sums",
     "ragged_attention",

@@ -58,7 +58,7 @@ jaxtyping.install_import_hook([f"emsjax.{name}" for name in CHECKED], "beartype.
 
 from hypothesis import HealthCheck, settings  # noqa: E402
 
-from pallas_kernels.implementations import runs_triton  # noqa: E402
+from pallas_kernels.common.implementations import runs_triton  # noqa: E402
 
 # The first example of a shape compiles; later ones do not.
 settings.register_profile(

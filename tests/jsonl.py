@@ -92,17 +92,15 @@ class FakeStream:
 
     def __call__(
         self,
-        model,
+        run,
         prompts,
-        drafter,
-        draft_length,
         *,
         max_new_tokens,
         num_sequences,
         key,
         **options,
     ):
-        call = SimpleNamespace(drafter=drafter, draft_length=draft_length, key=key, **options)
+        call = SimpleNamespace(drafter=run.drafter, draft_length=run.policy, key=key, **options)
         call.num_sequences, call.prompts, call.completions = num_sequences, {}, []
         self.calls.append(call)
         for place, prompt in prompts:

@@ -1,4 +1,4 @@
-"""Attention in float64 numpy, row by row: written from the definition, shares no code."""
+"""Attention in float64 numpy, row by row: written from the definition, without shared code."""
 
 import math
 
@@ -18,7 +18,7 @@ def ragged_attention(
     scale=None,
     cache_mask=None,
 ):
-    """Every row by itself: gather what it may see, exponentiate, divide."""
+    """For every row and query head: gather what the row may see, exponentiate, divide."""
     out = np.zeros(query.shape, np.float64)
     for row, sample in enumerate(segment_ids):
         if sample == len(lengths):
@@ -32,8 +32,9 @@ def ragged_attention(
         if cache_mask is not None:
             old = old[cache_mask[sample][: len(old)]]
         for head in range(query.shape[1]):
-            keys = [*key_cache[sample, old, head], *key[mine, head]]
-            values = [*value_cache[sample, old, head], *value[mine, head]]
+            shared = head // (query.shape[1] // key.shape[1])  # its K/V head
+            keys = [*key_cache[sample, old, shared], *key[mine, shared]]
+            values = [*value_cache[sample, old, shared], *value[mine, shared]]
             scores = [
                 math.fsum(
                     np.float64(a) * np.float64(b) for a, b in zip(query[row, head], k, strict=True)

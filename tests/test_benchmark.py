@@ -8,15 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import linear_mosaic, ragged_attention_xla
-from pallas_kernels import ragged_attention as public_attention
+from pallas_kernels import attention
 from pallas_kernels.benchmark import __main__ as benchmark
 from pallas_kernels.benchmark import measure, products, programs, report
 from pallas_kernels.benchmark.cases import Case
-from pallas_kernels.implementations import runs_triton
+from pallas_kernels.common.implementations import runs_triton
+from pallas_kernels.matmul import mosaic
 
-MODEL = ("2x80", 2, 80)
+MODEL, GROUPED = ("2x80", 2, 2, 80), ("6:2x80", 6, 2, 80)
 RAGGED = Case(*MODEL, "ragged", "given", 16, (3, 5), (2, 4), 8)
+SHARED = Case(*GROUPED, "ragged", "given", 16, (3, 5), (2, 4), 8)
 SINGLE = Case(*MODEL, "1", "given", 16, (3, 5), (1, 1), 1)
 PREFILL = Case(*MODEL, "prefill", "none", 4, (0, 0), (6, 6), 6)
 
@@ -47,9 +48,10 @@ def cudnn_by_xla(monkeypatch):
 
 def test_full_cases_are_the_documented_ones():
     cases = benchmark.decode_cases(benchmark.FULL)
-    shapes = {(c.heads, c.head_dim, c.committed, c.batch, c.rows) for c in cases}
-    assert len(cases) == len(shapes) == 2 * 2 * 4 * 3
-    assert {(c.heads, c.head_dim) for c in cases} == {(32, 128), (32, 80)}
+    shapes = {(c.kv_heads, c.head_dim, c.committed, c.batch, c.rows) for c in cases}
+    assert len(cases) == len(shapes) == 3 * 2 * 4 * 3
+    heads = {(32, 32, 128), (32, 32, 80), (32, 8, 128)}
+    assert {(c.heads, c.kv_heads, c.head_dim) for c in cases} == heads
     for case in cases:
         random = case.committed == "random 512..1016"
         assert random or (case.committed, set(case.lengths)) == ("all 2040", {2040})
@@ -68,16 +70,15 @@ def test_full_cases_are_the_documented_ones():
             assert set(case.counts) == {case.padded_rows} == {int(case.rows)}
     assert [(c.counts, c.max_len) for c in benchmark.prefill_cases(benchmark.FULL)] == [
         ((1919,) * 8, 256)
-    ] * 2
+    ] * 3
 
 
-def test_cases_of_both_head_shapes_are_equal_and_come_out_alike_again():
+def test_cases_of_all_head_shapes_are_equal_and_reproducible():
     cases, again = (benchmark.decode_cases(benchmark.FULL) for _ in range(2))
     assert cases == again
-    half = len(cases) // 2
-    assert [(c.lengths, c.counts) for c in cases[:half]] == [
-        (c.lengths, c.counts) for c in cases[half:]
-    ]
+    third = len(cases) // 3
+    rows = [(c.lengths, c.counts) for c in cases]
+    assert rows == rows[:third] * 3
 
 
 def test_caches_of_a_chain_outgrow_the_l2_and_take_equal_turns():
@@ -111,10 +112,11 @@ def test_unread_entries_are_poisoned_and_padded_caches_hold_the_fresh_rows():
     ("case", "form"),
     [
         (RAGGED, {"key_value_seq_lengths", "mask"}),
+        (SHARED, {"key_value_seq_lengths", "mask"}),
         (SINGLE, {"key_value_seq_lengths"}),
         (PREFILL, {"is_causal"}),
     ],
-    ids=["ragged", "single", "prefill"],
+    ids=["ragged", "grouped", "single", "prefill"],
 )
 def test_padded_attention_does_the_same_work(case, form, cudnn_by_xla):
     names = ("xla", "cudnn", "reference")
@@ -170,7 +172,7 @@ def test_quick_run_writes_the_documented_fields(tmp_path, capsys):
         figures = entry["implementations"]["xla"]
         assert entry["implementations"].keys() == {"xla", "reference"}
         assert 0 < figures["best_us"] <= figures["median_us"]
-        size = 2 * entry["committed_tokens"] * entry["heads"] * entry["head_dim"] * 2
+        size = 2 * entry["committed_tokens"] * entry["kv_heads"] * entry["head_dim"] * 2
         assert figures["gb_per_s"] == pytest.approx(size / figures["median_us"] / 1e3)
         share = figures["gb_per_s"] / results["pure_read"]["gb_per_s"]
         assert figures["share_of_pure_read"] == pytest.approx(share)
@@ -189,7 +191,7 @@ def test_quick_run_writes_the_documented_fields(tmp_path, capsys):
     assert ratio["xla"] == pytest.approx(times[0] / times[1])
     assert len(results["ratios"]["rate_of_head_dim_80_over_128"]["wall"]) == 6
     shown = capsys.readouterr().out
-    for expected in ("pure read", "2x128", "2x80", "random 8..24", "all 32", "prefill"):
+    for expected in ("pure read", "2x128", "2x80", "8:2x128", "random 8..24", "all 32", "prefill"):
         assert expected in shown
 
 
@@ -216,14 +218,13 @@ def test_table_shows_what_was_measured_of_each_implementation(capsys):
 
 @pytest.mark.parametrize("factor", [1.05, float("nan")], ids=["off", "nan"])
 def test_wrong_implementation_stops_the_run(factor, one_case, monkeypatch, tmp_path, capsys):
-    real = ragged_attention_xla.ragged_attention
+    real = attention.IMPLEMENTATIONS["xla"]
 
     def wrong(*args, **options):
         out = real(*args, **options)
         return out.at[-1, -1].multiply(jnp.asarray(factor, out.dtype))
 
-    registry = public_attention.__globals__["IMPLEMENTATIONS"]
-    monkeypatch.setitem(registry, "xla", wrong)
+    monkeypatch.setitem(attention.IMPLEMENTATIONS, "xla", wrong)
     monkeypatch.setattr(measure, "time_runs", lambda *args: pytest.fail("timed a wrong result"))
     output = tmp_path / "figures.json"
     assert benchmark.main(["--quick", "--output", str(output)]) == 1
@@ -281,5 +282,5 @@ def test_every_tiling_that_is_timed_fits(rows):
     assert len(set(of_fc2)) == len(of_fc2) == {160: 32, 384: 96}[rows]
     assert {(t.columns, t.cluster) for t in of_fc1} == {(64, 1), (64, 2), (128, 1), (128, 2)}
     assert {tiling.rows for tiling in of_fc1} == {160: {192}, 384: {128, 192, 384}}[rows]
-    assert linear_mosaic.tiling_for(rows, 4096, 16384) in of_fc1
-    assert linear_mosaic.tiling_for(rows, 16384, 4096, split=True) in of_fc2
+    assert mosaic.tiling_for(rows, 4096, 16384) in of_fc1
+    assert mosaic.tiling_for(rows, 16384, 4096, split=True) in of_fc2

@@ -9,8 +9,8 @@ import pytest
 from toy import ScriptedDrafter, ragged_prompts, script_of, tiny_model
 
 import emsjax
+from emsjax.decode.base import StepView
 from emsjax.decode.step import decode_loop
-from emsjax.policies.lengths import StepView
 
 PROMPTS = ragged_prompts([9, 2, 17])
 

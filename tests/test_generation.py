@@ -405,7 +405,7 @@ def test_bad_input_is_named_before_any_work(arguments, monkeypatch):
         raise AssertionError("work began")
 
     monkeypatch.setattr(slots, "begin_group", no_work)
-    monkeypatch.setattr("pallas_kernels.implementations._compute_capability", lambda: None)
+    monkeypatch.setattr("pallas_kernels.common.implementations._compute_capability", lambda: None)
     changes, message = arguments
     call = {"prompts": [[5], [6, 7]], "max_new_tokens": 4} | changes
     if call.get("key") is too_many_keys:

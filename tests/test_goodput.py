@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from toy import VOCAB, ScriptedDrafter, ragged_prompts, script_of, tiny_model
 
 import emsjax
+from emsjax.decode.base import StepView
 from emsjax.decode.row_counts import row_buckets
 from emsjax.policies import goodput
-from emsjax.policies.lengths import StepView
 from emsjax.policies.survival import AcceptanceCounts
 
 PRIOR = (goodput.PRIOR_RATE, goodput.PRIOR_WEIGHT)

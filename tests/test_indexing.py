@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.indexing import take, take_in_rows
+from pallas_kernels.common.indexing import take, take_in_rows
 
 X = np.arange(24).reshape(4, 6)
 ROWS = np.array([[3, 0, 1], [2, 2, 0]])

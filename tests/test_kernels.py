@@ -5,6 +5,7 @@ Where the device runs Triton its kernels are compiled, elsewhere interpreted.
 
 import contextlib
 import functools
+import inspect
 import sys
 from types import SimpleNamespace
 
@@ -17,20 +18,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import pallas_kernels
-from pallas_kernels import (
-    ragged_attention_triton,
-    ragged_attention_xla,
-    update_kv_cache_triton,
-    work_items,
-)
-from pallas_kernels.implementations import choose, runs_triton, stages_that_fit
+from pallas_kernels import attention, cache_update
+from pallas_kernels.attention import tilings, work_items
+from pallas_kernels.common.implementations import choose, runs_triton, stages_that_fit
 
 pytestmark = pytest.mark.gpu
 COMPILED = runs_triton()
 TILINGS = {
-    name: value
-    for name, value in vars(ragged_attention_triton).items()
-    if isinstance(value, ragged_attention_triton.Tiling)
+    name: value for name, value in vars(tilings).items() if isinstance(value, tilings.Tiling)
 }
 BLOCK = TILINGS["DECODE"].keys if COMPILED else 8
 BATCH, MAX_LEN, HEADS, HEAD_DIM, ROWS = 4, 3 * BLOCK, 2, 8, 40
@@ -47,16 +42,18 @@ every_implementation_and_split = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True, scope="module")
 def small_blocks():
-    """Several blocks of the short caches here, and several tiles of the few rows."""
+    """Blocks and tiles so small that the short caches and the few rows here need several."""
     with pytest.MonkeyPatch.context() as patch:
         for name, tiling in TILINGS.items():
             tiling = tiling._replace(keys=BLOCK)
-            if name == "PREFILL" and not COMPILED:  # a matrix unit's tile has 16 rows at least
+            if name.startswith("PREFILL") and not COMPILED:  # a matrix unit's tile has 16 rows
                 tiling = tiling._replace(rows=8)
-            patch.setattr(ragged_attention_triton, name, tiling)
-        patch.setattr(ragged_attention_triton, "DECODE_TILES", 2)  # fewer rows than there are
-        patch.setattr(ragged_attention_xla, "MAX_DECODE_ROWS", 10)
-        patch.setattr(ragged_attention_xla, "TILE", 10)
+            patch.setattr(tilings, name, tiling)
+        if not COMPILED:
+            patch.setattr(tilings, "FEW_ROWS", 2)
+        patch.setattr(tilings, "DECODE_TILES", 2)  # fewer rows than there are
+        patch.setattr(attention.xla, "MAX_DECODE_ROWS", 10)
+        patch.setattr(attention.xla, "TILE", 10)
         yield
 
 
@@ -64,7 +61,7 @@ def small_blocks():
 def compiled(implementation, max_rows_per_sample, programs=64, scale=None):
     def attention(*args, **kwargs):
         with pytest.MonkeyPatch.context() as patch:  # read while tracing
-            patch.setattr(ragged_attention_triton, "PROGRAMS_WANTED", programs)
+            patch.setattr(tilings, "PROGRAMS_WANTED", programs)
             return pallas_kernels.ragged_attention(
                 *args,
                 **kwargs,
@@ -81,12 +78,20 @@ plan = jax.jit(work_items.plan, static_argnames=("tile", "block", "splits", "max
 
 
 def case(
-    counts, lengths, order=None, seed=0, dtype=np.float32, head_dim=HEAD_DIM, rows=ROWS, width=None
+    counts,
+    lengths,
+    order=None,
+    seed=0,
+    dtype=np.float32,
+    head_dim=HEAD_DIM,
+    rows=ROWS,
+    width=None,
+    group=1,
 ):
-    """Random inputs; everything that must not be read is NaN."""
+    """Random inputs; everything that must not be read is NaN. `group`: query heads per K/V head."""
     rng, batch, width = np.random.default_rng(seed), len(counts), width or MAX_LEN
     normal = lambda *shape: rng.normal(size=shape).astype(dtype)
-    query, key, value = (normal(rows, HEADS, head_dim) for _ in range(3))
+    query, key, value = (normal(rows, n * HEADS, head_dim) for n in (group, 1, 1))
     key_cache, value_cache = (normal(batch, width, HEADS, head_dim) for _ in range(2))
     segment_ids, positions = np.full(rows, batch, np.int32), np.zeros(rows, np.int32)
     row = 0
@@ -103,10 +108,22 @@ def case(
     return query, key, value, key_cache, value_cache, segment_ids, positions, lengths
 
 
-def check(implementation, inputs, bound, rtol=2e-6, programs=64, **masks):
-    """`bound`: of rows per sample. `programs`: that Triton wants; few, and keys are not split."""
-    out = compiled(implementation, bound, programs)(*map(jnp.asarray, inputs), **masks)
+def check(
+    implementation, inputs, bound, rtol=2e-6, *, programs=64, packed=False, scale=None, **masks
+):
+    """Compare an implementation with the float64 oracle.
+
+    Args:
+        bound: of rows per sample.
+        programs: those that Triton wants; with few, keys are not split.
+        packed: pass queries, keys and values as one array.
+    """
+    arrays = list(map(jnp.asarray, inputs))
+    if packed:
+        arrays[:3] = jnp.concatenate(arrays[:3], axis=1), None, None
+    out = compiled(implementation, bound, programs, scale)(*arrays, **masks)
     assert out.dtype == inputs[0].dtype
+    masks |= {} if scale is None else {"scale": scale}
     expected = oracle.ragged_attention(*inputs, **masks)
     np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=rtol, atol=rtol * 4)
 
@@ -240,26 +257,34 @@ def test_items_of_samples_with_the_longest_ones_come_first(counts, lengths, spli
 
 
 @every_implementation
+@pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("tile", [4, 5, 64])
-def test_long_segments_are_tiled_correctly(implementation, tile, monkeypatch):
-    monkeypatch.setattr(ragged_attention_xla, "MAX_DECODE_ROWS", 3)
-    monkeypatch.setattr(ragged_attention_xla, "TILE", tile)
+def test_long_segments_are_tiled_correctly(implementation, tile, group, monkeypatch):
+    monkeypatch.setattr(attention.xla, "MAX_DECODE_ROWS", 3)
+    monkeypatch.setattr(attention.xla, "TILE", tile)
     if not COMPILED:
         for name in TILINGS:
-            tiling = getattr(ragged_attention_triton, name)
-            rows = tile if name == "PREFILL" else 3
-            monkeypatch.setattr(ragged_attention_triton, name, tiling._replace(rows=rows))
+            rows = tile if name.startswith("PREFILL") else 3
+            monkeypatch.setattr(tilings, name, getattr(tilings, name)._replace(rows=rows))
     compiled.cache_clear()
-    for counts in ([13, 0, 4, 5], [0, 0, 0, 40], [10, 10, 10, 10], [0, 0, 0, 0]):
-        check(implementation, case(counts, [3, 24, 0, 8], order=[2, 0, 3, 1]), None)
+    # With 3 query heads per K/V head, 22 rows are one more than 64 lanes hold.
+    for counts in ([13, 0, 4, 5], [0, 0, 0, 40], [10, 10, 10, 10], [0, 0, 0, 0], [22, 0, 0, 18]):
+        inputs = case(counts, [3, 24, 0, 8], order=[2, 0, 3, 1], group=group)
+        check(implementation, inputs, None)
     compiled.cache_clear()
 
 
 @every_implementation_and_split
+@pytest.mark.parametrize(("group", "lanes"), [(1, 64), (2, 16), (8, 64)])
 @pytest.mark.parametrize("counts", [(20, 0, 17, 2), (16, 1, 3, 20), (2, 3, 0, 1)])
-def test_a_sample_may_have_a_few_decoding_tiles(implementation, programs, counts):
-    lengths = [BLOCK + 1, 5, 0, 3 * BLOCK]
-    check(implementation, case(counts, lengths, order=[3, 0, 2, 1]), 20, programs=programs)
+def test_a_sample_may_have_a_few_decoding_tiles(
+    implementation, programs, counts, group, lanes, monkeypatch
+):
+    monkeypatch.setattr(tilings, "DECODE_LANES", lanes)
+    compiled.cache_clear()
+    inputs = case(counts, [BLOCK + 1, 5, 0, 3 * BLOCK], order=[3, 0, 2, 1], group=group)
+    check(implementation, inputs, 20, programs=programs)
+    compiled.cache_clear()
 
 
 @every_implementation
@@ -291,46 +316,133 @@ def test_rows_of_a_few_samples_of_a_large_batch(drafted, programs):
     check("triton", case(counts, lengths, rows=16), 16, programs=programs)
 
 
-@pytest.mark.parametrize(("rows", "cut"), [(16, True), (64, False)])
-def test_keys_are_cut_where_few_samples_of_a_large_batch_have_rows(rows, cut, monkeypatch):
-    """At the sizes of OPT-6.7B: two samples would leave most of a device idle, and eight do not."""
-    monkeypatch.setattr("pallas_kernels.implementations.runs_triton", lambda: True)
-    fresh, cache = (jnp.zeros(shape) for shape in ((rows, 32, 16), (24, 64, 32, 16)))
+@pytest.mark.parametrize(
+    ("rows", "kv_heads", "cut"), [(16, 32, True), (64, 32, False), (64, 8, True), (192, 8, False)]
+)
+def test_keys_are_cut_where_few_samples_of_a_large_batch_have_rows(
+    rows, kv_heads, cut, monkeypatch
+):
+    """With OPT-6.7B's 32 heads two samples would leave most of a device idle, and eight do not."""
+    monkeypatch.setattr("pallas_kernels.common.implementations.runs_triton", lambda: True)
+    query, key, cache = (
+        jnp.zeros(shape) for shape in ((rows, 32, 16), (rows, kv_heads, 16), (24, 64, kv_heads, 16))
+    )
     ints = [jnp.zeros(size, jnp.int32) for size in (rows, rows, 24)]
-    attention = functools.partial(pallas_kernels.ragged_attention, max_rows_per_sample=8)
-    jaxpr = jax.make_jaxpr(attention)(*[fresh] * 3, *[cache] * 2, *ints)
+    attend = functools.partial(pallas_kernels.ragged_attention, max_rows_per_sample=8)
+    jaxpr = jax.make_jaxpr(attend)(query, key, key, *[cache] * 2, *ints)
     assert ("ragged_attention_combine" in str(jaxpr)) == cut
 
 
 @every_implementation_and_split
 @pytest.mark.parametrize("bound", [10, None], ids=["decode", "unbounded"])
-@pytest.mark.parametrize("head_dim", [HEAD_DIM, 5])
+@pytest.mark.parametrize(
+    ("head_dim", "group"), [(HEAD_DIM, 1), (5, 1), (HEAD_DIM, 2), (HEAD_DIM, 4), (HEAD_DIM, 8)]
+)
 @pytest.mark.parametrize("masked", [(), ("ancestors",), ("cache_mask",)])
 def test_queries_keys_and_values_may_lie_side_by_side(
-    implementation, programs, bound, head_dim, masked
+    implementation, programs, bound, head_dim, group, masked
 ):
-    inputs = case([3, 0, 10, 1], [BLOCK + 3, 4, 0, 2 * BLOCK], [2, 3, 1, 0], head_dim=head_dim)
+    counts, lengths = [3, 0, 10, 1], [BLOCK + 3, 4, 0, 2 * BLOCK]
+    inputs = case(counts, lengths, [2, 3, 1, 0], head_dim=head_dim, group=group)
+    masks = {name: random_masks(inputs)[name] for name in masked}
+    check(implementation, inputs, bound, programs=programs, packed=True, **masks)
+
+
+def random_masks(inputs):
+    """Ancestors, each row among its own, and entries of the cache."""
     draw = np.random.default_rng(0).random
     own = inputs[6] - np.append(inputs[7], 0)[inputs[5]]  # a row's place among its sample's
-    masks = {
+    return {
         "ancestors": (draw((ROWS, 10)) < 0.5) | (np.arange(10) == own[:, None]),
         "cache_mask": draw((BATCH, MAX_LEN)) < 0.5,
     }
-    masks = {name: masks[name] for name in masked}
-    qkv = jnp.stack(inputs[:3], axis=1)
-    others = [jnp.asarray(x) for x in inputs[3:]]
-    out = compiled(implementation, bound, programs)(qkv, None, None, *others, **masks)
-    expected = oracle.ragged_attention(*inputs, **masks)
-    np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=2e-6, atol=8e-6)
 
 
-@pytest.mark.parametrize("given", [(3, None, 2), (3, 2, None), (3, 2, 2), (2, None, None)])
-def test_anything_between_together_and_apart_is_refused(given):
-    inputs = list(map(jnp.asarray, case([1] * 4, [1] * 4)))
-    shapes = {2: (ROWS, HEADS, HEAD_DIM), 3: (ROWS, 3, HEADS, HEAD_DIM)}
-    inputs[:3] = [None if kind is None else jnp.zeros(shapes[kind]) for kind in given]
-    with pytest.raises(ValueError, match=r"each, or query \[rows, 3, heads, head_dim\] alone"):
-        pallas_kernels.ragged_attention(*inputs)
+@every_implementation_and_split
+@pytest.mark.parametrize("bound", [10, None], ids=["decode", "unbounded"])
+@pytest.mark.parametrize("group", [2, 4, 7, 8])
+def test_query_heads_share_keys_and_values_in_groups(implementation, programs, bound, group):
+    check_here = functools.partial(check, implementation, bound=bound, programs=programs)
+    lengths = [BLOCK + 3, 4, 0, 2 * BLOCK]
+    for counts in ([3, 0, 10, 1], [10, 10, 10, 10], [1, 2, 0, 9]):
+        inputs = case(counts, lengths, [2, 3, 1, 0], group=group)
+        check_here(inputs)
+    masks = random_masks(inputs)
+    for cache in inputs[3:5]:
+        cache[~masks["cache_mask"]] = np.nan
+    check_here(inputs, **masks)
+
+
+@pytest.mark.parametrize(
+    ("group", "most", "lanes", "tile_rows"),
+    [
+        (1, 1, 16, 16),
+        (1, 48, 16, 16),
+        (2, 1, 16, 8),
+        (2, 16, 32, 16),
+        (4, 8, 32, 8),
+        (8, 8, 64, 8),
+        (8, 48, 64, 8),
+        (7, 1, 16, 2),
+        (7, 8, 64, 9),
+        (71, 1, 128, 1),
+        (1, 49, 64, 64),
+        (6, 49, 64, 10),
+        (71, 49, 128, 1),
+    ],
+)
+def test_a_tiles_lanes_hold_the_query_heads_of_its_rows(group, most, lanes, tile_rows, monkeypatch):
+    for name, tiling in TILINGS.items():
+        monkeypatch.setattr(tilings, name, tiling)
+    monkeypatch.setattr(tilings, "DECODE_TILES", 3)
+    monkeypatch.setattr(tilings, "DECODE_LANES", 64)
+    launch = tilings.launch_for(4 * group, (8, 64, 4, 128), 8 * most, most, item_bytes=2, scale=1.0)
+    assert launch.tiling.rows == lanes
+    assert launch.tiling.rows // launch.group == tile_rows
+    assert launch.max_tiles == -(-most // tile_rows)
+    assert launch.one_block == (most <= lanes)
+    if group == 1 and most <= 48:
+        assert launch.tiling == TILINGS["DECODE"]
+
+
+@every_implementation
+def test_numbers_of_heads_that_do_not_fit_are_refused(implementation):
+    options = {"implementation": implementation, "interpret": not COMPILED}
+    inputs = list(map(jnp.asarray, case([1] * 4, [1] * 4, group=2)))
+    query, key, value, key_cache, value_cache, *places = inputs
+    attend = functools.partial(pallas_kernels.ragged_attention, **options)
+    for wrong in (query[:, :3], query[:, :1], query[:, :0]):
+        with pytest.raises(ValueError, match="query must have a multiple of the caches' 2 K/V"):
+            attend(wrong, *inputs[1:])
+    update = functools.partial(pallas_kernels.update_kv_caches, **options)
+    for heads in (1, 4, 5, 7):
+        packed, message = jnp.zeros((ROWS, heads, HEAD_DIM)), "must hold queries, keys and values"
+        with pytest.raises(ValueError, match=f"query {message}"):
+            attend(packed, None, None, *inputs[3:])
+        with pytest.raises(ValueError, match=f"keys {message}"):
+            update([key_cache], [value_cache], [packed], None, *places[:2])
+    for pair in ((key, None), (None, value)):
+        with pytest.raises(ValueError, match="two arrays, or both None"):
+            attend(query, *pair, *inputs[3:])
+
+
+@pytest.mark.parametrize(
+    ("package", "function"),
+    [
+        ("attention", "ragged_attention"),
+        ("cache_update", "update_kv_caches"),
+        ("cutoff", "sampling_cutoff"),
+        ("add_norm", "add_layer_norm"),
+    ],
+)
+def test_implementations_of_an_operation_take_the_same_arguments(package, function):
+    modules = vars(getattr(pallas_kernels, package))
+    functions = [
+        getattr(modules[m], function) for m in ("reference", "xla", "triton") if m in modules
+    ]
+    first, *others = map(inspect.signature, functions)
+    assert others
+    assert all(other.parameters == first.parameters for other in others)
 
 
 NAMES = ("query", "key", "value", "key_cache", "value_cache", "segment_ids", "positions")
@@ -375,9 +487,7 @@ def test_an_update_of_other_shapes_is_refused(implementation, spoiled):
 @pytest.mark.parametrize("bound", [10, None], ids=["decode", "unbounded"])
 def test_scores_are_scaled_as_asked(implementation, programs, bound):
     inputs = case([3, 0, 10, 1], [BLOCK + 3, 4, 0, 2 * BLOCK])
-    out = compiled(implementation, bound, programs, scale=0.9)(*map(jnp.asarray, inputs))
-    expected = oracle.ragged_attention(*inputs, scale=0.9)
-    np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=1e-5, atol=1e-5)
+    check(implementation, inputs, bound, rtol=1e-5, programs=programs, scale=0.9)
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan")])
@@ -387,8 +497,9 @@ def test_a_scale_that_is_not_positive_is_refused(scale):
 
 
 @every_implementation
-def test_one_causal_segment_equals_jax_nn_attention(implementation):
-    inputs = case([0, 20, 0, 0], [0, 0, 0, 0])
+@pytest.mark.parametrize("group", [1, 4])
+def test_one_causal_segment_equals_jax_nn_attention(implementation, group):
+    inputs = case([0, 20, 0, 0], [0, 0, 0, 0], group=group)
     query, key, value = (jnp.asarray(x[None, :20]) for x in inputs[:3])
     with jax.default_matmul_precision("highest"):
         expected = jax.nn.dot_product_attention(query, key, value, is_causal=True)[0]
@@ -427,9 +538,9 @@ def test_update_writes_real_rows_and_nothing_else(implementation, counts, starts
 
 @every_implementation
 def test_many_caches_are_updated_like_one(implementation, monkeypatch):
-    monkeypatch.setattr(update_kv_cache_triton, "ARRAYS_PER_LAUNCH", 4)
-    monkeypatch.setattr(update_kv_cache_triton, "ARRAYS_PER_PROGRAM", 3)
-    monkeypatch.setattr(update_kv_cache_triton, "NUMBERS_PER_PROGRAM", HEAD_DIM)
+    monkeypatch.setattr(cache_update.triton, "ARRAYS_PER_LAUNCH", 4)
+    monkeypatch.setattr(cache_update.triton, "ARRAYS_PER_PROGRAM", 3)
+    monkeypatch.setattr(cache_update.triton, "NUMBERS_PER_PROGRAM", HEAD_DIM)
     _, key, value, key_cache, value_cache, segment_ids, positions, _ = map(
         jnp.asarray, case([3, 0, 1, 8], [0, 5, 2, 9])
     )
@@ -445,12 +556,14 @@ def test_many_caches_are_updated_like_one(implementation, monkeypatch):
         expected = pallas_kernels.update_kv_cache(*one, *places, **options)
         np.testing.assert_array_equal(new_keys, expected[0])
         np.testing.assert_array_equal(new_values, expected[1])
-    qkv = each(jnp.stack([jnp.full_like(key, jnp.nan), key, value], axis=1))
-    of_qkv = pallas_kernels.update_kv_caches(
-        each(key_cache), each(value_cache), qkv, None, *places, **options
-    )
-    for new, apart in zip([*of_qkv[0], *of_qkv[1]], [*keys, *values], strict=True):
-        np.testing.assert_array_equal(new, apart)
+    for group in (1, 2, 4, 8):
+        query = jnp.full((ROWS, group * HEADS, HEAD_DIM), jnp.nan)
+        packed = each(jnp.concatenate([query, key, value], axis=1))
+        of_packed = pallas_kernels.update_kv_caches(
+            each(key_cache), each(value_cache), packed, None, *places, **options
+        )
+        for new, apart in zip([*of_packed[0], *of_packed[1]], [*keys, *values], strict=True):
+            np.testing.assert_array_equal(new, apart)
 
 
 def test_an_update_is_in_place():
@@ -486,12 +599,12 @@ def test_an_unknown_implementation_is_named(call):
 
 
 def test_an_implementation_that_the_device_cannot_run_is_refused(monkeypatch):
-    monkeypatch.setattr("pallas_kernels.implementations.runs_triton", lambda: False)
+    monkeypatch.setattr("pallas_kernels.common.implementations.runs_triton", lambda: False)
     assert choose(None, ["triton", "xla"]) == "xla"
     assert choose("triton", ["triton", "xla"], interpret=True) == "triton"
     with pytest.raises(ValueError, match=r"compute capability 8\.0 or newer"):
         choose("triton", ["triton", "xla"])
-    monkeypatch.setattr("pallas_kernels.implementations.runs_triton", lambda: True)
+    monkeypatch.setattr("pallas_kernels.common.implementations.runs_triton", lambda: True)
     assert choose(None, ["triton", "xla"]) == "triton"
     assert choose(None, ["xla"]) == "xla"
 
@@ -535,36 +648,60 @@ LAUNCHES = [  # batch, bound of rows per sample, masks
 )
 def test_the_triton_attention_lowers_for_cuda(dtype, head_dim, batch, bound, masks, monkeypatch):
     for name, tiling in TILINGS.items():
-        monkeypatch.setattr(ragged_attention_triton, name, tiling)
-    attention = lambda *args: ragged_attention_triton.ragged_attention(
+        monkeypatch.setattr(tilings, name, tiling)
+    lower_attention(dtype, head_dim, batch, bound, masks, 1, monkeypatch)
+
+
+@pytest.mark.parametrize("group", [2, 3, 7, 8])
+@pytest.mark.parametrize(
+    ("batch", "bound", "masks"),
+    [(24, 8, ()), (1, 1, ()), (3, None, ()), (3, None, ("ancestors", "cache_mask"))],
+)
+def test_the_triton_attention_of_grouped_heads_lowers_for_cuda(
+    group, batch, bound, masks, monkeypatch
+):
+    lower_attention("bfloat16", 128 if group < 8 else 80, batch, bound, masks, group, monkeypatch)
+
+
+def lower_attention(dtype, head_dim, batch, bound, masks, group, monkeypatch):
+    for name, tiling in TILINGS.items():
+        monkeypatch.setattr(tilings, name, tiling)
+    monkeypatch.setattr(tilings, "FEW_ROWS", 16)
+    attend = lambda *args: attention.triton.ragged_attention(
         *args[:8], max_rows_per_sample=bound, **dict(zip(masks, args[8:], strict=True))
     )
-    fresh, cache = (48, 8, head_dim, dtype), (batch, 1024, 8, head_dim, dtype)
+    heads = lambda number: (48, number, head_dim, dtype)
     ints = [(48, "int32"), (48, "int32"), (batch, "int32")]
     shapes = {"ancestors": (48, 8, "bool"), "cache_mask": (batch, 1024, "bool")}
+    cache = (batch, 1024, 8, head_dim, dtype)
     rest = [*[cache] * 2, *ints, *[shapes[mask] for mask in masks]]
-    lower_for_cuda(attention, *[fresh] * 3, *rest)
-    together = lambda qkv, *args: attention(qkv, None, None, *args)
-    lower_for_cuda(together, (48, 3, *fresh[1:]), *rest)
+    lower_for_cuda(attend, heads(8 * group), heads(8), heads(8), *rest)
+    packed = lambda qkv, *args: attend(qkv, None, None, *args)
+    lower_for_cuda(packed, heads(8 * group + 16), *rest)
 
 
 def test_no_missing_module_is_searched_for_while_a_kernel_is_lowered(monkeypatch):
     """Once for every value in it: that took longer than all the rest."""
     searched = []
     finder = SimpleNamespace(find_spec=lambda name, *_: searched.append(name))
-    monkeypatch.setattr("pallas_kernels.implementations.runs_triton", lambda: True)
+    monkeypatch.setattr("pallas_kernels.common.implementations.runs_triton", lambda: True)
     monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
-    lower_for_cuda(lambda *qkv: pallas_kernels.keys_and_values(qkv, 9), (7, 3, 2, 16, "bfloat16"))
+    cut = functools.partial(pallas_kernels.sampling_cutoff, top_k=None, top_p=None)
+    lower_for_cuda(cut, (2, 16, "float32"))
     assert not [name for name in searched if name.endswith(".tt")]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_the_triton_update_lowers_for_cuda(dtype, head_dim):
-    update = lambda *args: update_kv_cache_triton.update(args[:4], args[4:-2], *args[-2:])
+    update = lambda *args: cache_update.triton.update_kv_caches(
+        args[:2], args[2:4], args[4:6], args[6:-2] or None, *args[-2:]
+    )
     caches, ints = [(3, 64, 12, head_dim, dtype)] * 4, [(10, "int32")] * 2
     lower_for_cuda(update, *caches, *[(10, 12, head_dim, dtype)] * 4, *ints)
-    lower_for_cuda(update, *caches, *[(10, 3, 12, head_dim, dtype)] * 2, *ints)
+    for group in (1, 4):
+        packed = (10, 12 * (group + 2), head_dim, dtype)
+        lower_for_cuda(update, *caches, *[packed] * 2, *ints)
 
 
 def test_pipelines_are_cut_to_the_shared_memory_there_is(monkeypatch):

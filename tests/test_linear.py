@@ -2,7 +2,6 @@
 
 import functools
 import re
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +10,10 @@ import pytest
 from test_kernels import lower_for_cuda
 
 import pallas_kernels
-from pallas_kernels import linear_triton
-from pallas_kernels.implementations import runs_triton
+from pallas_kernels import matmul
+from pallas_kernels.common.implementations import runs_triton
+from pallas_kernels.matmul import triton
 
-linear_module = sys.modules["pallas_kernels.linear"]
 pytestmark = pytest.mark.gpu
 OPTIONS = [{"implementation": "xla"}, {"implementation": "triton", "interpret": not runs_triton()}]
 every_implementation = pytest.mark.parametrize("options", OPTIONS, ids=["xla", "triton"])
@@ -27,8 +26,8 @@ def random(*shape, dtype="float32", seed=0):
 
 
 def device_runs_triton(monkeypatch, does: bool):
-    monkeypatch.setattr(linear_module, "runs_triton", lambda: does)
-    monkeypatch.setattr("pallas_kernels.implementations.runs_triton", lambda: does)
+    monkeypatch.setattr(matmul, "runs_triton", lambda: does)
+    monkeypatch.setattr("pallas_kernels.common.implementations.runs_triton", lambda: does)
 
 
 def close(actual, expected, dtype, scale=1.0):
@@ -68,7 +67,7 @@ def check_product(rows, outputs, dtype, *, relu, biased, options):
 def test_sums_add_up_to_the_product(options, dtype, rows, inputs, outputs):
     sums = check_sums(rows, inputs, outputs, dtype, options)
     if options["implementation"] == "triton" and outputs > 256:
-        shares = linear_triton.TILINGS[linear_triton._tile_rows(rows)][True].splits
+        shares = triton.TILINGS[triton._tile_rows(rows)][True].splits
         assert sums.shape == (shares, rows, outputs)
 
 
@@ -127,8 +126,8 @@ def test_sum_and_normalisation_equal_numpy(options, dtype, shares, vectors, stre
 
 def test_few_rows_of_16_bits_take_the_triton_product_where_it_fits(monkeypatch):
     def choose(x, weight):
-        found = linear_module._kernel_for(x, weight, None, False)
-        return "xla" if found is None else found[0].__name__.rpartition("_")[2]
+        found = matmul._kernel_for(x, weight, None, False)
+        return "xla" if found is None else found[0].__name__.rpartition(".")[2]
 
     few, weight = jnp.zeros((128, 128), "bfloat16"), jnp.zeros((128, 384), "bfloat16")
     assert choose(few, weight) == ("triton" if runs_triton() else "xla")
@@ -155,7 +154,7 @@ def test_up_to_a_number_of_rows_sums_stay_in_shares(
     monkeypatch, triton, beyond, inputs, dtype, shares
 ):
     device_runs_triton(monkeypatch, triton)
-    rows = linear_module.MAX_ROWS_IN_SHARES + beyond
+    rows = matmul.MAX_ROWS_IN_SHARES + beyond
     sums = check_sums(rows, inputs, 64, dtype, {}, scale=20)
     assert sums.shape == (*shares, rows, 64)
 
@@ -202,16 +201,16 @@ def test_sums_have_the_gradient_of_the_product(monkeypatch, shares):
     [(8, 768, 2304, False), (8, 768, 768, True), (8, 3072, 768, True), (64, 2048, 6144, False)],
 )
 def test_a_small_weight_is_cut_into_enough_programs(rows, inputs, outputs, split):
-    tiling = linear_triton.tiling_for(rows, inputs, outputs, split=split)
+    tiling = triton.tiling_for(rows, inputs, outputs, split=split)
     assert outputs % tiling.columns == inputs % (tiling.depth * tiling.splits) == 0
     assert outputs // tiling.columns * tiling.splits >= 72
-    large = linear_triton.tiling_for(rows, 4096, 16384, split=split)
+    large = triton.tiling_for(rows, 4096, 16384, split=split)
     assert large.columns >= 64
 
 
 @pytest.mark.parametrize("rows", [1, 24, 64, 96])
 def test_the_triton_kernels_lower_for_cuda(rows, monkeypatch):
-    monkeypatch.setattr("pallas_kernels.implementations.runs_triton", lambda: True)
+    monkeypatch.setattr("pallas_kernels.common.implementations.runs_triton", lambda: True)
     products = functools.partial(pallas_kernels.linear, implementation="triton")
     x, vector = (rows, 2560, "bfloat16"), (2560, "bfloat16")
     lower_for_cuda(products, x, (2560, 7680, "bfloat16"), (7680, "bfloat16"))

@@ -9,7 +9,7 @@ from test_kernels import lower_for_cuda
 from test_linear import check_product, check_sums
 
 import pallas_kernels
-from pallas_kernels import linear_mosaic
+from pallas_kernels.matmul import mosaic
 
 IS_OLD = jax.__version_info__ < (0, 11)
 needs_new_jax = pytest.mark.skipif(IS_OLD, reason="jax 0.11 is the first to interpret it")
@@ -50,7 +50,7 @@ def test_sums_add_up_to_the_product(rows, inputs, shares, dtype):
 @pytest.mark.parametrize("rows", [104, 160, 384, 512])
 def test_the_kernels_lower_for_cuda(rows, monkeypatch):
     """At the sizes of OPT-6.7B, where columns in tiles of 96 fill the device best."""
-    monkeypatch.setattr("pallas_kernels.implementations._compute_capability", lambda: 9.0)
+    monkeypatch.setattr("pallas_kernels.common.implementations._compute_capability", lambda: 9.0)
     options = {"implementation": "mosaic"}
     x, vector = (rows, 4096, "bfloat16"), lambda size: (size, "bfloat16")
     lower = functools.partial(lower_for_cuda, backend="mosaic_gpu")
@@ -75,12 +75,12 @@ def test_the_kernels_lower_for_cuda(rows, monkeypatch):
     ],
 )
 def test_tiles_cover_the_product_and_fit_into_the_device(rows, inputs, outputs, split):
-    tiling = linear_mosaic.tiling_for(rows, inputs, outputs, split=split)
+    tiling = mosaic.tiling_for(rows, inputs, outputs, split=split)
     of_inputs, of_outputs = tiling.multiples
     assert inputs % of_inputs == outputs % of_outputs == 0
     assert outputs % (tiling.columns * tiling.cluster) == 0
     assert tiling.rows / tiling.warpgroups % 64 == 0
-    assert linear_mosaic.sums_fit(tiling.rows, tiling.columns, tiling.warpgroups)
+    assert mosaic.sums_fit(tiling.rows, tiling.columns, tiling.warpgroups)
     assert tiling.stages >= 3
     tiles = -(-rows // tiling.rows)
     assert (tiles - 1) * tiling.rows < rows <= tiles * tiling.rows
@@ -101,7 +101,7 @@ def test_what_the_kernel_does_not_take_is_refused(arguments, error):
 
 
 def test_another_device_is_refused(monkeypatch):
-    monkeypatch.setattr("pallas_kernels.implementations._compute_capability", lambda: 10.0)
+    monkeypatch.setattr("pallas_kernels.common.implementations._compute_capability", lambda: 10.0)
     x = jnp.zeros((8, 128), "bfloat16")
     with pytest.raises(ValueError, match="needs jax 0.11" if IS_OLD else "capability 9.0"):
         pallas_kernels.linear(x, jnp.zeros((128, 128), "bfloat16"), implementation="mosaic")

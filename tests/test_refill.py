@@ -18,6 +18,7 @@ from emsjax.decode.row_counts import prompt_row_counts
 from emsjax.decode.run import Run
 from emsjax.decode.step import decode_loop
 from emsjax.engine import slots
+from emsjax.engine.adapt import make_run
 from emsjax.engine.preparation import check
 
 LENGTHS = [5, 9, 20, 3, 14, 1, 2, 33, 7, 11, 4]
@@ -137,7 +138,7 @@ def test_policies_that_look_at_the_batch_leave_greedy_tokens_alone(policy):
 
 
 def slots_for(model, prompts, *, count, drafter=None, **asked):
-    run, requests = check(Run.of(model, drafter), prompts, **asked)
+    run, requests = check(make_run(model, drafter), prompts, **asked)
     served = slots.Slots(run, requests, count)
     return served, slots.sequences_of(requests), requests
 

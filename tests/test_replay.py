@@ -11,9 +11,9 @@ from toy import POSITIONS, VOCAB, ragged_prompts, tiny_model
 
 import emsjax
 from emsjax.benchmarks.scripted import PROFILES, CopyAcceptance, Mixed, TokenAcceptance, replay
-from emsjax.decode.run import Run
 from emsjax.decode.step import decode_loop
 from emsjax.drafters.replay import Replay
+from emsjax.engine.adapt import make_run
 
 BATCH = len(LENGTHS)
 
@@ -121,7 +121,7 @@ def compiled_loop(source) -> str:
     model, prompts = model_of_text(), ragged_prompts(LENGTHS)
     state = emsjax.init_state(model, drafter, prompts, max_new_tokens=9)
     # Lowering makes trees of no arrays, which the annotations refuse in tests.
-    leaves, tree = jax.tree.flatten((Run.of(model, drafter), state))
+    leaves, tree = jax.tree.flatten((make_run(model, drafter), state))
     run = jax.jit(lambda leaves: decode_loop(*tree.unflatten(leaves), 3))
     return run.lower(leaves).compile().as_text()
 

@@ -98,6 +98,6 @@ def test_a_row_does_not_depend_on_the_others(options):
 
 
 def test_cutoffs_lower_for_cuda(monkeypatch):
-    monkeypatch.setattr("pallas_kernels.implementations.runs_triton", lambda: True)
+    monkeypatch.setattr("pallas_kernels.common.implementations.runs_triton", lambda: True)
     cut = functools.partial(pallas_kernels.sampling_cutoff, implementation="triton")
     lower_for_cuda(cut, (24, 50272, "float32"), (24, "int32"), (24, "float32"))

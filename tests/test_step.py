@@ -13,12 +13,12 @@ import emsjax
 from emsjax import vanilla
 from emsjax.decode.kernels import resolve_kernels
 from emsjax.decode.pack import AcceptedPath, pack
-from emsjax.decode.run import Run
 from emsjax.decode.step import decode_loop
 from emsjax.engine import slots
+from emsjax.engine.adapt import make_run
 from emsjax.engine.preparation import check
 from emsjax.generation import complete
-from pallas_kernels.indexing import take, take_in_rows
+from pallas_kernels.common.indexing import take, take_in_rows
 
 LENGTHS = [5, 9, 20, 3, 14, 1]
 RUNS = {
@@ -175,7 +175,7 @@ def test_observed_hidden_states_are_those_of_a_fresh_forward(taps, refilled):
     model, prompts, kernels = tiny_model(), ragged_prompts(LENGTHS), resolve_kernels(None)
     right = emsjax.generate(model, prompts, max_new_tokens=9)
     drafter = Watching(model, jnp.arange(VOCAB, dtype=jnp.int32), taps=taps)
-    run, requests = check(Run.of(model, drafter), prompts, max_new_tokens=9)
+    run, requests = check(make_run(model, drafter), prompts, max_new_tokens=9)
     if refilled:
         held = slots.Slots(run, requests, 4)
         rows = list(held.serve(slots.sequences_of(requests)))
@@ -227,7 +227,7 @@ def test_a_processor_that_forbids_a_token_keeps_decoding_lossless(sampled, draft
     }
 
     def decode(drafter, batch_size=None):
-        run, requests = check(Run.of(model, drafter, processors=processors), prompts, **asked)
+        run, requests = check(make_run(model, drafter, processors=processors), prompts, **asked)
         return complete(run, requests, batch_size=batch_size)
 
     plain = decode(None)
@@ -258,7 +258,7 @@ def test_a_processor_sees_the_tokens_before_each_row():
     model, prompts = tiny_model(), ragged_prompts(LENGTHS)
 
     def decode(drafter):
-        run = Run.of(model, drafter, processors=(no_repeat,))
+        run = make_run(model, drafter, processors=(no_repeat,))
         run, requests = check(run, prompts, max_new_tokens=20)
         return complete(run, requests)
 

@@ -26,8 +26,8 @@ from emsjax.benchmarks.policy_runs import (
 from emsjax.benchmarks.results import add_entry
 from emsjax.benchmarks.runs import LoopRun
 from emsjax.benchmarks.workloads import EmbeddedModels, ScriptedModels, Workload
-from emsjax.decode.base import is_free
-from emsjax.decode.step import Counters
+from emsjax.decode.state import Counters
+from emsjax.engine.adapt import as_drafter
 from emsjax.generation import init_state
 from emsjax.policies.costs import StepCosts, read_profile, synergy_lengths
 
@@ -85,7 +85,7 @@ class Bench:
         workload = self.models.workloads[name]
         tokens = self.max_new_tokens or workload.max_new_tokens
         drafters = self.models.drafters(workload, self.batch, self.k, self.repeats)
-        costs = self.costs.without_drafting() if is_free(drafters[0]) else self.costs
+        costs = self.costs.without_drafting() if as_drafter(drafters[0]).free else self.costs
         sizes = range(1, self.batch + 1)
         chosen = policies(self.k, costs, dict.fromkeys(sizes, 0))
         run = self.start(workload, drafters[0], chosen)

@@ -24,7 +24,9 @@ from emsjax.benchmarks.runs import at_once
 from emsjax.benchmarks.sources import Source, Task
 from emsjax.benchmarks.step import floor_ms, products
 from emsjax.decode.layout import UNPADDED, Layout
-from emsjax.decode.step import Flat, decode_loop
+from emsjax.decode.run import Run
+from emsjax.decode.step import decode_loop
+from emsjax.engine.adapt import make_run
 from emsjax.generation import init_state
 
 GREEDY = "greedy"
@@ -50,7 +52,7 @@ class Bench:
     def __init__(self, source: Source, batch: int, rates: Rates | None, repeats: int):
         self.source, self.batch, self.rates = source, batch, rates
         self.repeats = repeats
-        self.weights = Flat.of(source.model)  # as in `emsjax.generate`
+        self.weights: Any = None  # the flat model, once it is known
         self.compiled: dict[Any, Callable] = {}
         self.warm: set[Any] = set()  # keys of compiled loops that have run
         self.about: dict[str, dict[str, Any]] = {}
@@ -132,11 +134,18 @@ class Bench:
         }
         return figures, tokens
 
+    def run(self, method: str, task: Task) -> Run:
+        """The library's run; its model is taken apart once, as in `emsjax.generate`."""
+        run = make_run(self.source.model, drafter_of(method, task), layout=METHODS[method])
+        if self.weights is None:
+            self.weights = run.flat().model
+        return dataclasses.replace(run, model=self.weights)
+
     def advance(self, method: str, task: Task, state, steps: int):
         """The state after at most this many steps, and their seconds."""
         loop = self.compiled[method, state_shape(state)]
         begin = time.perf_counter()
-        state = loop(self.weights, drafter_of(method, task), state, None, np.int32(steps))
+        state, _ = loop(self.run(method, task), state, np.int32(steps))
         return jax.block_until_ready(state), time.perf_counter() - begin
 
     def start(self, method: str, task: Task):
@@ -162,9 +171,7 @@ class Bench:
         if (method, state_shape(state)) in self.compiled:
             return
         begin = time.perf_counter()
-        arguments = (self.weights, drafter_of(method, task), state, None, np.int32(1))
-        options = {"attention_implementation": None, "layout": METHODS[method]}
-        compiled = decode_loop.lower(*arguments, **options).compile()
+        compiled = decode_loop.lower(self.run(method, task), state, np.int32(1)).compile()
         self.compiled[method, state_shape(state)] = compiled
         about = {"compile_s": time.perf_counter() - begin, "memory_bytes": None}
         if (memory := compiled.memory_analysis()) is not None:
@@ -211,7 +218,7 @@ class Bench:
 
 
 def state_shape(state) -> tuple[int, ...]:
-    return (*state.tokens.shape, state.cache.layers.keys[0].shape[1])
+    return (*state.tokens.shape, state.cache.layers[0].keys.shape[1])
 
 
 def drafter_of(method: str, task: Task) -> Any:

@@ -32,8 +32,8 @@ from emsjax.benchmarks.results import add_entry, begin
 from emsjax.benchmarks.runs import (
     LONG,
     REPETITIONS,
-    Run,
     StepRun,
+    TimedRun,
     kernel_profile,
     random_model,
     time_steps,
@@ -41,8 +41,8 @@ from emsjax.benchmarks.runs import (
 from emsjax.benchmarks.shapes import MODELS
 from emsjax.decode.cache import KVCache
 from emsjax.decode.kernels import resolve_kernels
-from emsjax.decode.pack import PackedRows
-from emsjax.decode.step import DecodeState
+from emsjax.decode.pack import AcceptedPath, PackedRows
+from emsjax.decode.state import DecodeState
 from emsjax.drafters import DraftModel
 from emsjax.models.opt import OPT
 from emsjax.sampling import Sampling
@@ -79,14 +79,15 @@ def plain_loop(model: OPT, state: PlainState, max_steps, *, attention) -> PlainS
         counts = state.active.astype(jnp.int32)
         last = state.lengths - 1
         rows = PackedRows(jnp.where(state.active, slots, batch), last, slots, counts)
-        hidden, fresh = model(
+        out = model(
             state.tokens[slots, last],
             rows,
             state.cache,
             attention=kernels.attention,
             max_rows_per_sample=1,
         )
-        logits = model.logits(hidden)
+        path = AcceptedPath.prefix(rows, counts)
+        logits = model.logits(out.hidden)
         token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         logprob = jnp.max(jax.nn.log_softmax(logits), axis=-1)
         at = jnp.where(state.active, state.lengths, state.tokens.shape[1])
@@ -98,7 +99,7 @@ def plain_loop(model: OPT, state: PlainState, max_steps, *, attention) -> PlainS
             logprobs=state.logprobs.at[slots, at].set(logprob, mode="drop"),
             lengths=lengths,
             active=state.active & ~ended & (lengths < state.length_limits),
-            cache=state.cache.commit(fresh, rows, counts, kernels.update),
+            cache=state.cache.commit(out.fresh, rows, path, kernels.update),
             num_steps=state.num_steps + 1,
         )
 
@@ -107,7 +108,7 @@ def plain_loop(model: OPT, state: PlainState, max_steps, *, attention) -> PlainS
     return lax.while_loop(unfinished, advance, state)
 
 
-class PlainRun(Run):
+class PlainRun(TimedRun):
     """`plain_loop`, started from the same state as the library's loop."""
 
     def __init__(self, model: OPT, state: DecodeState, attention):
@@ -119,7 +120,7 @@ class PlainRun(Run):
         return plain_loop, (self.model, self.state, steps), {"attention": self.attention}
 
 
-def compare(base: str, runs: Mapping[str, Run]) -> dict[str, Any]:
+def compare(base: str, runs: Mapping[str, TimedRun]) -> dict[str, Any]:
     """Times of both runs, and the ratio of the other run's best time to that of `base`."""
     for run in runs.values():
         run.advance(LONG)  # compiles

@@ -25,8 +25,8 @@ from emsjax.benchmarks.registry import BENCHMARKS
 from emsjax.benchmarks.results import add_entry, begin, save
 from emsjax.benchmarks.scripted import CopyAcceptance, replay, scripted_model
 from emsjax.benchmarks.shapes import MODELS
-from emsjax.decode.layout import UNPADDED
 from emsjax.drafters import PromptLookup
+from emsjax.engine.adapt import make_run
 from emsjax.engine.output import assemble
 from emsjax.engine.preparation import check
 from emsjax.engine.slots import Slots, sequences_of, stacked
@@ -59,23 +59,14 @@ class Bench:
         self, prompts: Sequence[np.ndarray], **other: int
     ) -> tuple[np.ndarray, dict[str, Any]]:
         options = self.options | other
-        requests, drafter = check(self.model, self.drafter, None, prompts, **options)
-        batches = in_groups(
-            self.model,
-            drafter,
-            requests,
-            self.batch,
-            draft_length=None,
-            deadline=None,
-            attention_implementation=None,
-            layout=UNPADDED,
-        )
+        run, requests = check(make_run(self.model, self.drafter), prompts, **options)
+        batches = in_groups(run, requests, self.batch, None)
         out = assemble(batches, requests, pad_token_id=0)
         return out.tokens, {"model_calls": out.stats.model_calls}
 
     def refilled(self, prompts: Sequence[np.ndarray]) -> tuple[np.ndarray, dict[str, Any]]:
-        requests, drafter = check(self.model, self.drafter, None, prompts, **self.options)
-        slots = Slots.of(self.model, drafter, requests, None, self.batch, None)
+        run, requests = check(make_run(self.model, self.drafter), prompts, **self.options)
+        slots = Slots(run, requests, self.batch)
         rows = sorted(slots.serve(sequences_of(requests)), key=lambda row: row["sequence_ids"])
         out = assemble([stacked(rows) | slots.counts()], requests, pad_token_id=0)
         return out.tokens, slots.counts() | {"idle_share": slots.idle_share}

@@ -20,13 +20,16 @@ from flax import nnx
 from jax import lax
 
 from emsjax.benchmarks.device_times import kernel_times, kernels_per_step
-from emsjax.decode.base import state_after_commit
+from emsjax.decode.base import Draft
 from emsjax.decode.cache import KVCache
 from emsjax.decode.layout import UNPADDED
 from emsjax.decode.row_counts import round_up_length
-from emsjax.decode.step import DecodeState, Flat, decode_loop
-from emsjax.drafters import Draft, DraftModel
+from emsjax.decode.run import Run
+from emsjax.decode.state import DecodeState
+from emsjax.decode.step import decode_loop
+from emsjax.drafters import DraftModel
 from emsjax.drafters.replay import Overriding
+from emsjax.engine.adapt import as_drafter, make_run
 from emsjax.generation import init_state
 from emsjax.models.config import OPTConfig
 from emsjax.models.opt import OPT
@@ -77,7 +80,7 @@ def random_model(config: OPTConfig, dtype=jnp.bfloat16) -> OPT:
     return model
 
 
-class Run(abc.ABC):
+class TimedRun(abc.ABC):
     """A decode loop that starts from the same prompts every time.
 
     Attributes:
@@ -121,7 +124,7 @@ class Run(abc.ABC):
         return time.perf_counter() - start
 
 
-class LoopRun(Run):
+class LoopRun(TimedRun):
     """The library's own loop.
 
     Args:
@@ -134,19 +137,23 @@ class LoopRun(Run):
 
     def __init__(self, model, drafter, state: DecodeState, attention, draft_length=None):
         self.drafter, self.draft_length = drafter, draft_length
-        self.weights = Flat.of(model)
+        self.weights = make_run(model, None).flat().model
         super().__init__(model, state, attention)
 
     def call(self, steps: int):
-        arguments = (self.weights, Flat.of(self.drafter), self.state, self.draft_length, steps)
+        return _loop, (self.assembled(), self.state, steps), {}
+
+    def assembled(self) -> Run:
+        """The library's run, with the drafter, the policy and the layout of now."""
         options = {"attention_implementation": self.attention, "layout": self.layout}
-        return decode_loop, arguments, options
+        run = make_run(self.model, self.drafter, self.draft_length, **options)
+        return dataclasses.replace(run, model=self.weights).flat()
 
     def rewind(self) -> DecodeState:
         state = super().rewind()
         drafter_state, policy_state = state.drafter_state, ()
         if self.drafter is not None:
-            drafter_state = state_after_commit(self.drafter, drafter_state, state.lengths)
+            drafter_state = as_drafter(self.drafter).commit(drafter_state, state.lengths)
         if self.draft_length is not None:
             batch, k1 = state.counters.accepted_histogram.shape
             policy_state = self.draft_length.init(batch, k1 - 1)
@@ -160,6 +167,19 @@ class LoopRun(Run):
         )
 
 
+class _Loop:
+    """`decode_loop` without a queue, whose only output is the state."""
+
+    def __call__(self, *arguments) -> DecodeState:
+        return decode_loop(*arguments)[0]
+
+    def lower(self, *arguments):
+        return decode_loop.lower(*arguments)
+
+
+_loop = _Loop()
+
+
 class StepRun(LoopRun):
     """The device loop of one shape: `rows` rows of each of `batch` samples.
 
@@ -170,7 +190,7 @@ class StepRun(LoopRun):
         sampling: None: greedy.
         draft_length: allows for fewer rows, see `feed`. The cache then has room for `long` steps
             only, as several such runs exist at once.
-        long: see `Run`.
+        long: see `TimedRun`.
 
     Raises:
         ValueError: the context is too short, or `emsjax.init_state` refuses the arguments.
@@ -256,7 +276,7 @@ class Drafting:
     cache: KVCache
 
 
-class DraftRun(Run):
+class DraftRun(TimedRun):
     """A draft model alone, which drafts as many tokens as it may of each sample in every step.
 
     Args:
@@ -285,13 +305,13 @@ def _draft(drafter: DraftModel, state: Drafting, steps) -> Drafting:
         )
         # Stored, so that the compiler cannot drop the last draft token.
         tokens = state.tokens.at[:, -draft.tokens.shape[1] :].set(draft.tokens)
-        cache = state_after_commit(drafter, cache, state.lengths)
+        cache = drafter.commit(cache, state.lengths)
         return dataclasses.replace(state, tokens=tokens, cache=cache)
 
     return lax.fori_loop(0, steps, step, state)
 
 
-def time_steps(runs: Mapping[Any, Run], repetitions: int = REPETITIONS) -> dict[Any, dict]:
+def time_steps(runs: Mapping[Any, TimedRun], repetitions: int = REPETITIONS) -> dict[Any, dict]:
     """Milliseconds of a step of each run. The runs take turns, and must have been compiled.
 
     Returns:
@@ -315,7 +335,7 @@ def _step_times(seconds: np.ndarray, long: int) -> dict[str, Any]:
     }
 
 
-def kernel_profile(run: Run, top: int) -> dict[str, Any]:
+def kernel_profile(run: TimedRun, top: int) -> dict[str, Any]:
     """Device time of a step by kernel class, and its `top` longest kernels."""
     short, long = (kernel_times(lambda n=n: run.advance(n)) for n in (SHORT, run.long))
     return kernels_per_step(short, long, run.long - SHORT, top)

@@ -16,6 +16,7 @@ from flax import nnx
 
 from emsjax.checks import as_token_ids, check_at_least
 from emsjax.drafters.replay import Replay
+from emsjax.engine.adapt import as_drafter, unwrapped
 from emsjax.models.config import POSITION_OFFSET, OPTConfig
 from emsjax.models.opt import OPT
 
@@ -246,8 +247,8 @@ def replay(
     texts = np.stack([as_token_ids("text", one, vocab_size) for one in texts])
     if len(texts) not in (1, batch):
         raise ValueError(f"text must be one or {batch}, one per sample, not {len(texts)}")
-    if hasattr(source, "with_limit"):
-        source = source.with_limit(k)
+    if source is not None:
+        source = unwrapped(as_drafter(source).with_limit(k))
     if source is not None and source.max_draft_tokens < k:
         raise ValueError(
             f"the source drafts {source.max_draft_tokens} tokens at most, "

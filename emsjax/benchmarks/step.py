@@ -130,7 +130,7 @@ def run(options: argparse.Namespace, command: str) -> int:
         "dtype": "bfloat16",
         "context": options.context,
         "repetitions": REPETITIONS,
-        "attention": resolve_kernels(attention).attention.keywords["implementation"],
+        "attention": resolve_kernels(attention).attention.implementation,
     }
     results = begin(options, command, settings, entries="shapes")
     results["rates"] = {name: rate.describe() for name, rate in rates.items()}

@@ -21,8 +21,8 @@ from emsjax.benchmarks.runs import (
     LONG,
     SHORT,
     DraftRun,
-    Run,
     StepRun,
+    TimedRun,
     at_once,
     random_model,
     time_steps,
@@ -157,7 +157,7 @@ class Measurement:
         return found | measure(means_between(found))
 
 
-def started(start: Callable[[Any], Run], subjects: Sequence[Any]) -> list[Run]:
+def started(start: Callable[[Any], TimedRun], subjects: Sequence[Any]) -> list[TimedRun]:
     """Runs of all subjects, compiled concurrently and warmed up.
 
     Nothing runs while the loops compile: XLA chooses kernels for products by timing them.
@@ -179,7 +179,7 @@ def means_between(found: dict[int, float]) -> list[int]:
     return [size for size in means if size not in found]
 
 
-def best_ms(runs: Sequence[Run]) -> list[float]:
+def best_ms(runs: Sequence[TimedRun]) -> list[float]:
     """Milliseconds of a step of each run; runs take turns, as clock rates may change."""
     seconds = max(run.advance(SHORT) + run.advance(run.long) for run in runs)
     repetitions = int(np.clip(SECONDS / seconds, 3, REPETITIONS))

@@ -158,14 +158,13 @@ def completions(model, drafter, policy, missing: Missing, longest: int, options:
     import jax
 
     from emsjax import streaming
+    from emsjax.engine.adapt import make_run
     from emsjax.sampling import Sampling
 
     devices = jax.local_devices()
     return streaming.stream_numbered(
-        model,
+        make_run(model, drafter, policy),
         iter(missing),
-        drafter,
-        policy,
         max_new_tokens=options.max_new_tokens,
         sampling=Sampling(options.temperature, options.top_k, options.top_p),
         num_sequences=options.num_sequences,

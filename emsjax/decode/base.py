@@ -1,7 +1,7 @@
 """What a step is given: the protocols of a model, a drafter and a draft-length policy.
 
 `Drafter` and `DraftLength` are base classes with defaults. Objects that merely have the right
-methods work too: `emsjax.decode.adapt` wraps them, and nothing else asks what an object has.
+methods work too: `emsjax.engine.adapt` wraps them, and nothing else asks what an object has.
 
 Axis legend: see `emsjax.decode.pack`.
 """
@@ -258,6 +258,11 @@ class DraftLength:
     """
 
     max_draft_tokens: int | None = None
+
+    @property
+    def name(self) -> str:
+        """What messages call the policy."""
+        return type(self).__name__
 
     def init(self, batch: int, max_draft_tokens: int) -> Any:
         """State for `batch` samples, each with up to `max_draft_tokens` in a step."""

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from emsjax.decode.kernels import Visible
 from emsjax.decode.pack import AcceptedPath, PackedRows
-from pallas_kernels.indexing import take
+from pallas_kernels.common.indexing import take
 
 
 @jax.tree_util.register_dataclass
@@ -165,7 +165,6 @@ Cache = KVCache | SharedIndexCache
 def _write(layers, fresh, segment_ids, places, update: Callable) -> tuple[LayerCache, ...]:
     """The layers with each row [r] at its place in its sample."""
     keys, values = ([getattr(layer, name) for layer in layers] for name in ("keys", "values"))
-    fresh = tuple(x.reshape(x.shape[0], 3, -1, x.shape[2]) for x in fresh)  # SHIM
     keys, values = update(keys, values, fresh, None, segment_ids, places)
     written = zip(layers, keys, values, strict=True)
     return tuple(dataclasses.replace(old, keys=k, values=v) for old, k, v in written)

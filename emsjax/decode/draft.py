@@ -1,13 +1,12 @@
 """The first part of a step: what each sample drafts, cut to what can be used."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from emsjax.decode.adapt import check_state, unwrapped
+from emsjax.checks import check_array, check_state
 from emsjax.decode.base import Draft, Drafter, DraftLength, StepView
 from emsjax.decode.run import Run
 from emsjax.sampling import Purpose, position_keys
@@ -78,7 +77,7 @@ def available_lengths(policy: DraftLength, state: Any, view: StepView) -> Int32[
     shape, dtype = jnp.shape(lengths), jnp.result_type(lengths)
     if not jnp.issubdtype(dtype, jnp.integer) or shape not in ((), view.available.shape):
         raise ValueError(
-            f"{type(unwrapped(policy)).__name__}.lengths must return integers [b] = "
+            f"{policy.name}.lengths must return integers [b] = "
             f"{view.available.shape}, not {dtype}{list(shape)}"
         )
     return jnp.clip(jnp.asarray(lengths).astype(jnp.int32), 0, view.available)
@@ -119,20 +118,16 @@ def checked_draft(draft: Draft, batch: int, max_draft_tokens: int, vocab_size: i
     """
     block = (batch, max_draft_tokens)
     what = f"integers [b, k] = {block}, k = max_draft_tokens"
-    tokens = _checked("tokens", draft.tokens, jnp.integer, lambda shape: shape == block, what)
+    tokens = check_array(
+        "Draft.tokens", draft.tokens, jnp.integer, lambda shape: shape == block, what
+    )
     what = f"integers [b] = {(batch,)}"
-    counts = _checked("counts", draft.counts, jnp.integer, lambda shape: shape == (batch,), what)
+    counts = check_array(
+        "Draft.counts", draft.counts, jnp.integer, lambda shape: shape == (batch,), what
+    )
     probs = draft.probs
     if probs is not None:
         fits = lambda shape: len(shape) == 3 and shape[:2] == block and shape[2] <= vocab_size
         what = f"None, or floating [b, k, v] = {(*block, vocab_size)}; v may be smaller"
-        probs = _checked("probs", probs, jnp.floating, fits, what)
+        probs = check_array("Draft.probs", probs, jnp.floating, fits, what)
     return Draft(tokens.astype(jnp.int32), counts.astype(jnp.int32), probs)
-
-
-def _checked(name: str, value: Any, kind: Any, fits: Callable[[tuple], bool], what: str) -> Array:
-    if not hasattr(value, "dtype") or not hasattr(value, "shape"):
-        raise ValueError(f"Draft.{name} must be {what}: got {type(value).__name__}")
-    if not jnp.issubdtype(value.dtype, kind) or not fits(value.shape):
-        raise ValueError(f"Draft.{name} must be {what}: got {value.dtype}{list(value.shape)}")
-    return jnp.asarray(value)

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 from jaxtyping import Array, Bool, Float, Int32
 
 import pallas_kernels
+from emsjax.checks import check_alike
 from emsjax.decode.pack import PackedRows
-from pallas_kernels.implementations import choose
-from pallas_kernels.ragged_attention import IMPLEMENTATIONS as ATTENTIONS
-from pallas_kernels.update_kv_cache import IMPLEMENTATIONS as UPDATES
+from pallas_kernels.attention import IMPLEMENTATIONS as ATTENTIONS
+from pallas_kernels.cache_update import IMPLEMENTATIONS as UPDATES
+from pallas_kernels.common.implementations import choose
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +81,6 @@ def attend(
     places = (rows.segment_ids, rows.positions, visible.lengths)
     called = attention.func if isinstance(attention, functools.partial) else attention
     if isinstance(called, OwnAttention) or called is pallas_kernels.ragged_attention:
-        qkv = qkv.reshape(qkv.shape[0], 3, -1, qkv.shape[2])  # SHIM
         return attention(qkv, None, None, cached.keys, cached.values, *places, **options)
     kv_heads = cached.keys.shape[2]
     query, key, value = (
@@ -89,24 +89,7 @@ def attend(
         qkv[:, -kv_heads:],
     )
     out = attention(query, key, value, cached.keys, cached.values, *places, **options)
-    return checked(out, query)
-
-
-def checked(output: Any, query: Float[Array, "r hq d"]) -> Float[Array, "r hq d"]:
-    """The output of a user's attention for these queries.
-
-    Raises:
-        ValueError: no array, or one of another shape or dtype than the queries'.
-    """
-    is_array = hasattr(output, "dtype") and hasattr(output, "shape")
-    kind = lambda x: f"{x.dtype}{list(x.shape)}"
-    found = kind(output) if is_array else type(output).__name__
-    if found != kind(query):
-        raise ValueError(
-            "attention_implementation must return [rows, heads, head_dim] in the query's dtype, "
-            f"{kind(query)}, not {found}"
-        )
-    return output
+    return check_alike(out, query)
 
 
 def resolve_kernels(attention_implementation: str | Callable | None) -> Kernels:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Int32
 from emsjax.decode.cache import Cache, KVCache, SharedIndexCache
 from emsjax.decode.pack import PackedRows, pack
 from emsjax.decode.row_counts import round_up_length, row_buckets, smallest_bucket
-from pallas_kernels.indexing import take
+from pallas_kernels.common.indexing import take
 
 MAX_WIDTHS = 11  # of a padded step
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32, PyTree
 
-from pallas_kernels.indexing import take
+from pallas_kernels.common.indexing import take
 
 
 @jax.tree_util.register_dataclass

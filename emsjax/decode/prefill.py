@@ -11,7 +11,7 @@ from emsjax.decode.cache import KVCache
 from emsjax.decode.kernels import Kernels
 from emsjax.decode.pack import AcceptedPath, pack
 from emsjax.decode.row_counts import chunk_rows
-from pallas_kernels.indexing import take
+from pallas_kernels.common.indexing import take
 
 
 def prefill(

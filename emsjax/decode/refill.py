@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from emsjax.decode.row_counts import smallest_bucket
 from emsjax.decode.run import Run
 from emsjax.decode.state import DecodeState, Sequences, admit
-from pallas_kernels.indexing import take
+from pallas_kernels.common.indexing import take
 
 PER_SLOT = ("tokens", "logprobs", "lengths", "prompt_lengths", "ended", "sequence_ids")
 COUNTED = ("num_steps", "num_drafted", "num_accepted", "accepted_histogram")

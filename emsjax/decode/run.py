@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Array, Float, Int32
 
-from emsjax.decode.adapt import as_drafter, as_policy, check_is_model, with_policy_limit
 from emsjax.decode.base import Drafter, DraftLength, Model
-from emsjax.decode.kernels import Kernels, resolve_kernels
+from emsjax.decode.kernels import Kernels
 from emsjax.decode.layout import UNPADDED, Layout
 
 
@@ -60,30 +59,6 @@ class Run:
     processors: tuple[Processor, ...] = dataclasses.field(default=(), metadata={"static": True})
     kernels: Kernels = dataclasses.field(default=None, metadata={"static": True})
     layout: Layout = dataclasses.field(default=UNPADDED, metadata={"static": True})
-
-    @classmethod
-    def of(
-        cls,
-        model: Any,
-        drafter: Any,
-        draft_length: Any = None,
-        *,
-        processors: tuple[Processor, ...] = (),
-        attention_implementation: str | Callable | None = None,
-        layout: Layout = UNPADDED,
-    ) -> "Run":
-        """The run of what a user passes in.
-
-        Raises:
-            ValueError: no model, drafter or policy, or an attention that does not exist or that
-                the device cannot run.
-        """
-        check_is_model("model", model)
-        kernels, policy = resolve_kernels(attention_implementation), as_policy(draft_length)
-        drafter = with_policy_limit(as_drafter(drafter), policy)
-        if drafter is not None and processors:
-            drafter = drafter.with_processors(processors)
-        return cls(model, drafter, policy, processors, kernels, layout)
 
     @property
     def max_draft_tokens(self) -> int:

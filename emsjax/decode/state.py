@@ -12,7 +12,7 @@ from emsjax.decode.base import choose_slots, merge_fresh
 from emsjax.decode.cache import Cache, KVCache
 from emsjax.decode.run import Run
 from emsjax.sampling import Sampling
-from pallas_kernels.indexing import take
+from pallas_kernels.common.indexing import take
 
 
 @jax.tree_util.register_dataclass

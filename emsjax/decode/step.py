@@ -7,18 +7,16 @@ Axis legend: see `emsjax.decode.pack`.
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
-from emsjax.decode.adapt import check_state
-from emsjax.decode.base import Drafter, DraftLength, Model, ObservedRows
+from emsjax.checks import check_state
+from emsjax.decode.base import ObservedRows
 from emsjax.decode.draft import propose
-from emsjax.decode.layout import UNPADDED, Layout
 from emsjax.decode.pack import pack
 from emsjax.decode.refill import (
     Queue,
@@ -32,52 +30,20 @@ from emsjax.decode.row_counts import prompt_row_counts
 from emsjax.decode.run import Run
 from emsjax.decode.state import Counters, DecodeState, StepInfo, is_ready
 from emsjax.decode.verify import random_bits, verify
-from pallas_kernels.indexing import take, take_in_rows
-
-
-def step(
-    model: Model,
-    drafter: Drafter | Any | None,
-    state: DecodeState,
-    *,
-    draft_length: DraftLength | Any | None = None,
-    attention_implementation: str | Callable | None = None,
-    layout: Layout = UNPADDED,
-    num_sequences: Int32[Array, ""] | None = None,
-) -> tuple[DecodeState, StepInfo]:
-    """Draft, verify and commit once for every sample that decodes; pure, to be traced.
-
-    Args:
-        model: the target.
-        drafter: the draft source; None: plain decoding.
-        state: as `init_state` or an earlier step returned it.
-        draft_length: a policy that limits drafting; None: the drafter's own limit.
-        attention_implementation: as for `generate`.
-        layout: what is padded, as it was for `init_state`.
-        num_sequences: sequences per prompt, if prompts may be left to cache: the step then
-            feeds their tokens, too. None: all prompts are cached.
-
-    Returns:
-        The next state, and what the step did.
-
-    Raises:
-        ValueError: no model, an unknown attention, a `free` drafter that draws its tokens, or
-            attention, a drafter or a policy that does not return what it should.
-    """
-    run = Run.of(
-        model,
-        drafter,
-        draft_length,
-        attention_implementation=attention_implementation,
-        layout=layout,
-    )
-    return advance(run, state, num_sequences)
+from pallas_kernels.common.indexing import take, take_in_rows
 
 
 def advance(
     run: Run, state: DecodeState, num_sequences: Int32[Array, ""] | None = None
 ) -> tuple[DecodeState, StepInfo]:
-    """`step` for a run that is put together already."""
+    """Draft, verify and commit once for every sample that decodes.
+
+    Args:
+        num_sequences: sequences per prompt, if prompts may be left to cache; None: all are cached.
+
+    Returns:
+        The next state, and what the step did.
+    """
     k = state.counters.max_draft_tokens
 
     # Draft: each sample has its own number of tokens, 0 allowed.

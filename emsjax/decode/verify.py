@@ -19,7 +19,7 @@ from emsjax.verification import (
     first_end,
     residual_distribution,
 )
-from pallas_kernels.indexing import take, take_in_rows
+from pallas_kernels.common.indexing import take, take_in_rows
 
 
 class Verdict(NamedTuple):

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from emsjax.decode.run import Run
 from emsjax.decode.step import decode_loop
 from emsjax.drafters import DraftModel
+from emsjax.engine.adapt import make_run
 from emsjax.generation import generate, init_state
 from emsjax.models.opt import OPT
 
@@ -66,7 +66,7 @@ def by_position(target: OPT, drafter: DraftModel, groups, new_tokens: int) -> li
     """
     k = drafter.max_draft_tokens
     histogram = np.zeros(k + 1, np.int64)
-    run = Run.of(target, drafter).flat()
+    run = make_run(target, drafter).flat()
     for prompts in groups:
         state = init_state(target, drafter, prompts, max_new_tokens=new_tokens, eos_token_ids=())
         state, _ = decode_loop(run, state, new_tokens // (k + 1))

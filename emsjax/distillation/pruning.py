@@ -24,7 +24,7 @@ from emsjax.distillation.training import forward
 from emsjax.models.config import ACTIVATIONS, POSITION_OFFSET, OPTConfig
 from emsjax.models.layers import scale_and_bias, weight_and_bias
 from emsjax.models.opt import LAYER_NORM_EPSILON, OPT, OPTLayer
-from pallas_kernels.add_layer_norm import normalise
+from pallas_kernels.add_norm.xla import normalise
 
 SEQUENCES, TOKENS = 64, 256  # sequences, and tokens of each, that statistics are measured on
 PROJECTED, SHARED = "projected", "shared"

@@ -9,7 +9,6 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from emsjax.checks import check_at_least
-from emsjax.decode.adapt import check_is_model
 from emsjax.decode.base import Draft, Drafter, Model, ModelConfig
 from emsjax.decode.cache import KVCache
 from emsjax.decode.kernels import resolve_kernels
@@ -17,8 +16,9 @@ from emsjax.decode.pack import AcceptedPath, pack
 from emsjax.decode.prefill import prefill
 from emsjax.decode.run import LogitsContext, Processor, process
 from emsjax.device import tree_bytes
+from emsjax.engine.adapt import check_is_model
 from emsjax.sampling import Purpose, draw, position_keys, warp
-from pallas_kernels.indexing import take
+from pallas_kernels.common.indexing import take
 
 DEFAULT_DRAFT_TOKENS = 4
 CATCH_UP_ROWS = 2  # a sample whose drafts were all accepted is one token behind

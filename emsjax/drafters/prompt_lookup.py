@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Int32
 from emsjax.checks import as_token_ids, check_at_least
 from emsjax.decode.base import Draft, Drafter
 from emsjax.decode.row_counts import round_up_length
-from pallas_kernels.indexing import take_in_rows
+from pallas_kernels.common.indexing import take_in_rows
 
 
 @jax.tree_util.register_pytree_node_class

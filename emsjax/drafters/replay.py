@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
-from emsjax.decode.adapt import as_drafter
 from emsjax.decode.base import Draft, Drafter, ModelConfig
-from pallas_kernels.indexing import take_in_rows
+from emsjax.engine.adapt import as_drafter
+from pallas_kernels.common.indexing import take_in_rows
 
 
 class Overriding(Drafter, abc.ABC):

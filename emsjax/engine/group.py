@@ -15,7 +15,7 @@ from emsjax.decode.run import Run
 from emsjax.decode.state import DecodeState, Sequences, begin
 from emsjax.engine.preparation import prompt_slots
 from emsjax.engine.requests import Requests, keys_at
-from pallas_kernels.indexing import take
+from pallas_kernels.common.indexing import take
 
 
 def prompts_served(requests: Requests, group: np.ndarray, slots: int) -> np.ndarray:

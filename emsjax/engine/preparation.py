@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from emsjax.decode.adapt import check_drafter, unwrapped
 from emsjax.decode.base import Drafter
 from emsjax.decode.run import Run
+from emsjax.engine.adapt import check_drafter, unwrapped
 from emsjax.engine.memory import check_fits
 from emsjax.engine.requests import Requests, check_requests
 

@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from emsjax.decode.adapt import unwrapped
 from emsjax.decode.refill import COUNTED, PER_SLOT, Finished, Queue, sequence_results
 from emsjax.decode.run import Run
 from emsjax.decode.state import DecodeState, Sequences
 from emsjax.decode.step import decode_loop
+from emsjax.engine.adapt import unwrapped
 from emsjax.engine.group import begin_group, begin_idle
 from emsjax.engine.preparation import check_memory, for_prompts, holds_prompts
 from emsjax.engine.requests import Requests, keys_at

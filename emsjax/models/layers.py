@@ -19,7 +19,7 @@ import pallas_kernels
 from emsjax.decode.cache import LayerCache
 from emsjax.decode.kernels import Visible, attend
 from emsjax.decode.pack import PackedRows
-from pallas_kernels.implementations import matmul_precision
+from pallas_kernels.common.implementations import matmul_precision
 
 
 @jax.tree_util.register_dataclass

@@ -25,9 +25,9 @@ from emsjax.models.layers import (
     run_layer,
     scale_and_bias,
 )
-from pallas_kernels.add_layer_norm import add, normalise
-from pallas_kernels.implementations import matmul_precision, with_gradient_of
-from pallas_kernels.indexing import take
+from pallas_kernels.add_norm.xla import add, normalise
+from pallas_kernels.common.implementations import matmul_precision, with_gradient_of
+from pallas_kernels.common.indexing import take
 
 LAYER_NORM_EPSILON = 1e-5
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int32
 from emsjax.checks import check_at_least
 from emsjax.decode.base import DraftLength, StepView
 from emsjax.policies.costs import StepCosts, accepted_at_rate, read_profile, synergy_lengths
-from pallas_kernels.indexing import take
+from pallas_kernels.common.indexing import take
 
 MOST = 1 << 30  # the largest length, far from int32 overflow: the device loop may add to it
 

@@ -11,10 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from emsjax.decode.base import DraftLength
 from emsjax.models.config import OPTConfig
 from emsjax.policies.costs import FORMAT, read_profile
 from emsjax.policies.goodput import Goodput
-from emsjax.policies.lengths import BassHeuristic, DraftLength, FixedLength
+from emsjax.policies.lengths import BassHeuristic, FixedLength
 
 POLICIES = {"fixed": FixedLength, "bass": BassHeuristic, "goodput": Goodput}
 # Fields of a configuration that do not affect the time of a step.

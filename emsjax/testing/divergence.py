@@ -18,7 +18,7 @@ from emsjax.decode.pack import pack
 from emsjax.decode.prefill import prefill
 from emsjax.decode.row_counts import round_up_length
 from emsjax.engine.output import GenerateOutput
-from pallas_kernels.indexing import take_in_rows
+from pallas_kernels.common.indexing import take_in_rows
 
 NEAR_TIE = 1 / 64  # of the largest absolute logit
 PREFIXES_AT_ONCE = 8

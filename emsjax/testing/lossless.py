@@ -14,6 +14,7 @@ from emsjax.decode.base import Drafter, DraftLength, Model
 from emsjax.decode.draft import checked_proposal
 from emsjax.decode.run import Run
 from emsjax.decode.state import DecodeState
+from emsjax.engine.adapt import make_run
 from emsjax.engine.output import GenerateOutput
 from emsjax.engine.preparation import check, for_prompts
 from emsjax.generation import generate, init_state
@@ -88,7 +89,7 @@ def assert_lossless(
         "key": key,
     }
     asked = {name: options[name] for name in ASKED if name in options}
-    run, requests = check(Run.of(model, drafter, draft_length), prompts, **asked)
+    run, requests = check(make_run(model, drafter, draft_length), prompts, **asked)
     greedy = requests.sampling is None
     if not greedy:
         _check_comparable(run, prompts)

@@ -30,7 +30,7 @@ from pallas_kernels.benchmark.programs import (
 )
 from pallas_kernels.benchmark.report import add_rates, all_ratios, describe_run, print_tables
 from pallas_kernels.benchmark.updates import time_updates
-from pallas_kernels.implementations import runs_triton
+from pallas_kernels.common.implementations import runs_triton
 
 TOLERANCE = 2e-2  # of the norm of a row's head, in bfloat16
 REFERENCE_BATCH, REFERENCE_ROWS = 8, 64  # the dense reference gathers a cache for each row

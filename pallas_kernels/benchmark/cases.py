@@ -1,4 +1,4 @@
-"""What the attention benchmark measures: shapes of work, and how often each is repeated."""
+"""The cases of the attention benchmark: shapes of work, and how often each is repeated."""
 
 import dataclasses
 import itertools
@@ -14,10 +14,11 @@ PLAIN = ("xla", "reference")  # slow and long to compile
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One shape of work; lengths and counts are of the samples, in order."""
+    """One shape of work; lengths and counts are those of the samples, in order."""
 
     model: str
     heads: int
+    kv_heads: int
     head_dim: int
     rows: str  # of each sample: "1", "8" or "ragged"; "prefill"
     committed: str  # how the lengths were chosen
@@ -36,19 +37,20 @@ class Case:
 
     @property
     def committed_bytes(self) -> int:
-        """Of the keys and values of one layer."""
-        token = self.heads * self.head_dim * jnp.dtype(DTYPE).itemsize
+        """Bytes of one layer's committed keys and values."""
+        token = self.kv_heads * self.head_dim * jnp.dtype(DTYPE).itemsize
         return 2 * sum(self.lengths) * token
 
     @property
     def causal_flops(self) -> float:
-        """Of the fresh rows among themselves; half of each square."""
+        """Operations of the fresh rows' attention among themselves: half of each square."""
         return sum(4 * self.heads * self.head_dim * count**2 / 2 for count in self.counts)
 
     def describe(self) -> dict[str, object]:
         return {
             "model": self.model,
             "heads": self.heads,
+            "kv_heads": self.kv_heads,
             "head_dim": self.head_dim,
             "batch": self.batch,
             "rows": self.rows,
@@ -60,7 +62,7 @@ class Case:
         }
 
     def row_places(self) -> tuple[np.ndarray, np.ndarray]:
-        """Sample of each packed row, and which of its rows it is. int32 [r], [r]"""
+        """Sample of each packed row, and its place among the sample's rows. int32 [r], [r]"""
         samples = np.repeat(np.arange(self.batch, dtype=np.int32), self.counts)
         within = [np.arange(count, dtype=np.int32) for count in self.counts]
         return samples, np.concatenate(within)
@@ -68,9 +70,9 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is measured, and how long."""
+    """The sizes of the cases, and how long each is measured."""
 
-    models: tuple[tuple[str, int, int], ...]  # name, heads, head_dim
+    models: tuple[tuple[str, int, int, int], ...]  # name, heads, kv_heads, head_dim
     totals: tuple[tuple[int, int], ...]  # batch, committed tokens of its random lengths
     shortest: int  # random length
     max_len: int  # of caches with random lengths
@@ -85,7 +87,7 @@ class Settings:
 
 
 FULL = Settings(
-    models=(("OPT-6.7B", 32, 128), ("OPT-2.7B", 32, 80)),
+    models=(("OPT-6.7B", 32, 32, 128), ("OPT-2.7B", 32, 32, 80), ("Llama-3.1-8B", 32, 8, 128)),
     totals=((1, 768), (8, 6700), (24, 18571), (64, 46742)),
     shortest=512,
     max_len=1024,
@@ -101,7 +103,7 @@ FULL = Settings(
 
 
 QUICK = Settings(
-    models=(("2x128", 2, 128), ("2x80", 2, 80)),
+    models=(("2x128", 2, 2, 128), ("2x80", 2, 2, 80), ("8:2x128", 8, 2, 128)),
     totals=((3, 50),),
     shortest=8,
     max_len=32,
@@ -154,16 +156,16 @@ def prefill_cases(settings: Settings) -> list[Case]:
 
 
 def count_caches(case: Case, settings: Settings) -> int:
-    """As many as hold `rotated_bytes`; empty ones need no rotation."""
+    """As many caches as hold `rotated_bytes`; one where caches are empty."""
     if case.is_prefill:
         return 1
     return max(2, math.ceil(settings.rotated_bytes / case.committed_bytes))
 
 
 def count_calls(name: str, case: Case, settings: Settings) -> int:
-    """Calls in a chain: fewer of slow ones; all caches take equal turns.
+    """Calls in a chain: fewer if they are slow; all caches take equal turns.
 
-    Of decoding as many as a model has layers, whatever the batch: they share one plan.
+    A chain that decodes has as many as a model has layers, whatever the batch: they share one plan.
     """
     if case.is_prefill:
         return 1 if name in PLAIN else settings.calls // 8

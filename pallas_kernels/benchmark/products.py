@@ -21,11 +21,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import linear_mosaic
+from pallas_kernels import linear, linear_sums
 from pallas_kernels.benchmark.cases import FULL
 from pallas_kernels.benchmark.measure import best_and_median_us, time_runs
 from pallas_kernels.benchmark.report import describe_run
-from pallas_kernels.linear import linear, linear_sums, sums_dtype
+from pallas_kernels.matmul import mosaic
+from pallas_kernels.matmul.xla import sums_dtype
 
 PRODUCTS = {  # of OPT-6.7B: inputs, outputs, whether sums may be left in shares
     "qkv_proj": (4096, 12288, False),
@@ -58,7 +59,7 @@ def tilings(rows: int, inputs: int, outputs: int, split: bool) -> dict[str, Prod
     def product(tiling, x, weight, bias):
         bias, dtype = (None, sums_dtype(x.dtype, tiling.splits)) if split else (bias, x.dtype)
         options = {"tiling": tiling, "relu": not split, "dtype": dtype, "interpret": False}
-        return linear_mosaic.launch(x, weight, bias, **options)
+        return mosaic.launch(x, weight, bias, **options)
 
     found = {}
     for tiling in fitting(rows, inputs, outputs, split):
@@ -67,26 +68,24 @@ def tilings(rows: int, inputs: int, outputs: int, split: bool) -> dict[str, Prod
     return found
 
 
-def fitting(rows: int, inputs: int, outputs: int, split: bool) -> Iterator[linear_mosaic.Tiling]:
+def fitting(rows: int, inputs: int, outputs: int, split: bool) -> Iterator[mosaic.Tiling]:
     """The kernel's tilings, but for those with much padding, or with small tiles of many rows."""
-    unit = linear_mosaic.UNIT_ROWS
+    unit = mosaic.UNIT_ROWS
     few = -(-rows // unit) * unit
     padded = lambda height: -(-rows // height) * height
     heights = [
-        h
-        for h in range(unit, linear_mosaic.LARGE_ROWS[0] + 1, unit)
-        if padded(h) <= MOST_PADDED * few
+        h for h in range(unit, mosaic.LARGE_ROWS[0] + 1, unit) if padded(h) <= MOST_PADDED * few
     ]
     heights = [h for h in heights if h >= min(few, 2 * unit)]
-    splits = linear_mosaic.SPLITS if split else (1,)
-    sizes = itertools.product(heights, linear_mosaic.COLUMNS, splits, (1, 2), (1, 2, 3))
+    splits = mosaic.SPLITS if split else (1,)
+    sizes = itertools.product(heights, mosaic.COLUMNS, splits, (1, 2), (1, 2, 3))
     for height, columns, shares, cluster, warpgroups in sizes:
         fits = outputs % columns == 0 and outputs // columns % cluster == 0
-        fits &= inputs % (linear_mosaic.DEPTH * shares) == 0 and height % (unit * warpgroups) == 0
-        fits &= linear_mosaic.sums_fit(height, columns, warpgroups)
-        stages = linear_mosaic.stages_that_fit(height, columns, warpgroups)
+        fits &= inputs % (mosaic.DEPTH * shares) == 0 and height % (unit * warpgroups) == 0
+        fits &= mosaic.sums_fit(height, columns, warpgroups)
+        stages = mosaic.stages_that_fit(height, columns, warpgroups)
         if fits and stages >= 2:
-            yield linear_mosaic.Tiling(height, columns, shares, cluster, warpgroups, stages)
+            yield mosaic.Tiling(height, columns, shares, cluster, warpgroups, stages)
 
 
 def measure(name: str, rows: int, tune: bool) -> dict[str, object]:

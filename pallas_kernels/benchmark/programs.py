@@ -36,18 +36,21 @@ class Program:
 def make_inputs(case: Case, index: Array) -> dict[str, tuple]:
     """The rows and cache `index` of a case: (query, cache, rest) for either layout of the rows.
 
-    Packed caches hold NaN from the committed length on, which must not be read. In
-    padded ones the fresh rows stand there, as a padded method writes them; then zeros.
+    Packed caches hold NaN from the committed length on, which must not be read. Padded caches
+    hold the fresh rows there, as a padded method writes them, and zeros after these.
     """
     lengths = np.array(case.lengths, np.int32)
     samples, within = case.row_places()
-    rows = (case.batch, case.padded_rows, case.heads, case.head_dim)
-    query, *fresh = jax.random.normal(jax.random.key(0), (3, *rows), DTYPE)
+    rows, head_dim = (case.batch, case.padded_rows), case.head_dim
+    key = jax.random.key(0)
+    query = jax.random.normal(key, (*rows, case.heads, head_dim), DTYPE)
+    key = jax.random.fold_in(key, 1)
+    fresh = jax.random.normal(key, (2, *rows, case.kv_heads, head_dim), DTYPE)
     padded_len = case.padded_rows if case.is_prefill else case.max_len
     longest = max(padded_len, case.max_len)
     committed = (np.arange(longest) < lengths[:, None])[..., None, None]
     key = jax.random.fold_in(jax.random.key(1), index)
-    caches = jax.random.normal(key, (2, case.batch, longest, *rows[2:]), DTYPE)
+    caches = jax.random.normal(key, (2, case.batch, longest, case.kv_heads, head_dim), DTYPE)
     write = jax.vmap(functools.partial(lax.dynamic_update_slice_in_dim, axis=0))
     packed = [jnp.where(committed, cache, jnp.nan)[:, : case.max_len] for cache in caches]
     padded = [

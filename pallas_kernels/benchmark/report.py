@@ -33,7 +33,8 @@ def add_rates(case: Case, entry: dict, read_gb_per_s: float) -> None:
 
 def quotients(entries: Sequence[dict], field: str, over, under, figure: str) -> list[dict]:
     """`figure` of cases with `over` in `field` / that of those with `under`, all else equal."""
-    others = [name for name in ("head_dim", "committed", "batch", "rows") if name != field]
+    names = ("heads", "kv_heads", "head_dim", "committed", "batch", "rows")
+    others = [name for name in names if name != field]
     same = lambda entry: tuple(entry[name] for name in others)
     below = {same(entry): entry["implementations"] for entry in entries if entry[field] == under}
     found = []
@@ -86,10 +87,8 @@ def print_tables(results: Mapping) -> None:
     table = None
     for entry in results["decode"]:
         if table != (table := (entry["model"], entry["committed"])):
-            print(
-                f"\n{entry['model']}: {entry['heads']} heads x {entry['head_dim']}, committed "
-                f"{entry['committed']}"
-            )
+            heads = f"{entry['heads']} heads, {entry['kv_heads']} K/V heads x {entry['head_dim']}"
+            print(f"\n{entry['model']}: {heads}, committed {entry['committed']}")
             print_row("batch", "rows", *columns)
         figures = entry["implementations"]
         mine = figures[first]

@@ -21,7 +21,7 @@ def time_updates(names: Sequence[str], settings: Settings) -> list[dict]:
 
     One entry per batch; the caches are carried through a loop, in place.
     """
-    _, heads, head_dim = settings.models[0]
+    _, _, heads, head_dim = settings.models[0]
     entries = []
     for batch, _ in settings.totals:
         figures = {}

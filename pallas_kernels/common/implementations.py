@@ -1,4 +1,4 @@
-"""Which implementation of an operation runs."""
+"""The choice of an operation's implementation, by name or by device."""
 
 from collections.abc import Callable, Collection
 
@@ -8,7 +8,7 @@ from jax import lax
 
 
 def choose(implementation: str | None, available: Collection[str], interpret: bool = False) -> str:
-    """The implementation to run: the one asked for, or the device's best of `available`.
+    """The requested implementation, or the best one of `available` for the default device.
 
     Raises:
         ValueError: `implementation` is not one of `available`, or the default
@@ -30,11 +30,7 @@ def choose(implementation: str | None, available: Collection[str], interpret: bo
 
 
 def check_mosaic(interpret: bool) -> None:
-    """Whether Pallas Mosaic GPU kernels run here.
-
-    Raises:
-        ValueError: they do not.
-    """
+    """Raises ValueError unless this jax and the default device run Pallas Mosaic GPU kernels."""
     if jax.__version_info__ < (0, 11):
         raise ValueError(f"implementation 'mosaic' needs jax 0.11, and this is {jax.__version__}")
     if not interpret and _compute_capability() != 9.0:
@@ -50,16 +46,17 @@ def runs_triton() -> bool:
 
 
 def stages_that_fit(num_stages: int, bytes_per_stage: int) -> int:
-    """At most `num_stages` stages of a software pipeline, as many as shared memory holds."""
-    # Maximum of a block by compute capability: CUDA C++ Programming Guide, "Technical
-    # Specifications per Compute Capability". Kernels need a little beside the pipeline.
+    """The stages of a software pipeline: at most `num_stages`, and no more than fit in shared
+    memory."""
+    # The most that one block may use, in KiB, by compute capability: CUDA C++ Programming Guide,
+    # "Technical Specifications per Compute Capability". The pipeline leaves 16 KiB to the rest.
     large = {8.0: 163, 8.7: 163, 9.0: 227, 10.0: 227, 10.3: 227, 11.0: 227, None: 227}
     available = (large.get(_compute_capability(), 99) - 16) * 1024
     return max(1, min(num_stages, available // bytes_per_stage))
 
 
 def _compute_capability() -> float | None:
-    """Of the default device; None: not a GPU from NVIDIA."""
+    """The default device's compute capability; None if it is not an NVIDIA GPU."""
     if jax.default_backend() != "gpu":
         return None
     try:
@@ -69,7 +66,7 @@ def _compute_capability() -> float | None:
 
 
 def with_gradient_of(reference: Callable, kernel: Callable) -> Callable:
-    """`kernel`, whose gradient is that of `reference`: the same function of the same arrays."""
+    """`kernel` with the gradient of `reference`, which computes the same function."""
     function = jax.custom_vjp(kernel)
     function.defvjp(
         lambda *args: (kernel(*args), args),
@@ -79,5 +76,5 @@ def with_gradient_of(reference: Callable, kernel: Callable) -> Callable:
 
 
 def matmul_precision(dtype) -> lax.Precision | None:
-    """float32 means float32: not TF32, which a GPU would choose by default."""
+    """Full precision for float32, where a GPU would use TF32 by default."""
     return lax.Precision.HIGHEST if dtype == jnp.float32 else None

@@ -1,6 +1,6 @@
-"""Shares of attention over cut keys combined, as a Pallas Triton kernel.
+"""The combination of attention's shares over cut keys, as a Pallas Triton kernel.
 
-Axis legend: see `pallas_kernels.ragged_attention_triton`.
+Axis legend: see `pallas_kernels.attention.triton`.
 """
 
 import functools
@@ -12,12 +12,14 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.attention.tilings import dims_of
+
 COMBINED_HEADS = 4  # of one program
 
 
 def combine(
     of_rows: Array,  # int32 [3, r]
-    shares: tuple[Array, Array, Array],  # float32 [n, t, h, d], [n, t, h], [n, t, h]
+    shares: tuple[Array, Array, Array],  # float32 [n, t, k, d], [n, t, k], [n, t, k]
     like: jax.ShapeDtypeStruct,  # [r, h, d]
     *,
     splits: int,
@@ -26,18 +28,19 @@ def combine(
     """The rows' results; zeros for padding rows.
 
     Args:
-        of_rows: where each row finds its shares: see `work_items.WorkItems`.
-        shares: of each item and row of its tile: weighted values, not yet divided, the largest
-            scaled score, the sum of weights.
+        of_rows: the places of each row's shares: see `work_items.WorkItems`.
+        shares: of each item, lane of its tile and K/V head: the weighted values, not yet divided,
+            the largest scaled score, the sum of weights.
         like: shape and type of the results.
         splits: most shares of a row.
         interpret: run in interpret mode, on any device.
     """
-    rows, heads, head_dim = like.shape
-    group = math.gcd(heads, COMBINED_HEADS)
+    rows, heads, _ = like.shape
+    group = heads // shares[0].shape[2]
+    together = math.gcd(heads, COMBINED_HEADS)
     return pl.pallas_call(
-        functools.partial(_kernel, splits=splits, group=group, head_dim=head_dim),
-        grid=(heads // group, rows),
+        functools.partial(_kernel, splits=splits, group=group, together=together),
+        grid=(heads // together, rows),
         out_shape=like,
         compiler_params=plgpu.CompilerParams(num_warps=2, num_stages=1),
         interpret=interpret,
@@ -47,23 +50,27 @@ def combine(
 
 def _kernel(
     of_rows_ref,  # [3, r]
-    share_ref,  # [n, t, h, d]: weighted values, not yet divided
-    highest_ref,  # [n, t, h]: largest scaled score
-    total_ref,  # [n, t, h]: sum of weights
+    share_ref,  # [n, t, k, d]: weighted values, not yet divided
+    highest_ref,  # [n, t, k]: largest scaled score
+    total_ref,  # [n, t, k]: sum of weights
     out_ref,  # [r, h, d]
     *,
     splits: int,
     group: int,
-    head_dim: int,
+    together: int,
 ):
-    """One row and `group` heads: the shares weighted by their part of the softmax's sum."""
-    row = pl.program_id(1)
+    """One row and `together` heads: the shares weighted by their part of the softmax's sum."""
+    row, head_dim = pl.program_id(1), out_ref.shape[2]
     first, count, place = (of_rows_ref[i, row] for i in range(3))
     share = jnp.arange(max(2, pl.next_power_of_2(splits)))[:, None]
-    heads = pl.program_id(0) * group + jnp.arange(group)[None, :]
-    mask = jnp.broadcast_to(share < count, (share.shape[0], group))
-    highest = plgpu.load(highest_ref.at[first + share, place, heads], mask=mask, other=-jnp.inf)
-    total = plgpu.load(total_ref.at[first + share, place, heads], mask=mask, other=0)
+    heads = pl.program_id(0) * together + jnp.arange(together)[None, :]
+    lanes, kv_heads = place, heads
+    if group > 1:
+        lanes, kv_heads = place * group + heads % group, heads // group
+    mask = jnp.broadcast_to(share < count, (share.shape[0], together))
+    at = (first + share, lanes, kv_heads)
+    highest = plgpu.load(highest_ref.at[at], mask=mask, other=-jnp.inf)
+    total = plgpu.load(total_ref.at[at], mask=mask, other=0)
     top = jnp.where(count > 0, jnp.max(highest, axis=0), 0)
     weight = jnp.exp(highest - top[None, :])  # exp(-inf) where there is no share
     total = jnp.sum(total * weight, axis=0)
@@ -71,8 +78,9 @@ def _kernel(
 
     dims = dims_of(head_dim)
     is_dim = dims < head_dim
+    expand = lambda index: index if index.ndim == 0 else index[:, :, None]
     values = plgpu.load(
-        share_ref.at[first + share[:, :, None], place, heads[:, :, None], dims[None, None, :]],
+        share_ref.at[(*map(expand, at), dims[None, None, :])],
         mask=mask[:, :, None] & is_dim[None, None, :],
         other=0,
     )
@@ -82,12 +90,3 @@ def _kernel(
         out.astype(out_ref.dtype),
         mask=jnp.broadcast_to(is_dim[None, :], out.shape),
     )
-
-
-def dims_of(head_dim: int) -> Array:
-    return jnp.arange(padded(head_dim))
-
-
-def padded(head_dim: int) -> int:
-    """The size of a head's tile: what a matrix unit takes."""
-    return max(16, pl.next_power_of_2(head_dim))

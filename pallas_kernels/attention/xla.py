@@ -4,28 +4,29 @@ The cache is never gathered per row. Few rows per sample (decoding): one tile
 per sample, all tiles in one batched product over the cache as it lies. Many
 rows (prefill): tiles of up to `TILE` rows of one sample, one after the other.
 
-Axis legend: r = packed rows, b = batch, l = cache length, h = heads,
-d = head_dim, q = rows of a tile, f = fresh rows a tile may see.
+Axis legend: r = packed rows, b = batch, l = cache length, h = query heads, k = K/V heads,
+g = query heads that share a K/V head, d = head_dim, q = rows of a tile, f = fresh rows that a
+tile may see.
 """
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from pallas_kernels.implementations import matmul_precision
-from pallas_kernels.indexing import take
-from pallas_kernels.work_items import extents
+from pallas_kernels.attention.work_items import extents
+from pallas_kernels.common.implementations import matmul_precision
+from pallas_kernels.common.indexing import take
 
 TILE = 128
 MAX_DECODE_ROWS = 64
 
 
 def ragged_attention(
-    query: Array,  # [r, h, d]
-    key: Array,  # [r, h, d]
-    value: Array,  # [r, h, d]
-    key_cache: Array,  # [b, l, h, d]
-    value_cache: Array,  # [b, l, h, d]
+    query: Array,  # [r, h, d], or [r, h + 2k, d] with keys and values
+    key: Array | None,  # [r, k, d]
+    value: Array | None,  # [r, k, d]
+    key_cache: Array,  # [b, l, k, d]
+    value_cache: Array,  # [b, l, k, d]
     segment_ids: Array,  # int32 [r]
     positions: Array,  # int32 [r]
     cache_lengths: Array,  # int32 [b]
@@ -34,16 +35,21 @@ def ragged_attention(
     scale: float | None = None,
     ancestors: Array | None = None,  # bool [r, f]
     cache_mask: Array | None = None,  # bool [b, l]
+    interpret: bool = False,
 ) -> Array:  # [r, h, d]
     """See `pallas_kernels.ragged_attention`."""
-    rows, batch = query.shape[0], key_cache.shape[0]
+    del interpret  # it concerns the Triton kernel
+    rows, (batch, max_len, kv_heads) = query.shape[0], key_cache.shape[:3]
+    if key is None:
+        heads = query.shape[1] - 2 * kv_heads
+        query, key, value = jnp.split(query, [heads, heads + kv_heads], axis=1)
     tile = min(rows, max_rows_per_sample or rows)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     real = (segment_ids < batch)[:, None, None]
     fresh = [jnp.where(real, x, 0).astype(key_cache.dtype) for x in (query, key, value)]
     path = _all_samples_at_once if tile <= MAX_DECODE_ROWS else _tile_by_tile
     tensors = (*fresh, key_cache, value_cache)
-    committed = jnp.arange(key_cache.shape[1]) < cache_lengths[:, None]  # [b, l]
+    committed = jnp.arange(max_len) < cache_lengths[:, None]  # [b, l]
     if cache_mask is not None:
         committed &= cache_mask
     places = (segment_ids, positions, committed)
@@ -110,7 +116,19 @@ def _tile_by_tile(tensors, segment_ids, positions, committed, ancestors, tile, s
 
 
 def _attend(query, key, value, key_cache, value_cache, visible, committed, scale):
-    """query [b, q, h, d]; key, value [b, f, h, d]; visible [b, q, f]; committed [b, l]."""
+    """Attention of tiles over their samples' caches and fresh rows, [b, q, h, d].
+
+    Args:
+        query: [b, q, h, d].
+        key, value: [b, f, k, d].
+        key_cache, value_cache: [b, l, k, d].
+        visible: of the fresh rows, [q, f] or [b, q, f].
+        committed: of the cache's entries, [b, l].
+        scale: the factor of the scores.
+    """
+    group = query.shape[2] // key_cache.shape[2]
+    if group > 1:  # the query heads that share a K/V head become rows of the tile
+        query, visible = _fold_heads(query, group), jnp.repeat(visible, group, axis=-2)
     # XLA would like the caches transposed, and would transpose those of all layers
     # at once, before the step: a second copy of everything. Pinned to their layout,
     # and available no earlier than the queries, they are transposed layer by layer.
@@ -124,8 +142,8 @@ def _attend(query, key, value, key_cache, value_cache, visible, committed, scale
     def dot(spec, x, y):
         return jnp.einsum(spec, x, y, precision=precision, preferred_element_type=jnp.float32)
 
-    def scores(keys, mask):  # mask: broadcastable to [b, h, q, keys]
-        return jnp.where(mask, scale * dot("bqhd,blhd->bhql", query, keys), -jnp.inf)
+    def scores(keys, mask):  # mask: broadcastable to [b, k, q, keys]
+        return jnp.where(mask, scale * dot("bqkd,blkd->bkql", query, keys), -jnp.inf)
 
     old = scores(key_cache, committed[:, None, None])
     new = scores(key, visible[:, None])
@@ -133,10 +151,25 @@ def _attend(query, key, value, key_cache, value_cache, visible, committed, scale
     # Rows that see nothing (tile padding) must not turn into inf - inf.
     highest = jnp.maximum(highest, jnp.finfo(jnp.float32).min)[..., None]
     old, new = jnp.exp(old - highest), jnp.exp(new - highest)
-    total = jnp.sum(old, axis=-1) + jnp.sum(new, axis=-1)  # [b, h, q]
+    total = jnp.sum(old, axis=-1) + jnp.sum(new, axis=-1)  # [b, k, q]
     # Zeroed, not only weighted by zero: 0 * NaN is NaN.
     values = jnp.where(committed[..., None, None], value_cache, 0)
-    out = dot("bhql,blhd->bqhd", old.astype(value.dtype), values)
-    out += dot("bhqf,bfhd->bqhd", new.astype(value.dtype), value)
+    out = dot("bkql,blkd->bqkd", old.astype(value.dtype), values)
+    out += dot("bkqf,bfkd->bqkd", new.astype(value.dtype), value)
     total = jnp.where(total > 0, total, 1).swapaxes(1, 2)[..., None]
-    return (out / total).astype(value.dtype)
+    out = (out / total).astype(value.dtype)
+    return out if group == 1 else _unfold_heads(out, group)
+
+
+def _fold_heads(x: Array, group: int) -> Array:
+    """[b, q, k * g, d] -> [b, q * g, k, d]"""
+    batch, rows, heads, head_dim = x.shape
+    x = x.reshape(batch, rows, heads // group, group, head_dim).swapaxes(2, 3)
+    return x.reshape(batch, rows * group, heads // group, head_dim)
+
+
+def _unfold_heads(x: Array, group: int) -> Array:
+    """[b, q * g, k, d] -> [b, q, k * g, d]"""
+    batch, rows, kv_heads, head_dim = x.shape
+    x = x.reshape(batch, rows // group, group, kv_heads, head_dim).swapaxes(2, 3)
+    return x.reshape(batch, rows // group, kv_heads * group, head_dim)

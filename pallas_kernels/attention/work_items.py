@@ -1,8 +1,8 @@
-"""Who computes what: packed rows and cache lengths -> the work items of an attention launch.
+"""The plan of an attention launch: packed rows and cache lengths -> work items.
 
 An item is one query tile (some rows of one sample) and one share of that
-sample's committed keys. Items are planned on the device from the lengths as
-they are, so a launch's grid stays static while batches are ragged. The plan is
+sample's committed keys. Items are planned on the device from the actual
+lengths, so a launch's grid stays static while batches are ragged. The plan is
 the same for all layers of a forward: XLA computes it once.
 
 Axis legend: r = packed rows, b = batch, n = items.
@@ -14,18 +14,18 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-from pallas_kernels.indexing import take
+from pallas_kernels.common.indexing import take
 
 
 class WorkItems(NamedTuple):
-    """The items, and where each packed row finds its results."""
+    """The items, and the places at which each packed row finds its results."""
 
     fields: Array
     """int32 [7, n], in the order of `FIELDS`; unused items have no rows and no keys."""
     of_rows: Array
     """int32 [3, r]: a row's first item, its number of items (0: padding), its place in the tile."""
     num_real: Array
-    """int32 [1]: rows that are not padding."""
+    """int32 [1]: the number of rows that are not padding."""
 
 
 FIELDS = (
@@ -42,8 +42,8 @@ FIELDS = (
 def num_items(rows: int, batch: int, tile: int, splits: int, max_tiles: int) -> int:
     """Static upper bound of the items that `plan` may need."""
     tiles = min(rows, pl.cdiv(rows, tile) + batch, batch * max_tiles)
-    # Beside the first one of each sample there are less than `splits` shares, and each tile of
-    # the sample has its own.
+    # Beyond the first share of each sample there are fewer than `splits`, and every tile of a
+    # sample needs an item for each of its shares.
     return tiles if splits == 1 else tiles + splits * max_tiles
 
 
@@ -55,13 +55,19 @@ def plan(
     block: int,
     splits: int,
     max_tiles: int,
+    causal: bool = True,
 ) -> WorkItems:
-    """Tiles of up to `tile` rows; committed keys in shares of whole blocks of `block` keys.
+    """Cut rows into tiles, and committed keys into shares.
 
     Args:
+        segment_ids: the sample of each row, int32 [r]; b for padding rows.
+        cache_lengths: the number of committed keys of each sample, int32 [b].
+        tile: most rows of a tile.
+        block: a share is a whole number of blocks of this many keys.
         splits: keys of all samples are cut into about this many equal shares; 1: no
             sample's keys are cut. Short samples get fewer shares than long ones.
-        max_tiles: of any sample.
+        max_tiles: most tiles of any sample.
+        causal: rows see no fresh rows beyond their tile.
     """
     batch, rows = cache_lengths.shape[0], segment_ids.shape[0]
     first, counts = extents(segment_ids, batch)
@@ -81,6 +87,7 @@ def plan(
     within, parts = index - of_item(starts), of_item(shares)
     before, part = within // parts * tile, within % parts
     cut = lambda part: part * of_item(blocks) // parts * block
+    seen = before + tile if causal else rows
     fields = (
         sample,
         of_item(first) + before,
@@ -88,7 +95,7 @@ def plan(
         jnp.minimum(of_item(counts) - before, tile),
         cut(part),
         jnp.minimum(cut(part + 1), of_item(cache_lengths)),
-        jnp.where(part == parts - 1, jnp.minimum(before + tile, of_item(counts)), 0),
+        jnp.where(part == parts - 1, jnp.minimum(seen, of_item(counts)), 0),
     )
 
     real = segment_ids < batch
@@ -104,10 +111,10 @@ def plan(
 
 
 def starts_longest_first(lengths: Array, items: Array) -> Array:
-    """First item of each sample where those with the longest items come first. [b]
+    """First item of each sample, in an order in which the longest items come first. [b]
 
-    A device begins items in their order. If the last ones are short, all of it is busy until
-    shortly before the end.
+    A device begins items in their order. If the last ones are short, all of its multiprocessors
+    are busy until shortly before the end.
     """
     order = jnp.arange(lengths.shape[0])
     alike = (lengths == lengths[:, None]) & (order < order[:, None])

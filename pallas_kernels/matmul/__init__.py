@@ -5,18 +5,13 @@ import importlib
 from types import ModuleType
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.implementations import (
-    choose,
-    matmul_precision,
-    runs_triton,
-    with_gradient_of,
-)
+from pallas_kernels.common.implementations import choose, runs_triton, with_gradient_of
+from pallas_kernels.matmul import xla
 
-KERNELS = ("triton", "mosaic")  # each in a module of its own
+KERNELS = ("triton", "mosaic")  # modules beside this one, imported when they are used
 XLA_SHARES = 2
 # Of more rows it was not measured. In steps of four layers of OPT-6.7B (bfloat16, an H200, jax
 # 0.11.2) leaving sums in shares took 54 us off all kernels at 360 and at 368 rows, 49 at 376, 91 at
@@ -57,19 +52,13 @@ def linear(
             asked for, and there are too many rows or sizes are no multiples of its tiles.
     """
     kernel = _kernel_for(x, weight, implementation, interpret)
-    reference = functools.partial(_xla, relu=relu)
+    reference = functools.partial(xla.linear, relu=relu)
     if kernel is None:
         return reference(x, weight, bias)
     module, tiling = kernel
     options = {"tiling": tiling, "relu": relu, "dtype": x.dtype, "interpret": interpret}
     launch = functools.partial(module.launch, **options)
     return with_gradient_of(reference, launch)(x, weight, bias)
-
-
-def _xla(x, weight, bias, *, relu):
-    y = _dot(x, weight)
-    y = y if bias is None else y + bias
-    return jax.nn.relu(y) if relu else y
 
 
 def linear_sums(
@@ -92,37 +81,16 @@ def linear_sums(
     kernel = _kernel_for(x, weight, implementation, interpret, split=True)
     if kernel is not None:
         module, tiling = kernel
-        dtype = sums_dtype(x.dtype, tiling.splits)
+        dtype = xla.sums_dtype(x.dtype, tiling.splits)
         options = {"tiling": tiling, "relu": False, "dtype": dtype, "interpret": interpret}
         launch = lambda x, weight: module.launch(x, weight, None, **options)
-        in_shares = functools.partial(_dot_in_shares, shares=tiling.splits)
-        reference = in_shares if tiling.splits > 1 else _widened_dot
+        in_shares = functools.partial(xla.dot_in_shares, shares=tiling.splits)
+        reference = in_shares if tiling.splits > 1 else xla.widened_dot
         return with_gradient_of(reference, launch)(x, weight)
     if implementation is None and _shares_pay(x, weight):
-        return _dot_in_shares(x, weight, XLA_SHARES)
-    wide = functools.partial(_dot, preferred_element_type=jnp.float32)
-    return with_gradient_of(_widened_dot, wide)(x, weight)
-
-
-def sums_dtype(dtype, shares: int) -> jnp.dtype:
-    """Of a product of such factors as `linear_sums` leaves it.
-
-    Shares in float16 might be infinite where the product is not.
-    """
-    return jnp.dtype(jnp.bfloat16 if dtype == jnp.bfloat16 and shares > 1 else jnp.float32)
-
-
-def _widened_dot(x, weight):
-    """A float32 product whose gradient is made of factors in x's type."""
-    return _dot(x, weight).astype(jnp.float32)
-
-
-def _dot_in_shares(x, weight, shares: int):
-    x = x.reshape(x.shape[0], shares, -1)
-    weight = weight.reshape(shares, -1, weight.shape[1])
-    precision = matmul_precision(x.dtype)
-    kinds = {"precision": precision, "preferred_element_type": sums_dtype(x.dtype, shares)}
-    return jnp.einsum("rsi,sio->sro", x, weight, **kinds)
+        return xla.dot_in_shares(x, weight, XLA_SHARES)
+    wide = functools.partial(xla.dot, dtype=jnp.float32)
+    return with_gradient_of(xla.widened_dot, wide)(x, weight)
 
 
 def _kernel_for(
@@ -140,7 +108,7 @@ def _kernel_for(
     name = choose(implementation, (*KERNELS, "xla"), interpret)
     if name == "xla":
         return None
-    module = importlib.import_module(f"pallas_kernels.linear_{name}")
+    module = importlib.import_module(f"pallas_kernels.matmul.{name}")
     tiling = module.tiling_for(rows, inputs, outputs, split=split)
     multiples = tiling.multiples
     fits = all(size % unit == 0 for size, unit in zip(weight.shape, multiples, strict=True))
@@ -160,7 +128,3 @@ def _shares_pay(x, weight) -> bool:
     """Whether XLA would cut the contracted axis and add the shares up in a launch of its own."""
     few = x.shape[0] <= MAX_ROWS_IN_SHARES and x.dtype.itemsize == 2
     return few and weight.shape[0] % XLA_SHARES == 0 and runs_triton()
-
-
-def _dot(x, weight, **options):
-    return jnp.dot(x, weight, precision=matmul_precision(x.dtype), **options)

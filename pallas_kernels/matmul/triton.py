@@ -9,7 +9,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.implementations import matmul_precision, stages_that_fit
+from pallas_kernels.common.implementations import matmul_precision, stages_that_fit
 
 
 class Tiling(NamedTuple):

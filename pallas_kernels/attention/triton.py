@@ -1,18 +1,18 @@
 """Segment-indexed attention as a Pallas Triton kernel, for compute capability 8.0 and newer.
 
 One launch serves committed cache and fresh rows together. A program owns one
-work item (a query tile of one sample and a share of its keys) and one head; it
-reads that share of the committed K/V once for all rows of the tile, and the
-plan on the device, so the host plans nothing. Where batch x heads does not fill
-the device, keys are split and a second launch combines the shares.
+work item (a query tile of one sample and a share of its keys) and one K/V head; it
+reads that share of the committed K/V once for all rows of the tile and all query heads
+that share the K/V head. The items are planned on the device, so the host plans nothing.
+Where batch x K/V heads does not fill the device, keys are split and a second launch
+combines the shares.
 
-Axis legend: r = packed rows, b = batch, l = cache length, h = heads,
-d = head_dim, n = work items, t = rows of a tile, f = fresh rows of a sample.
+Axis legend: r = packed rows, b = batch, l = cache length, h = query heads, k = K/V heads,
+d = head_dim, n = work items, t = lanes of a tile, f = fresh rows of a sample.
 """
 
 import functools
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,43 +20,19 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels import work_items
-from pallas_kernels.attention_shares import combine, dims_of, padded
-from pallas_kernels.implementations import matmul_precision, stages_that_fit
-from pallas_kernels.work_items import FIELDS
-
-
-class Tiling(NamedTuple):
-    """Sizes of one launch, found by measurement on an H200."""
-
-    rows: int  # of a query tile; a matrix unit takes 16 at least
-    keys: int  # of a block
-    num_warps: int
-    num_stages: int
-
-
-DECODE = Tiling(rows=16, keys=64, num_warps=4, num_stages=3)
-# Heads whose size is no power of two pad their blocks in shared memory: where there are
-# programs enough to fill the device, smaller blocks let more of them in.
-DECODE_PADDED = Tiling(rows=16, keys=32, num_warps=2, num_stages=3)
-# Small heads: the same bytes on their way in more stages, or in larger blocks where there
-# is hardly a program for each multiprocessor.
-DECODE_SMALL = Tiling(rows=16, keys=64, num_warps=2, num_stages=4)
-DECODE_FEW_SMALL = Tiling(rows=16, keys=128, num_warps=4, num_stages=4)
-DECODE_TILES = 3  # of one sample, each reading its keys: more rows, and larger tiles are faster
-PREFILL = Tiling(rows=64, keys=64, num_warps=4, num_stages=3)
-PREFILL_FLOAT32 = PREFILL._replace(keys=32)  # as many bytes in shared memory
-FEW_ROWS = 16  # of a tile beside long ones: it waits for keys more than it computes
-PROGRAMS_WANTED = 128  # about one for each multiprocessor: far fewer, and keys are split
-PROGRAMS_THAT_FILL = 1024
+from pallas_kernels.attention import work_items
+from pallas_kernels.attention.combine import combine
+from pallas_kernels.attention.tilings import Launch, Tiling, dims_of, launch_for, padded
+from pallas_kernels.attention.work_items import FIELDS
+from pallas_kernels.common.implementations import matmul_precision, stages_that_fit
 
 
 def ragged_attention(
-    query: Array,  # [r, h, d], or [r, 3, h, d] of all three
-    key: Array | None,  # [r, h, d]
-    value: Array | None,  # [r, h, d]
-    key_cache: Array,  # [b, l, h, d]
-    value_cache: Array,  # [b, l, h, d]
+    query: Array,  # [r, h, d], or [r, h + 2k, d] with keys and values
+    key: Array | None,  # [r, k, d]
+    value: Array | None,  # [r, k, d]
+    key_cache: Array,  # [b, l, k, d]
+    value_cache: Array,  # [b, l, k, d]
     segment_ids: Array,  # int32 [r]
     positions: Array,  # int32 [r]
     cache_lengths: Array,  # int32 [b]
@@ -69,88 +45,59 @@ def ragged_attention(
 ) -> Array:  # [r, h, d]
     """See `pallas_kernels.ragged_attention`."""
     del positions  # they follow from cache_lengths and the order of the rows
-    rows, *_, heads, head_dim = query.shape
     if not key_cache.shape[1]:  # a kernel needs an address: one entry, which no row sees
         pad = lambda x: jnp.pad(x, [(0, int(axis == 1)) for axis in range(x.ndim)])
         key_cache, value_cache = pad(key_cache), pad(value_cache)
         cache_mask = None
-    batch = key_cache.shape[0]
-    most = min(rows, max_rows_per_sample or rows)
-    splits, few = 1, None
-    if most <= DECODE_TILES * DECODE.rows:
-        tiling = _decode_tiling(head_dim, batch * heads)
-        # Of so few rows more samples would have short drafts. Where they do, keys stay uncut.
-        samples = min(batch, pl.cdiv(rows, most))
-        if samples * heads < 3 * PROGRAMS_WANTED // 4:
-            splits = pl.cdiv(PROGRAMS_WANTED, heads)
-    else:
-        tiling = PREFILL_FLOAT32 if query.dtype.itemsize > 2 else PREFILL
-        few = tiling._replace(rows=FEW_ROWS)
+    rows, heads, head_dim = query.shape
     masks = {"ancestors": ancestors, "cache": cache_mask}
+    launch = launch_for(
+        heads if key is not None else heads - 2 * key_cache.shape[2],
+        key_cache.shape,
+        rows,
+        min(rows, max_rows_per_sample or rows),
+        item_bytes=query.dtype.itemsize,
+        scale=head_dim**-0.5 if scale is None else float(scale),
+    )
     return _launch(
         (query,) if key is None else (query, key, value),
         (key_cache, value_cache),
         segment_ids,
         cache_lengths,
         {name: mask for name, mask in masks.items() if mask is not None},
-        scale=head_dim**-0.5 if scale is None else float(scale),
-        tiling=tiling,
-        few=few,
-        splits=splits,
-        max_tiles=pl.cdiv(most, tiling.rows),
+        launch=launch,
         interpret=interpret,
     )
 
 
-# Compiled for itself: layers of the same shapes are traced and lowered once.
-@functools.partial(
-    jax.jit, static_argnames=("scale", "tiling", "few", "splits", "max_tiles", "interpret")
-)
+# Jitted by itself, so that layers of the same shapes are traced and lowered once.
+@functools.partial(jax.jit, static_argnames=("launch", "interpret"))
 def _launch(
-    fresh,
-    cached,
-    segment_ids,
-    cache_lengths,
-    masks,
-    *,
-    scale: float,
-    tiling: Tiling,
-    few: Tiling | None,
-    splits: int,
-    max_tiles: int,
-    interpret: bool,
-):
-    rows, *_, heads, head_dim = fresh[0].shape
-    of_query = jax.ShapeDtypeStruct((rows, heads, head_dim), fresh[0].dtype)
+    fresh, cached, segment_ids, cache_lengths, masks, *, launch: Launch, interpret: bool
+) -> Array:
+    tiling, splits = launch.tiling, launch.splits
+    kv_heads, head_dim = cached[0].shape[2:]
+    of_query = (fresh[0].shape[0], kv_heads * launch.group, head_dim)
+    of_query = jax.ShapeDtypeStruct(of_query, fresh[0].dtype)
     items = work_items.plan(
         segment_ids,
         cache_lengths,
-        tile=tiling.rows,
+        tile=tiling.rows // launch.group,
         block=tiling.keys,
         splits=splits,
-        max_tiles=max_tiles,
+        max_tiles=launch.max_tiles,
+        causal="ancestors" not in masks,
     )
     num_items = items.fields.shape[1]
     # Where shares are combined, the combination also writes the zeros of padding rows.
     whole = splits == 1
-    shares = (num_items, tiling.rows, heads)
+    shares = (num_items, tiling.rows, kv_heads)
     f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-    kernel = functools.partial(
-        _kernel,
-        tiling=tiling,
-        scale=scale,
-        head_dim=head_dim,
-        decoding=few is None,
-        one_tile=max_tiles == 1,
-        few=few,
-        together=len(fresh) == 1,
-        masks=tuple(masks),
-    )
     outputs = pl.pallas_call(
-        kernel,
+        functools.partial(_kernel, launch=launch, masks=tuple(masks), together=len(fresh) == 1),
         # Neighbouring heads lie side by side in the cache and are read together.
-        grid=(heads, num_items + whole),
-        out_shape=(of_query if whole else (f32(*shares, head_dim), f32(*shares), f32(*shares))),
+        grid=(kv_heads, num_items + whole),
+        out_shape=of_query if whole else (f32(*shares, head_dim), f32(*shares), f32(*shares)),
         compiler_params=plgpu.CompilerParams(
             num_warps=tiling.num_warps,
             num_stages=stages_that_fit(
@@ -172,37 +119,36 @@ def _launch(
     return combine(items.of_rows, outputs, of_query, splits=splits, interpret=interpret)
 
 
-def _decode_tiling(head_dim: int, programs: int) -> Tiling:
-    if head_dim <= 64:
-        return DECODE_SMALL if programs >= PROGRAMS_WANTED else DECODE_FEW_SMALL
-    if padded(head_dim) != head_dim and programs >= PROGRAMS_THAT_FILL:
-        return DECODE_PADDED
-    return DECODE
-
-
 def _kernel(
     items_ref,  # [7, n]
     num_real_ref,  # [1]
-    *refs,  # fresh rows' [r, h, d] x 3 or [r, 3, h, d], caches [b, l, h, d] x 2, masks, outputs
-    tiling: Tiling,
-    scale: float,
-    head_dim: int,
-    decoding: bool,
-    one_tile: bool,
-    few: Tiling | None,
-    together: bool,
+    *refs,  # fresh rows [r, h, d], [r, k, d] x 2 or [r, h + 2k, d], caches x 2, masks, outputs
+    launch: Launch,
     masks: tuple[str, ...],
+    together: bool,
 ):
-    count = 1 if together else 3
+    count, group, scale = 1 if together else 3, launch.group, launch.scale
     fresh_refs, (key_cache_ref, value_cache_ref, *refs) = refs[:count], refs[count:]
     mask_refs, outputs = dict(zip(masks, refs, strict=False)), refs[len(masks) :]
     # [r, f] and [b, l]
     ancestors_ref, cache_mask_ref = mask_refs.get("ancestors"), mask_refs.get("cache")
+    kv_heads, head_dim = key_cache_ref.shape[2:]
     head, index = pl.program_id(0), pl.program_id(1)
     dims = dims_of(head_dim)[None, :]
+    kv_refs, first_heads = fresh_refs[1:], (0, 0)  # of keys and values
+    if together:
+        kv_refs, first_heads = fresh_refs * 2, (kv_heads * group, kv_heads * (group + 1))
+
+    def row_of(lane):
+        """The tile's row that a lane holds."""
+        return lane if group == 1 else lane // group
+
+    def head_of(lane):
+        """The query head that a lane holds; a column for several heads, to lie beside rows."""
+        return head if group == 1 else (head * group + lane % group)[:, None]
 
     def load(place, size, defined=None):
-        """[size, d] at a place; zero where not `defined` [size]: None, and all of it is."""
+        """[size, d] at a place, zero where `defined` [size] is given and false."""
         if dims.shape[1] == head_dim and defined is None:
             return plgpu.load(place)
         mask = jnp.broadcast_to(dims < head_dim, (size, dims.shape[1]))
@@ -210,34 +156,39 @@ def _kernel(
             mask &= defined[:, None]
         return plgpu.load(place, mask=mask, other=0)
 
-    def load_fresh(kind, row):
-        """Of these rows [m] the queries, keys or values [m, d]: kind 0, 1 or 2."""
-        ref, at = (fresh_refs[0], (kind,)) if together else (fresh_refs[kind], ())
-        return load(ref.at[row[:, None], *at, head, dims], row.shape[0])
+    def load_fresh(row):
+        """Keys and values [m, d] of the fresh rows `row` [m]."""
+        places = [
+            ref.at[row[:, None], first + head if first else head, dims]
+            for ref, first in zip(kv_refs, first_heads, strict=True)
+        ]
+        return [load(place, row.shape[0]) for place in places]
 
     def load_cached(ref, sample, entry, defined):
         return load(ref.at[sample, entry[:, None], head, dims], entry.shape[0], defined)
 
-    def attend_item(tiling, decoding):
-        in_tile = jnp.arange(tiling.rows)
+    def attend_item(tiling, *, decoding, one_block):
+        lane = key_lane = jnp.arange(tiling.rows)
         item = dict(zip(FIELDS, (items_ref[i, index] for i in range(len(FIELDS))), strict=True))
         sample, before, fresh_end = item["sample"], item["before"], item["fresh_end"]
         sample_row = item["first"] - before
-        is_row = in_tile < item["count"]
-        query = load_fresh(0, item["first"] + jnp.minimum(in_tile, _last(item["count"])))
+        num_lanes = item["count"] if group == 1 else item["count"] * group
+        is_used, last_lane = lane < num_lanes, jnp.minimum(lane, _last(num_lanes))
+        query_row = item["first"] + row_of(last_lane)
+        place = fresh_refs[0].at[query_row[:, None], head_of(last_lane), dims]
+        query = load(place, tiling.rows)
         attend = functools.partial(_attend, query, scale=scale)
 
         def fresh_keys(at):
-            place = sample_row + jnp.minimum(at, _last(fresh_end))
-            return load_fresh(1, place), load_fresh(2, place)
+            return load_fresh(sample_row + jnp.minimum(at, _last(fresh_end)))
 
         def fresh_visible(at):
             visible = (at < fresh_end)[None, :]
             if ancestors_ref is None:
-                return visible & (at[None, :] <= (before + in_tile)[:, None])
-            row = item["first"] + jnp.minimum(in_tile, _last(item["count"]))
+                return visible & (at[None, :] <= (before + row_of(lane))[:, None])
             column = jnp.minimum(at, ancestors_ref.shape[1] - 1)
-            return visible & (plgpu.load(ancestors_ref.at[row[:, None], column[None, :]]) != 0)
+            place = ancestors_ref.at[query_row[:, None], column[None, :]]
+            return visible & (plgpu.load(place) != 0)
 
         def committed_block(block, carry, *, masked):
             at = block * tiling.keys + jnp.arange(tiling.keys)
@@ -255,16 +206,16 @@ def _kernel(
             return attend(carry, *fresh_keys(at), fresh_visible(at) if masked else None)
 
         def fresh_tile(tile, carry):
-            at = tile * tiling.rows + in_tile
+            at = tile * tiling.rows + key_lane
             return attend(carry, *fresh_keys(at), fresh_visible(at))
 
         begin, end = item["key_begin"] // tiling.keys, pl.cdiv(item["key_end"], tiling.keys)
         if decoding:
             # Fetched before the long loop, needed after it.
-            fresh, visible = fresh_keys(in_tile), fresh_visible(in_tile)
+            fresh, visible = fresh_keys(key_lane), fresh_visible(key_lane)
             carry = _loop(begin, end, committed_block, _start(tiling, head_dim), masked=True)
             carry = attend(_sum_total(carry), *fresh, visible)
-            if not one_tile:
+            if not one_block:
                 carry = _loop(1, pl.cdiv(fresh_end, tiling.rows), fresh_tile, carry)
         else:
             carry = _start(tiling, head_dim)
@@ -278,41 +229,47 @@ def _kernel(
             end = pl.cdiv(fresh_end, tiling.keys)
             carry = _loop(full, end, fresh_block, carry, masked=True)
         out, highest, total = _sum_total(carry)
-        store_dims = is_row[:, None] & (dims < head_dim)
+        store_dims = is_used[:, None] & (dims < head_dim)
         if len(outputs) == 1:
             out = (out / total).astype(outputs[0].dtype)
-            row = (item["first"] + in_tile)[:, None]
-            plgpu.store(outputs[0].at[row, head, dims], out, mask=store_dims)
+            row = (item["first"] + row_of(lane))[:, None]
+            plgpu.store(outputs[0].at[row, head_of(lane), dims], out, mask=store_dims)
         else:
             out_ref, highest_ref, total_ref = outputs
-            plgpu.store(out_ref.at[index, in_tile[:, None], head, dims], out, mask=store_dims)
-            plgpu.store(highest_ref.at[index, in_tile, head], highest * scale, mask=is_row)
-            plgpu.store(total_ref.at[index, in_tile, head], jnp.sum(total, axis=1), mask=is_row)
+            plgpu.store(out_ref.at[index, lane[:, None], head, dims], out, mask=store_dims)
+            plgpu.store(highest_ref.at[index, lane, head], highest * scale, mask=is_used)
+            plgpu.store(total_ref.at[index, lane, head], jnp.sum(total, axis=1), mask=is_used)
 
     def zero_padding():
-        in_tile = jnp.arange(tiling.rows)
+        lane, tile_rows = jnp.arange(launch.tiling.rows), launch.tiling.rows // group
 
         def zero(block, _):
-            row = num_real_ref[0] + block * tiling.rows + in_tile
+            row = num_real_ref[0] + block * tile_rows + row_of(lane)
             mask = (row < outputs[0].shape[0])[:, None] & (dims < head_dim)
             zeros = jnp.zeros(mask.shape, outputs[0].dtype)
-            plgpu.store(outputs[0].at[row[:, None], head, dims], zeros, mask=mask)
+            plgpu.store(outputs[0].at[row[:, None], head_of(lane), dims], zeros, mask=mask)
 
-        blocks = pl.cdiv(outputs[0].shape[0] - num_real_ref[0], tiling.rows)
+        blocks = pl.cdiv(outputs[0].shape[0] - num_real_ref[0], tile_rows)
         lax.fori_loop(0, blocks, zero, None)
 
+    few, decoding = launch.few, launch.few is None
+    attend_tile = functools.partial(
+        attend_item, launch.tiling, decoding=decoding, one_block=launch.one_block
+    )
     if len(outputs) > 1:
-        attend_item(tiling, decoding)
+        attend_tile()
         return
 
     @pl.when(index < items_ref.shape[1])
     def _():
-        if few is None:
-            attend_item(tiling, decoding)
+        if decoding:
+            attend_tile()
             return
-        is_few = items_ref[FIELDS.index("count"), index] <= few.rows
-        pl.when(is_few)(lambda: attend_item(few, decoding=True))
-        pl.when(~is_few)(lambda: attend_item(tiling, decoding))
+        is_few = items_ref[FIELDS.index("count"), index] <= few.rows // group
+        # A tile with few rows may be the last one of a sample with many.
+        one_block = launch.max_tiles == 1
+        pl.when(is_few)(lambda: attend_item(few, decoding=True, one_block=one_block))
+        pl.when(~is_few)(attend_tile)
 
     pl.when(index == items_ref.shape[1])(zero_padding)
 

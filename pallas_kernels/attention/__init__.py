@@ -1,27 +1,29 @@
 """Attention of packed rows over each sample's committed cache and its own fresh rows."""
 
-import functools
-
-import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels import ragged_attention_triton, ragged_attention_xla, reference
-from pallas_kernels.implementations import choose
-from pallas_kernels.shapes import check_integers, check_shapes
+from pallas_kernels.attention import reference, triton, xla
+from pallas_kernels.common.implementations import choose
+from pallas_kernels.common.shapes import (
+    check_heads,
+    check_integers,
+    check_packed_heads,
+    check_shapes,
+)
 
 IMPLEMENTATIONS = {
-    "triton": ragged_attention_triton.ragged_attention,
-    "xla": ragged_attention_xla.ragged_attention,
+    "triton": triton.ragged_attention,
+    "xla": xla.ragged_attention,
     "reference": reference.ragged_attention,
 }
 
 
 def ragged_attention(
     query: Array,  # [rows, heads, head_dim]
-    key: Array | None,  # [rows, heads, head_dim]
-    value: Array | None,  # [rows, heads, head_dim]
-    key_cache: Array,  # [batch, max_len, heads, head_dim]
-    value_cache: Array,  # [batch, max_len, heads, head_dim]
+    key: Array | None,  # [rows, kv_heads, head_dim]
+    value: Array | None,  # [rows, kv_heads, head_dim]
+    key_cache: Array,  # [batch, max_len, kv_heads, head_dim]
+    value_cache: Array,  # [batch, max_len, kv_heads, head_dim]
     segment_ids: Array,  # int32 [rows]
     positions: Array,  # int32 [rows]
     cache_lengths: Array,  # int32 [batch]
@@ -37,9 +39,11 @@ def ragged_attention(
 
     Row r of sample s = segment_ids[r] sees the committed entries
     `key_cache[s, :cache_lengths[s]]` and the fresh rows of s at positions not
-    after its own:
+    after its own. For every query head,
 
         out[r] = softmax(scale * query[r] @ K(r).T) @ V(r)
+
+    where query head i reads K/V head i // (heads // kv_heads).
 
     Rows of one sample are contiguous, at consecutive positions, from cache_lengths[s] on unless a
     `cache_mask` is given; samples may have no rows and come in any order.
@@ -48,7 +52,7 @@ def ragged_attention(
     anything, NaN included.
 
     With `ancestors` the fresh rows of a sample may form a tree (several drafts
-    that share their beginnings) rather than a sequence: row r sees the i-th fresh
+    with common prefixes) rather than a sequence: row r sees the i-th fresh
     row of its sample where ancestors[r, i], whatever the positions are, and every
     committed entry. A row must be its own ancestor.
 
@@ -56,19 +60,21 @@ def ragged_attention(
     true; other entries may hold anything, NaN included.
 
     Args:
-        query, key, value: of the fresh rows, [rows, heads, head_dim]. With neither key nor
-            value `query` holds all three, [rows, 3, heads, head_dim], as one product makes them;
-            the Triton kernel reads them there.
-        key_cache, value_cache: [batch, max_len, heads, head_dim].
+        query: the fresh rows' queries, [rows, heads, head_dim]. If key and value are None it
+            holds queries, keys and values, [rows, heads + 2 * kv_heads, head_dim], as one
+            product computes them; the Triton kernel reads them in place.
+        key, value: the fresh rows' keys and values, [rows, kv_heads, head_dim], or None.
+        key_cache, value_cache: [batch, max_len, kv_heads, head_dim]; `heads` is a multiple of
+            `kv_heads`.
         segment_ids: the sample of each row, int32 [rows]; batch for padding rows.
-        positions: of each row within its sample, int32 [rows].
-        cache_lengths: committed entries of each sample, int32 [batch].
+        positions: the position of each row within its sample, int32 [rows].
+        cache_lengths: the number of committed entries of each sample, int32 [batch].
         max_rows_per_sample: static upper bound of the rows that one sample has
             in this call; None: all of them. Small bounds (decoding) take a path
             that serves all samples at once.
-        scale: of the scores, above 0; None: head_dim ** -0.5.
-        ancestors: visibility among the fresh rows, bool [rows, fresh]; as many columns
-            as any sample has rows, at least. None: causal.
+        scale: the factor of the scores, above 0; None: head_dim ** -0.5.
+        ancestors: visibility among the fresh rows, bool [rows, fresh], with at least as many
+            columns as any sample has rows. None: causal.
         cache_mask: visibility of the committed entries, bool [batch, max_len]. None: all
             of them.
         implementation: "triton", "xla", "reference", or None: Triton on NVIDIA GPUs
@@ -80,31 +86,28 @@ def ragged_attention(
         Attention outputs [rows, heads, head_dim] in the query's dtype.
 
     Raises:
-        ValueError: unknown implementation, or one that the device cannot run; a scale
-            that is not above 0; a key without a value; arrays of other shapes than said, or
-            segment ids, positions or lengths that are no integers.
+        ValueError: `implementation` is unknown or the device cannot run it; `scale` is not above
+            0; only one of key and value is None; `heads` is not a multiple of `kv_heads`; an
+            array has another shape than documented, or segment ids, positions or lengths are not
+            integers.
 
     Reference: the unpadded input tokens of EMS-SD, arXiv 2405.07542, section 3; the
-    ancestor mask is the tree attention of SpecInfer, arXiv 2305.09781, section 4.
+    ancestor mask is the tree attention of SpecInfer, arXiv 2305.09781, section 4; heads that share
+    keys and values are grouped-query attention, arXiv 2305.13245.
     """
-    name = choose(implementation, IMPLEMENTATIONS, interpret)
+    attention = IMPLEMENTATIONS[choose(implementation, IMPLEMENTATIONS, interpret)]
     if scale is not None and not scale > 0:
         raise ValueError(f"scale must be above 0, not {scale}")
-    of_three = query.shape[1:-2]  # (3,), or () for one of them
-    if (key is None) != (value is None) or of_three != ((3,) if key is None else ()):
-        shapes = [None if x is None else x.shape for x in (query, key, value)]
-        raise ValueError(
-            "query, key and value must be [rows, heads, head_dim] each, or query "
-            f"[rows, 3, heads, head_dim] alone, not {shapes}"
-        )
-    of_row = "rows 3 heads head_dim" if key is None else "rows heads head_dim"
-    fresh = [("query", query, of_row)]
+    if (key is None) != (value is None):
+        raise ValueError("key and value must be two arrays, or both None")
+    fresh = [("query", query, "rows heads head_dim")]
     if key is not None:
+        of_row = "rows kv_heads head_dim"
         fresh += [("key", key, of_row), ("value", value, of_row)]
     check_shapes(
         *fresh,
-        ("key_cache", key_cache, "batch max_len heads head_dim"),
-        ("value_cache", value_cache, "batch max_len heads head_dim"),
+        ("key_cache", key_cache, "batch max_len kv_heads head_dim"),
+        ("value_cache", value_cache, "batch max_len kv_heads head_dim"),
         ("segment_ids", segment_ids, "rows"),
         ("positions", positions, "rows"),
         ("cache_lengths", cache_lengths, "batch"),
@@ -112,11 +115,11 @@ def ragged_attention(
         *([] if cache_mask is None else [("cache_mask", cache_mask, "batch max_len")]),
     )
     check_integers(segment_ids=segment_ids, positions=positions, cache_lengths=cache_lengths)
-    if key is None and name != "triton":
-        query, key, value = jnp.unstack(query, axis=1)
-    attention = IMPLEMENTATIONS[name]
-    if name == "triton":
-        attention = functools.partial(attention, interpret=interpret)
+    kv_heads = key_cache.shape[2]
+    if key is None:
+        check_packed_heads("query", query, kv_heads)
+    else:
+        check_heads(query.shape[1], kv_heads)
     return attention(
         query,
         key,
@@ -130,4 +133,5 @@ def ragged_attention(
         scale=scale,
         ancestors=ancestors,
         cache_mask=cache_mask,
+        interpret=interpret,
     )

@@ -4,13 +4,16 @@ This is the one place that asks which methods an object has. Everything else wor
 `Drafter` and `DraftLength`, which have defaults for all optional parts.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from emsjax.checks import check_at_least
 from emsjax.decode.base import Drafter, DraftLength, ModelConfig
+from emsjax.decode.kernels import resolve_kernels
+from emsjax.decode.layout import UNPADDED, Layout
+from emsjax.decode.run import Processor, Run
 
 MODEL_PARTS = ("config", "dtype", "row_bytes", "logits", "init_cache")
 DRAFTER_PARTS = ("max_draft_tokens", "init", "propose")
@@ -86,7 +89,10 @@ class _AdaptedDrafter(_Adapted, Drafter):
 class _AdaptedPolicy(_Adapted, DraftLength):
     for name in ("init", "lengths", "update", "admit", "check_settings", "max_draft_tokens"):
         vars()[name] = _delegate(DraftLength, name)
-    del name
+
+    @property
+    def name(self) -> str:
+        return type(self.wrapped).__name__
 
 
 def unwrapped(adapted: Any) -> Any:
@@ -178,16 +184,24 @@ def with_policy_limit(drafter: Drafter | None, policy: DraftLength | None) -> Dr
     return drafter.with_limit(policy.max_draft_tokens)
 
 
-def check_state(whose: str, method: str, before: Any, after: Any) -> None:
-    """Raises ValueError unless `after`, which `method` returned, has the structure, shapes and
-    types of the state `before`, as the device loop needs."""
-    rule = f"{whose} state must keep its structure, shapes and types"
-    old, new = jax.tree.structure(before), jax.tree.structure(after)
-    if old != new:
-        raise ValueError(f"{rule}: {method} returned {new} instead of {old}")
-    kind = lambda x: f"{jax.typeof(x).dtype}{list(jnp.shape(x))}"
-    leaves = jax.tree_util.tree_leaves_with_path(before)
-    for (path, was), leaf in zip(leaves, jax.tree.leaves(after), strict=True):
-        if kind(was) != kind(leaf):
-            at = f" at {jax.tree_util.keystr(path)}" if path else ""
-            raise ValueError(f"{rule}: {method} returned {kind(leaf)} instead of {kind(was)}{at}")
+def make_run(
+    model: Any,
+    drafter: Any,
+    draft_length: Any = None,
+    *,
+    processors: tuple[Processor, ...] = (),
+    attention_implementation: str | Callable | None = None,
+    layout: Layout = UNPADDED,
+) -> Run:
+    """The run of what a user passes in.
+
+    Raises:
+        ValueError: no model, drafter or policy, or an attention that does not exist or that the
+            device cannot run.
+    """
+    check_is_model("model", model)
+    kernels, policy = resolve_kernels(attention_implementation), as_policy(draft_length)
+    drafter = with_policy_limit(as_drafter(drafter), policy)
+    if drafter is not None and processors:
+        drafter = drafter.with_processors(processors)
+    return Run(model, drafter, policy, processors, kernels, layout)

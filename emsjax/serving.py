@@ -1,0 +1,104 @@
+"""Slots that are held and fed by a caller that asks again and again."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import jax
+
+from emsjax.checks import check_at_least
+from emsjax.decode.base import Drafter, DraftLength, Model
+from emsjax.decode.row_counts import round_up
+from emsjax.engine.adapt import make_run
+from emsjax.engine.preparation import check, with_checked_drafter
+from emsjax.engine.replicas import make_slots, reopen, rows_of_all
+from emsjax.engine.requests import check_requests
+from emsjax.engine.slots import sequences_of
+from emsjax.sampling import Sampling
+from emsjax.streaming import (
+    WIDTH,
+    Completion,
+    Source,
+    check_unseen,
+    completions_of,
+    longest_sequence,
+)
+
+
+class Engine:
+    """Slots that are held and fed: compiled programs and caches outlive a call of `stream`.
+
+    For a rollout worker or an actor that is asked again and again. Each call's output is that of
+    `emsjax.stream` with the same arguments. One call is served at a time.
+
+    Args:
+        model, drafter, draft_length, attention_implementation, devices: as for `emsjax.stream`.
+        batch_size: slots of each device.
+        max_len: tokens of the longest prompt and its continuation, which set the size of the
+            caches; None: as many as the model has positions for.
+
+    Raises:
+        ValueError: as `emsjax.stream`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        drafter: Drafter | None = None,
+        draft_length: DraftLength | None = None,
+        *,
+        batch_size: int,
+        max_len: int | None = None,
+        attention_implementation: str | Callable | None = None,
+        devices: Sequence[jax.Device] | None = None,
+    ):
+        run = make_run(
+            model, drafter, draft_length, attention_implementation=attention_implementation
+        )
+        self.longest = longest_sequence(run, max_len)
+        self.run = with_checked_drafter(run, self.longest - 1)
+        requests = check_requests(model.config, [[0]], max_new_tokens=1)
+        requests = dataclasses.replace(requests, max_len=round_up(self.longest, WIDTH))
+        count = check_at_least("batch_size", batch_size, 1)
+        self.slots = make_slots(self.run, requests, count, devices)
+
+    def stream(
+        self,
+        prompts: Iterable[Sequence[int]],
+        max_new_tokens: int | Sequence[int] = 128,
+        sampling: Sampling | None = None,
+        num_sequences: int = 1,
+        *,
+        eos_token_ids: Sequence[int] | None = None,
+        key: jax.Array | None = None,
+    ) -> Iterator[Completion]:
+        """Complete prompts in these slots: see `emsjax.stream`.
+
+        Raises:
+            ValueError: as `emsjax.stream`, a sequence of more than `max_len` tokens, or another
+                call's results that are still to be read.
+        """
+        options = {
+            "max_new_tokens": max_new_tokens,
+            "sampling": sampling,
+            "num_sequences": num_sequences,
+            "eos_token_ids": eos_token_ids,
+            "key": key,
+        }
+        if hasattr(prompts, "__len__"):
+            _, requests = check(self.run, prompts, **options)
+            if requests.positions >= self.longest:
+                raise ValueError(
+                    f"a prompt and its continuation need {requests.positions + 1} tokens: more "
+                    f"than max_len {self.longest}"
+                )
+            entries, source = sequences_of(requests), None
+            requests = dataclasses.replace(requests, max_len=0)  # checked above
+        else:
+            _, requests = check_unseen(self.run, self.longest, **options)
+            source = Source(enumerate(prompts), self.run.model.config, requests, key, self.longest)
+            entries = source.entries()
+        reopen(self.slots, requests)
+        rows = rows_of_all(self.slots, entries)
+        if source is not None:
+            return source.completions(rows)
+        return completions_of(rows, requests.num_sequences)

@@ -1,0 +1,114 @@
+"""The sizes of an attention launch, chosen from the shapes of its arrays.
+
+A tile's lanes hold pairs of a packed row and one of the query heads that share a K/V head: lane t
+is the tile's row t // group and the group's head t % group.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+
+
+class Tiling(NamedTuple):
+    """Sizes of one program, found by measurement on an H200."""
+
+    rows: int  # lanes of a query tile; a matrix unit takes 16 at least
+    keys: int  # of a block
+    num_warps: int
+    num_stages: int
+
+    def holding(self, lanes: int) -> "Tiling":
+        """This tiling, or one with as many rows, a power of two, as hold this many lanes."""
+        rows = max(self.rows, pl.next_power_of_2(lanes))
+        return self._replace(rows=rows, num_warps=max(self.num_warps, rows // ROWS_PER_WARP))
+
+
+class Launch(NamedTuple):
+    """What is static in one launch."""
+
+    tiling: Tiling
+    few: Tiling | None  # for tiles with few rows in a prefill; None: a launch that decodes
+    group: int  # query heads that share a K/V head
+    splits: int  # shares that the keys of all samples are cut into
+    max_tiles: int  # of any sample
+    one_block: bool  # of tiling.rows keys, which holds the fresh rows of any sample
+    scale: float  # of the scores
+
+
+DECODE = Tiling(rows=16, keys=64, num_warps=4, num_stages=3)
+# Heads whose size is not a power of two pad their blocks in shared memory: where there are
+# enough programs to fill the device, more of them fit with smaller blocks.
+DECODE_PADDED = Tiling(rows=16, keys=32, num_warps=2, num_stages=3)
+# Small heads: as many bytes in flight as with large ones, in more stages, or in larger blocks
+# where there is hardly a program for each multiprocessor.
+DECODE_SMALL = Tiling(rows=16, keys=64, num_warps=2, num_stages=4)
+DECODE_FEW_SMALL = Tiling(rows=16, keys=128, num_warps=4, num_stages=4)
+DECODE_TILES = 3  # of DECODE.rows rows of a sample, each reading its keys; larger tiles serve more
+DECODE_LANES = 64  # of a tile that decodes, where query heads share a K/V head
+ROWS_PER_WARP = 16  # registers hold no more of a grouped tile
+PREFILL = Tiling(rows=64, keys=64, num_warps=4, num_stages=3)
+PREFILL_FLOAT32 = PREFILL._replace(keys=32)  # as many bytes in shared memory
+FEW_ROWS = 16  # of a tile beside long ones: it waits for keys more than it computes
+PROGRAMS_WANTED = 128  # about one for each multiprocessor: far fewer, and keys are split
+PROGRAMS_THAT_FILL = 1024
+
+
+def launch_for(
+    heads: int,
+    cache_shape: tuple[int, int, int, int],  # [b, l, k, d]
+    rows: int,
+    most: int,
+    *,
+    item_bytes: int,
+    scale: float,
+) -> Launch:
+    """The launch for `rows` packed rows with `heads` query heads.
+
+    Args:
+        heads: query heads.
+        cache_shape: [batch, max_len, kv_heads, head_dim].
+        rows: packed rows.
+        most: rows of any sample.
+        item_bytes: bytes of one number of the queries.
+        scale: the factor of the scores.
+    """
+    batch, _, kv_heads, head_dim = cache_shape
+    group = heads // kv_heads
+    splits, few = 1, None
+    if most <= DECODE_TILES * DECODE.rows:
+        tiling = _decode_tiling(head_dim, batch * kv_heads)
+        if group > 1:
+            lanes = min(DECODE_LANES, group * min(most, DECODE.rows))
+            tiling = tiling.holding(max(group, lanes))
+        # With so few rows, more samples than these would have short drafts. Where there are
+        # more, keys stay uncut.
+        samples = min(batch, pl.cdiv(rows, most))
+        if samples * kv_heads < 3 * PROGRAMS_WANTED // 4:
+            splits = pl.cdiv(PROGRAMS_WANTED, kv_heads)
+    else:
+        tiling = PREFILL_FLOAT32 if item_bytes > 2 else PREFILL
+        few = tiling._replace(rows=FEW_ROWS)
+        if group > 1:
+            tiling, few = tiling.holding(group), few.holding(group)
+    max_tiles = pl.cdiv(most, tiling.rows // group)
+    return Launch(tiling, few, group, splits, max_tiles, most <= tiling.rows, scale)
+
+
+def _decode_tiling(head_dim: int, programs: int) -> Tiling:
+    if head_dim <= 64:
+        return DECODE_SMALL if programs >= PROGRAMS_WANTED else DECODE_FEW_SMALL
+    if padded(head_dim) != head_dim and programs >= PROGRAMS_THAT_FILL:
+        return DECODE_PADDED
+    return DECODE
+
+
+def padded(head_dim: int) -> int:
+    """The size of a head's tile, which a matrix unit takes: a power of two, 16 at least."""
+    return max(16, pl.next_power_of_2(head_dim))
+
+
+def dims_of(head_dim: int) -> Array:
+    """The places of a head's numbers in its tile, int32 [padded(head_dim)]."""
+    return jnp.arange(padded(head_dim))

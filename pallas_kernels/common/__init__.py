@@ -1,0 +1,1 @@
+"""What the operations share: choice of an implementation, checks of shapes, gathers."""

@@ -1,0 +1,48 @@
+"""Products in XLA operations, whole or in shares of the contracted axis."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.common.implementations import matmul_precision
+
+
+def linear(
+    x: Array,  # [rows, inputs]
+    weight: Array,  # [inputs, outputs]
+    bias: Array | None,  # [outputs]
+    *,
+    relu: bool,
+) -> Array:  # [rows, outputs]
+    """See `pallas_kernels.linear`."""
+    y = dot(x, weight)
+    y = y if bias is None else y + bias
+    return jax.nn.relu(y) if relu else y
+
+
+def dot(x: Array, weight: Array, dtype=None) -> Array:
+    """The product, in this dtype or in that of its factors."""
+    options = {} if dtype is None else {"preferred_element_type": dtype}
+    return jnp.dot(x, weight, precision=matmul_precision(x.dtype), **options)
+
+
+def widened_dot(x: Array, weight: Array) -> Array:
+    """The product in float32, whose gradient is computed from factors in x's dtype."""
+    return dot(x, weight).astype(jnp.float32)
+
+
+def dot_in_shares(x: Array, weight: Array, shares: int) -> Array:
+    """The product's shares, [shares, rows, outputs]: see `pallas_kernels.linear_sums`."""
+    x = x.reshape(x.shape[0], shares, -1)
+    weight = weight.reshape(shares, -1, weight.shape[1])
+    precision = matmul_precision(x.dtype)
+    kinds = {"precision": precision, "preferred_element_type": sums_dtype(x.dtype, shares)}
+    return jnp.einsum("rsi,sio->sro", x, weight, **kinds)
+
+
+def sums_dtype(dtype, shares: int) -> jnp.dtype:
+    """The dtype in which `pallas_kernels.linear_sums` returns the product of factors of `dtype`.
+
+    Shares in float16 might be infinite where the product is not.
+    """
+    return jnp.dtype(jnp.bfloat16 if dtype == jnp.bfloat16 and shares > 1 else jnp.float32)
