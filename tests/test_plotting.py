@@ -177,7 +177,7 @@ def test_without_matplotlib_its_extra_is_named(bench, results, monkeypatch, caps
 STARTS, COUNTS, KEPT = np.array([9, 16, 5, 12]), np.array([4, 1, 2, 0]), np.array([3, 1, 2, 0])
 ROWS = {
     "unpadded": pack(jnp.array(STARTS), jnp.array(COUNTS), 16),
-    "padded": Layout(pad_inputs=True).pack(jnp.array(STARTS), jnp.array(COUNTS), 16, 16),
+    "padded": Layout(pad_inputs=True).pack(jnp.array(STARTS), jnp.array(COUNTS), 16),
 }
 
 

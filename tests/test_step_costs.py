@@ -13,7 +13,7 @@ import pytest
 from toy import tiny_model
 
 import emsjax
-from emsjax.benchmarks import runs
+from emsjax.benchmarks import runs, shapes
 from emsjax.benchmarks import step_costs as measured
 from emsjax.benchmarks.step_costs import Measurement, Point
 from emsjax.decode.row_counts import row_buckets
@@ -342,8 +342,8 @@ def test_accepted_tokens_of_a_rate_are_sums_of_its_powers():
 
 
 MEASUREMENT = Measurement(
-    config=runs.MODELS["tiny"],
-    draft_config=runs.MODELS["tiny"],
+    config=shapes.MODELS["tiny"],
+    draft_config=shapes.MODELS["tiny"],
     dtype=jnp.float32,
     batch_sizes=(1, 2),
     context=24,

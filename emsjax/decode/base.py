@@ -68,12 +68,12 @@ class Model(Protocol):
         max_rows_per_sample: int | None = None,
         taps: tuple[int, ...] = (),
     ) -> ModelOutput:
-        """Run packed rows; the cache is only read.
+        """Run packed rows.
 
         Args:
             token_ids: the rows' tokens; padding rows may hold any.
             rows: the `PackedRows`.
-            cache: committed keys and values, as `init_cache` makes them.
+            cache: what `init_cache` makes; only read.
             attention: a callable with the signature of `pallas_kernels.ragged_attention`.
             max_rows_per_sample: static bound of rows per sample; None: all rows.
             taps: layers whose hidden states are returned. 0 is the embeddings, i the residual
@@ -168,15 +168,12 @@ class Drafter:
         keys: Key[Array, "b"],
         sampling: Sampling | None,
     ) -> tuple[Draft, Any]:
-        """Continue tokens[s, :lengths[s]] by up to draft_lengths[s] <= k tokens.
+        """Continue tokens[s, :lengths[s]] by up to draft_lengths[s] <= k tokens, 0 allowed.
 
         Args:
             keys: random keys of the sequences, different in each step: derive bits with
                 `emsjax.sampling.position_keys`.
             sampling: None for greedy decoding, otherwise one value per sample.
-
-        Returns:
-            The draft, and the state after it. A draft length of 0 asks for nothing.
         """
         raise NotImplementedError(f"{type(self).__name__} must define propose")
 
@@ -189,10 +186,7 @@ class Drafter:
         return state
 
     def commit(self, state: Any, lengths: Int32[Array, "b"]) -> Any:
-        """The state after verification, without what was rejected.
-
-        tokens[s, :lengths[s]] were accepted.
-        """
+        """The state after verification, when tokens[s, :lengths[s]] were accepted."""
         return state
 
     def admit(

@@ -116,18 +116,14 @@ def checked_draft(draft: Draft, batch: int, max_draft_tokens: int, vocab_size: i
     Raises:
         ValueError: an array of another shape or kind.
     """
+    check = lambda name, *rule: check_array(f"Draft.{name}", getattr(draft, name), *rule)
     block = (batch, max_draft_tokens)
     what = f"integers [b, k] = {block}, k = max_draft_tokens"
-    tokens = check_array(
-        "Draft.tokens", draft.tokens, jnp.integer, lambda shape: shape == block, what
-    )
+    tokens = check("tokens", jnp.integer, lambda shape: shape == block, what)
     what = f"integers [b] = {(batch,)}"
-    counts = check_array(
-        "Draft.counts", draft.counts, jnp.integer, lambda shape: shape == (batch,), what
-    )
-    probs = draft.probs
-    if probs is not None:
+    counts = check("counts", jnp.integer, lambda shape: shape == (batch,), what)
+    if (probs := draft.probs) is not None:
         fits = lambda shape: len(shape) == 3 and shape[:2] == block and shape[2] <= vocab_size
         what = f"None, or floating [b, k, v] = {(*block, vocab_size)}; v may be smaller"
-        probs = check_array("Draft.probs", probs, jnp.floating, fits, what)
+        probs = check("probs", jnp.floating, fits, what)
     return Draft(tokens.astype(jnp.int32), counts.astype(jnp.int32), probs)

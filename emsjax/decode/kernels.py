@@ -83,11 +83,8 @@ def attend(
     if isinstance(called, OwnAttention) or called is pallas_kernels.ragged_attention:
         return attention(qkv, None, None, cached.keys, cached.values, *places, **options)
     kv_heads = cached.keys.shape[2]
-    query, key, value = (
-        qkv[:, : -2 * kv_heads],
-        qkv[:, -2 * kv_heads : -kv_heads],
-        qkv[:, -kv_heads:],
-    )
+    query, fresh = qkv[:, : -2 * kv_heads], qkv[:, -2 * kv_heads :]
+    key, value = fresh[:, :kv_heads], fresh[:, kv_heads:]
     out = attention(query, key, value, cached.keys, cached.values, *places, **options)
     return check_alike(out, query)
 

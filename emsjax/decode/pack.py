@@ -97,8 +97,7 @@ class AcceptedPath:
 def pack(starts: Int32[Array, "b"], counts: Int32[Array, "b"], num_rows: int) -> PackedRows:
     """Concatenate rows starts[s] .. starts[s] + counts[s] - 1 of every sample s.
 
-    Rows beyond `num_rows` are cut off, last samples first, so a long run of
-    rows can be fed in chunks: the result's `counts` tell what went in.
+    Rows beyond `num_rows` are cut off, last samples first: the result's `counts` tell what went in.
 
     >>> rows = pack(jnp.array([5, 9, 4]), jnp.array([2, 1, 0]), num_rows=4)
     >>> print(rows.segment_ids, rows.positions)

@@ -39,11 +39,7 @@ def prefill_observed(
     *,
     kernels: Kernels,
 ) -> tuple[KVCache, Any]:
-    """`prefill`, with the hidden states of its rows shown to a drafter that has `taps`.
-
-    Returns:
-        The cache, and the drafter's state.
-    """
+    """The cache, and the state of a drafter that observes the rows if it has `taps`."""
     rows_per_chunk = chunk_rows(*tokens.shape)
     taps = () if drafter is None else drafter.taps
 

@@ -65,8 +65,7 @@ class DecodeState:
         keys: the random key of each slot's sequence.
         sampling: one value per slot, or None when all decode greedily.
         cache: the target model's committed K/V.
-        drafter_state: the drafter's own.
-        policy_state: the draft-length policy's own.
+        drafter_state, policy_state: their own.
         counters: statistics.
     """
 

@@ -110,13 +110,12 @@ def advance(
         check_state("the policy's", "update", policy_state, updated)
         policy_state = updated
     num_rows = take(jnp.asarray((*verify_sizes, *prompt_sizes), jnp.int32), plan.index)
-    info = StepInfo(
-        verdict.tokens, draft.counts, verdict.num_accepted, verdict.num_emitted, num_rows
-    )
+    emitted = verdict.num_emitted
+    info = StepInfo(verdict.tokens, draft.counts, verdict.num_accepted, emitted, num_rows)
     new_state = dataclasses.replace(
         state,
-        tokens=_append(state.tokens, verdict.tokens, state.lengths, verdict.num_emitted),
-        logprobs=_append(state.logprobs, verdict.logprobs, state.lengths, verdict.num_emitted),
+        tokens=_append(state.tokens, verdict.tokens, state.lengths, emitted),
+        logprobs=_append(state.logprobs, verdict.logprobs, state.lengths, emitted),
         lengths=lengths,
         active=state.active & ~verdict.ended & (lengths < state.length_limits),
         ended=state.ended | verdict.ended,

@@ -110,9 +110,8 @@ def verify(
     """
     logits = run.model.logits(hidden)
     if run.processors:
-        context = LogitsContext(
-            state.tokens, state.lengths, draft.tokens, rows.samples, rows.within
-        )
+        place = (rows.samples, rows.within)
+        context = LogitsContext(state.tokens, state.lengths, draft.tokens, *place)
         logits = process(run.processors, logits, context)
     k = draft.tokens.shape[1]
     verdict = rows.scatter(judge(logits, rows, draft, bits, state.sampling), k + 1)
