@@ -154,7 +154,7 @@ def test_a_table_of_a_rate_has_the_fastest_lengths(rate):
 @pytest.mark.parametrize(
     ("histogram", "longest"),
     [([[3, 0, 0, 1, 2], [1, 0, 0, 0, 3]], 4), ([[6, 0, 0, 0, 0], [2, 1, 1, 0, 0]], 1)],
-    ids=["most stand", "most fall"],
+    ids=["most accepted", "most rejected"],
 )
 def test_a_table_of_a_run_has_the_fastest_lengths(histogram, longest):
     # A draft of 4 tokens in 6 of 10 steps. If all samples drafted, not more than 1 would pay at 8.
