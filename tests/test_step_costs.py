@@ -15,6 +15,7 @@ from toy import tiny_model
 import emsjax
 from emsjax.benchmarks import runs
 from emsjax.benchmarks import step_costs as measured
+from emsjax.benchmarks.shapes import MODELS
 from emsjax.benchmarks.step_costs import Measurement, Point
 from emsjax.decode.row_counts import row_buckets
 from emsjax.policies.costs import (
@@ -342,8 +343,8 @@ def test_accepted_tokens_of_a_rate_are_sums_of_its_powers():
 
 
 MEASUREMENT = Measurement(
-    config=runs.MODELS["tiny"],
-    draft_config=runs.MODELS["tiny"],
+    config=MODELS["tiny"],
+    draft_config=MODELS["tiny"],
     dtype=jnp.float32,
     batch_sizes=(1, 2),
     context=24,
