@@ -235,7 +235,7 @@ def points_of(row_ms, token_ms, cached=(100.0, 50.0)) -> list[Point]:
 
 
 def of_points(points, draft_ms=None):
-    costs, errors = measured.fit(points, draft_ms or {})
+    costs, errors = measured.fit_costs(points, draft_ms or {})
     read = lambda p: costs.tokens_read(jnp.float32(p.cached_tokens), jnp.array(p.sample_rows))
     fitted = [float(costs.step_ms(jnp.float32(point.rows), read(point))) for point in points]
     relative = np.abs(np.array(fitted) / [point.ms for point in points] - 1)
@@ -355,7 +355,7 @@ MEASUREMENT = Measurement(
 @pytest.fixture(scope="module")
 def profile() -> dict:
     said = []
-    found = measured.profile(MEASUREMENT, 0.7, said.append)
+    found = measured.measure_profile(MEASUREMENT, 0.7, said.append)
     assert len(said) == len(found["points"]) + len(MEASUREMENT.batch_sizes)
     return json.loads(json.dumps(found))
 
@@ -519,7 +519,7 @@ def test_policies_read_the_measured_profile(profile):
 @pytest.mark.parametrize("rate", [0, 1, -1])
 def test_a_rate_that_leaves_nothing_to_fit_is_refused(rate):
     with pytest.raises(ValueError, match=f"must be between 0 and 1, not {rate}"):
-        measured.profile(MEASUREMENT, rate, print)
+        measured.measure_profile(MEASUREMENT, rate, print)
 
 
 def test_the_synergy_model_is_step_and_drafting_time_by_emitted_tokens():

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from emsjax.distillation.sequences import MIN_TOKENS
-from emsjax.records.input import make_record, read_json, template_fields
+from emsjax.records.input import make_record, parse_json, template_fields
 
 
 def read_texts(path: Path, template: str) -> list[str]:
@@ -22,7 +22,7 @@ def read_texts(path: Path, template: str) -> list[str]:
         if not line.strip():
             continue
         try:
-            value = read_json(line.decode())
+            value = parse_json(line.decode())
             if isinstance(value, dict) and "id" not in fields:  # it may be anything
                 value = {**value, "id": number}
             texts.append(make_record(value, template, fields, number).prompt)
