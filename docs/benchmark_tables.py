@@ -140,8 +140,8 @@ KINDS = (
         "Distilled draft models",
         ("emsjax distil",),
         "Decoding plainly, with the draft model before training, and with the trained one. "
-        "Position: the share of draft tokens at that position that were accepted, "
-        "if all before them were.",
+        "Position: the share of draft tokens at that position that were accepted, if all "
+        "before them were.",
         result_tables.distillation,
     ),
 )

@@ -29,7 +29,7 @@ autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 napoleon_use_rtype = False
-napoleon_attr_annotations = False  # types stand in the signature
+napoleon_attr_annotations = False  # types are in the signature
 
 
 def setup(app) -> None:

@@ -263,7 +263,7 @@ def test_an_unsuitable_draft_model_is_named(tiny_model, data, tmp_path, capsys, 
     for option in ("--layers", "--width"):
         del run[run.index(option) : run.index(option) + 2]
     assert_error(capsys, main(run), error)
-    assert_error(capsys, main([*run, "--start", "random"]), "--start random: --draft-model is")
+    assert_error(capsys, main([*run, "--start", "random"]), "--start random: training starts with")
 
 
 def test_training_may_start_with_random_weights(tiny_model, data, tmp_path):

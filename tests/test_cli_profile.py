@@ -52,7 +52,7 @@ def drafting(tiny_model, draft_model, paths):
 
 
 def policies(fake):
-    """Of the calls so far, which are forgotten; all have the same."""
+    """The policy that all calls so far had; the calls are then forgotten."""
     (policy,) = {id(call.draft_length): call.draft_length for call in fake.calls}.values()
     fake.calls.clear()
     return policy

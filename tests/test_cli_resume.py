@@ -46,7 +46,7 @@ def test_an_interrupted_run_ends_with_the_results_of_an_uninterrupted_one(
     monkeypatch.setattr(streaming, "stream_numbered", stream)
     assert main(command(tiny_model, paths, *options)) == 0
     assert paths.output.read_bytes() == whole
-    # Those that have all their sequences are left out.
+    # Records with all their sequences are skipped.
     assert list(stream.calls[0].prompts) == list(range(kept // num_sequences, len(RECORDS)))
     ids = [record["id"] for record in RECORDS for _ in range(num_sequences)]
     assert [line["id"] for line in read_lines(paths.output)] == ids

@@ -142,6 +142,6 @@ def test_the_benchmark_lists_every_drafter(tmp_path, capsys, monkeypatch):
 
 
 def test_the_embedded_pair_is_measured_in_bfloat16():
-    subject = divergences.find_subject("embedded", "tiny", 8)
+    subject = divergences.find_pair("embedded", "tiny", 8)
     assert subject.model.dtype == subject.draft_model.dtype == jnp.bfloat16
     assert len(subject.prompts(3)) == 3

@@ -185,7 +185,7 @@ def test_the_command_writes_prints_and_resumes(tmp_path, capsys, monkeypatch):
     assert [entry["commit"] for entry in results["entries"]] == ["abc", "abc", "def"]
     assert plot.stat().st_size > 0
     assert bench(*asked, "--rate", 0.5) == 2
-    assert "--rate is no parameter of --draft llma" in capsys.readouterr().err
+    assert "--rate is not a parameter of --draft llma" in capsys.readouterr().err
 
 
 def test_rates_are_the_given_ones_or_those_of_a_known_device(monkeypatch):
@@ -207,7 +207,7 @@ def test_rates_are_the_given_ones_or_those_of_a_known_device(monkeypatch):
         (["--shape", "opt-7b"], "--shape must be one of"),
         (["--draft-shape", "small"], "--draft-shape must be one of"),
         (["--miss", "2"], "miss must lie in"),
-        (["--draft", "draft-model", "--whole", "0.5"], "--whole is no parameter"),
+        (["--draft", "draft-model", "--whole", "0.5"], "--whole is not a parameter"),
         (["--methods", "ems", "--plot", "x.png"], "must name greedy"),
         (["--plot", "x.xyz"], "must end in"),
         (["--max-new-tokens", "5000"], "positions"),

@@ -1,4 +1,4 @@
-"""Costs of a step: the model, its fit to measured times, and the policies that use it."""
+"""What a step takes: its model, how that is fitted to times, and what policies read of it."""
 
 import contextlib
 import dataclasses
@@ -13,8 +13,9 @@ import pytest
 from toy import tiny_model
 
 import emsjax
-from emsjax.benchmarks import runs, shapes
+from emsjax.benchmarks import runs
 from emsjax.benchmarks import step_costs as measured
+from emsjax.benchmarks.shapes import MODELS
 from emsjax.benchmarks.step_costs import Measurement, Point
 from emsjax.decode.row_counts import row_buckets
 from emsjax.policies.costs import (
@@ -26,7 +27,7 @@ from emsjax.policies.costs import (
     synergy_lengths,
     synergy_ms,
 )
-from pallas_kernels.attention import tilings
+from pallas_kernels import ragged_attention_triton
 
 pytestmark = pytest.mark.usefixtures("unchecked_annotations")
 
@@ -40,7 +41,7 @@ def test_costs_are_linear_between_the_knots_and_beyond_the_last(x, expected):
     assert along(jnp.float32(x), knots, values) == expected
 
 
-def test_costs_continue_with_the_last_slope_unless_it_is_negative():
+def test_the_last_slope_counts_and_no_cost_falls_behind_it():
     knots = jnp.array([1.0, 2.0, 4.0])
     last = lambda *values: along(jnp.array([4.0, 6.0]), knots, jnp.array(values)).tolist()
     assert last(1.0, 5.0, 6.0) == [6, 7]
@@ -102,7 +103,7 @@ def test_one_time_of_a_draft_step_serves_all_batch_sizes():
         "a batch's draft",
     ],
 )
-def test_invalid_costs_are_rejected(make, message):
+def test_impossible_costs_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -122,7 +123,7 @@ def entries(table) -> dict[int, int]:
 
 
 def fastest_length(batch, accepted, drafted, draft_ms=DRAFT_MS) -> int:
-    """The s with the least T(b, s), by enumeration."""
+    """The s with the least T(b, s), one by one."""
     buckets, ms_per_token = row_buckets(batch, len(accepted)), []
     for s in range(len(accepted)):
         share, verify = drafted[s] / max(s, 1), TOKEN_MS * batch * CONTEXT
@@ -154,7 +155,7 @@ def test_a_table_of_a_rate_has_the_fastest_lengths(rate):
 @pytest.mark.parametrize(
     ("histogram", "longest"),
     [([[3, 0, 0, 1, 2], [1, 0, 0, 0, 3]], 4), ([[6, 0, 0, 0, 0], [2, 1, 1, 0, 0]], 1)],
-    ids=["most accepted", "most rejected"],
+    ids=["most stand", "most fall"],
 )
 def test_a_table_of_a_run_has_the_fastest_lengths(histogram, longest):
     # A draft of 4 tokens in 6 of 10 steps. If all samples drafted, not more than 1 would pay at 8.
@@ -168,8 +169,8 @@ def test_a_table_of_a_run_has_the_fastest_lengths(histogram, longest):
 
 
 @pytest.mark.parametrize("rate", [None, 0.6])
-def test_a_table_for_free_drafts_leaves_out_the_costs_of_the_draft_model(rate):
-    # Without a given rate, the rate of the profile.
+def test_a_table_for_free_drafts_leaves_out_what_the_draft_model_costs(rate):
+    # With no rate given, that of the profile.
     profile = PROFILE | {"table": PROFILE["table"] | {"acceptance_rate": 0.6}}
     found = entries(emsjax.BatchSizeTable.from_profile(profile, rate, free=True))
     accepted = [sum(0.6**i for i in range(1, s + 1)) for s in range(5)]
@@ -197,10 +198,10 @@ READERS = [emsjax.StepCosts, emsjax.Goodput, emsjax.BatchSizeTable]
 
 
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.__name__)
-def test_a_file_that_is_not_a_profile_is_rejected(reader, tmp_path):
+def test_what_is_no_profile_is_refused(reader, tmp_path):
     path = tmp_path / "other"
     for text, message in (
-        ("rows", "other is not JSON"),
+        ("rows", "other is no JSON"),
         (json.dumps([PROFILE]), "other is not of the format"),
         (json.dumps(PROFILE | {"format": "emsjax profile 1"}), "other is not of the format"),
     ):
@@ -222,7 +223,7 @@ def test_a_file_that_is_not_a_profile_is_rejected(reader, tmp_path):
 
 
 @pytest.mark.parametrize("rate", [1.1, -0.1, np.nan])
-def test_a_rate_that_is_not_a_probability_is_rejected(rate):
+def test_a_rate_that_is_no_probability_is_refused(rate):
     with pytest.raises(ValueError, match=r"acceptance must be in 0\.\.1"):
         emsjax.BatchSizeTable.from_profile(PROFILE, rate)
 
@@ -234,7 +235,7 @@ def points_of(row_ms, token_ms, cached=(100.0, 50.0)) -> list[Point]:
 
 
 def of_points(points, draft_ms=None):
-    costs, errors = measured.fit(points, draft_ms or {})
+    costs, errors = measured.fit_costs(points, draft_ms or {})
     read = lambda p: costs.tokens_read(jnp.float32(p.cached_tokens), jnp.array(p.sample_rows))
     fitted = [float(costs.step_ms(jnp.float32(point.rows), read(point))) for point in points]
     relative = np.abs(np.array(fitted) / [point.ms for point in points] - 1)
@@ -253,7 +254,7 @@ def test_exact_times_are_fitted_exactly():
     assert errors["max_error"] < 1e-9
 
 
-def test_the_cost_of_reading_a_cache_again_is_fitted_exactly():
+def test_what_reading_a_cache_again_takes_is_fitted_exactly():
     row_ms, token_ms, reread = {16: 2.0, 32: 2.5, 64: 7.0}, 0.004, 0.4
     places = [(16, 100, 16), (16, 50, 16), (32, 100, 17), (64, 100, 16), (64, 100, 33)]
     times = [row_ms[rows] + token_ms * n * (1 + reread * ((m - 1) // 16)) for rows, n, m in places]
@@ -265,7 +266,7 @@ def test_the_cost_of_reading_a_cache_again_is_fitted_exactly():
     assert errors["max_error"] < 1e-6
 
 
-def test_if_caches_are_read_once_reading_them_again_costs_nothing():
+def test_where_caches_are_read_once_reading_them_again_costs_nothing():
     assert of_points(points_of({16: 2.0, 32: 2.5}, 0.004))[0].reread == 0
 
 
@@ -283,7 +284,7 @@ def test_the_error_of_a_fit_is_relative_and_reported():
         assert squares(row, token) < squares(*other)
 
 
-def test_cached_tokens_never_make_a_step_faster():
+def test_no_cached_token_makes_a_step_faster():
     # The constant with the least squares of (1 / 1 - 1) and (ms / 2 - 1) is 1.5 / 1.25.
     costs, errors = of_points([Point(1, 16, 100, 1), Point(1, 16, 50, 2), Point(1, 32, 100, 5)])
     assert costs.token_ms == 0
@@ -291,7 +292,7 @@ def test_cached_tokens_never_make_a_step_faster():
     assert errors["max_error"] == pytest.approx(0.4)
 
 
-def test_more_rows_never_make_a_step_faster():
+def test_more_rows_make_no_step_faster():
     # The constant with the least squares of (c / 4 - 1) and (c / 3 - 1) is (1/4 + 1/3) / (25/144).
     times = {16: 2.0, 32: 4.0, 64: 3.0, 128: 6.0}
     costs, errors = of_points([Point(1, rows, 0, ms) for rows, ms in times.items()])
@@ -302,7 +303,7 @@ def test_more_rows_never_make_a_step_faster():
 @pytest.mark.parametrize(
     ("counts", "ms", "expected"), [((2,), [5.0], 5), ((2, 6), [5.0, 9.0], 35), ((1, 2), [3, 4], 34)]
 )
-def test_additional_layers_cost_as_much_as_those_between_the_slices(counts, ms, expected):
+def test_further_layers_cost_what_those_between_the_slices_do(counts, ms, expected):
     assert measured.extrapolate(counts, ms, 32) == expected
 
 
@@ -313,7 +314,7 @@ def test_a_synergy_of_its_own_model_is_fitted_exactly():
         for batch, (alpha, beta) in verify.items()
         for s in (0, 1, 3)
     ]
-    # Times at other contexts do not belong to a step of this batch size.
+    # Times at other contexts are no times of this batch size's step.
     points += [Point(batch, batch, 50, 99.0) for batch in verify]
     accepted = 0.9 * np.arange(5.0) ** 0.6
     found = measured.fit_synergy(points, accepted)
@@ -324,7 +325,7 @@ def test_a_synergy_of_its_own_model_is_fitted_exactly():
     assert found["accepted"] == pytest.approx({"c": 0.9, "gamma": 0.6, "max_error": 0}, abs=1e-9)
 
 
-def test_a_synergy_fit_reports_its_error():
+def test_a_synergy_fit_says_how_far_it_is_off():
     points = [Point(1, rows, 9, ms, rows) for rows, ms in ((1, 4.0), (2, 4.0), (3, 6.0))]
     found = measured.fit_synergy(points, accepted_at_rate(0.7, 8))
     verify, accepted = found["verify"][1], found["accepted"]
@@ -342,8 +343,8 @@ def test_accepted_tokens_of_a_rate_are_sums_of_its_powers():
 
 
 MEASUREMENT = Measurement(
-    config=shapes.MODELS["tiny"],
-    draft_config=shapes.MODELS["tiny"],
+    config=MODELS["tiny"],
+    draft_config=MODELS["tiny"],
     dtype=jnp.float32,
     batch_sizes=(1, 2),
     context=24,
@@ -354,12 +355,12 @@ MEASUREMENT = Measurement(
 @pytest.fixture(scope="module")
 def profile() -> dict:
     said = []
-    found = measured.profile(MEASUREMENT, 0.7, said.append)
+    found = measured.measure_profile(MEASUREMENT, 0.7, said.append)
     assert len(said) == len(found["points"]) + len(MEASUREMENT.batch_sizes)
     return json.loads(json.dumps(found))
 
 
-def test_steps_of_every_bucket_and_of_half_the_context_are_measured(profile):
+def test_points_are_steps_of_every_bucket_and_of_half_the_context(profile):
     # One bucket of 4 rows a sample: so few rows cost the same.
     fed = [(point["batch"], point["rows"]) for point in profile["points"]]
     assert fed == [(1, 4), (1, 4), (2, 8), (2, 8)]
@@ -374,7 +375,7 @@ def test_steps_of_every_bucket_and_of_half_the_context_are_measured(profile):
 
 
 def buckets_reached(shape, rows):
-    """Buckets of steps in which every sample of a batch of this shape has that many rows."""
+    """By steps in which every sample of a batch of this shape has so many rows."""
     buckets = np.array(row_buckets(*shape))
     return set(buckets[np.searchsorted(buckets, shape[0] * np.array(rows))])
 
@@ -400,7 +401,7 @@ def test_rows_up_to_which_caches_are_read_once_are_timed_beside_more_of_the_same
 
 
 def test_a_tile_of_rows_is_the_attentions():
-    assert tilings.DECODE.rows == TILE_ROWS
+    assert ragged_attention_triton.DECODE.rows == TILE_ROWS
     assert emsjax.Goodput(emsjax.StepCosts.of({1: 1.0})).limit == TILE_ROWS - 1
 
 
@@ -408,13 +409,13 @@ def test_a_tile_of_rows_is_the_attentions():
     ("positions", "context", "steps"),
     [(2048, 900, 43), (941, 900, 43), (925, 900, 36), (64, 24, 16)],
 )
-def test_slices_run_longer_if_there_are_positions(positions, context, steps):
+def test_slices_run_long_where_there_is_room(positions, context, steps):
     config = dataclasses.replace(MEASUREMENT.config, max_position_embeddings=positions)
     deep = dataclasses.replace(MEASUREMENT, config=config, context=context)
     assert deep.steps == steps
 
 
-def test_two_slices_of_a_deep_model_take_turns(monkeypatch):
+def test_of_a_deep_model_two_slices_take_turns(monkeypatch):
     turns, compiled = [], []
     compile_run = runs.StepRun.compile
 
@@ -477,7 +478,7 @@ def test_loops_compile_before_any_of_them_runs(monkeypatch):
 
 @contextlib.contextmanager
 def compilations():
-    """Durations of the compilations within a block."""
+    """Durations of what compiles meanwhile."""
     found = []
     note = lambda name, seconds, **_: found.append(seconds) if "backend_compile" in name else None
     jax.monitoring.register_event_duration_secs_listener(note)
@@ -499,7 +500,7 @@ def test_the_draft_model_drafts_at_the_context_in_every_timed_step():
     assert start.lengths.tolist() == [context + 1] * 2
 
 
-def test_policies_load_the_measured_profile(profile):
+def test_policies_read_the_measured_profile(profile):
     costs = emsjax.Goodput.from_profile(profile).costs
     assert costs.rows.tolist() == [4, 8]
     assert costs.batches.tolist() == [1, 2]
@@ -516,9 +517,9 @@ def test_policies_load_the_measured_profile(profile):
 
 
 @pytest.mark.parametrize("rate", [0, 1, -1])
-def test_a_rate_without_anything_to_fit_is_rejected(rate):
+def test_a_rate_that_leaves_nothing_to_fit_is_refused(rate):
     with pytest.raises(ValueError, match=f"must be between 0 and 1, not {rate}"):
-        measured.profile(MEASUREMENT, rate, print)
+        measured.measure_profile(MEASUREMENT, rate, print)
 
 
 def test_the_synergy_model_is_step_and_drafting_time_by_emitted_tokens():
@@ -532,16 +533,16 @@ def test_the_synergy_model_is_step_and_drafting_time_by_emitted_tokens():
 @pytest.mark.parametrize(
     ("gain", "first", "length"), [(-0.01, 0, 0), (0.01, 0, 2), (-0.01, 0.001, 1), (0.01, 0.001, 2)]
 )
-def test_drafts_that_make_a_step_longer_must_gain_something(gain, first, length):
+def test_drafts_with_which_steps_take_longer_must_gain_something(gain, first, length):
     costs = emsjax.StepCosts.of({16: 1.0, 24: 1.5 / (1 + LEAST_GAIN + gain)})
-    # 8 samples with one draft token each have 16 rows, which is also the smallest bucket.
+    # 8 samples have 16 rows with one draft token each, and then no fewer without: 16 is the least.
     found = synergy_lengths(costs, [8], 100, np.array([0, first, 0.5]), np.arange(3.0))
     assert found == {8: length}
 
 
 def test_in_the_synergy_model_long_drafts_read_the_cache_again():
     costs = emsjax.StepCosts.of({1: 2.0}, token_ms=0.01, reread=0.5)
-    # A quarter of 2 samples, with 100 cached tokens each, drafts.
+    # Of 2 samples with 100 cached tokens each a quarter drafts.
     ms = synergy_ms(costs, 2, 100, np.arange(34.0), np.arange(34.0) / 4)
     further = [0] * 16 + [1] * 16 + [2] * 2
     expected = [(4 + 0.25 * n) / (s + 1) for s, n in enumerate(further)]

@@ -39,6 +39,8 @@ def test_a_room_lies_one_floor_above_the_highest_room_it_imports(tmp_path):
         "emsjax/models/opt.py": "from emsjax.models.config import Config",
         "emsjax/decode/step.py": "import emsjax.models.opt",
         "emsjax/decode/pack.py": "from ..checks import check",
+        "emsjax/near/__init__.py": "from ..decode.pack import f",
+        "emsjax/nearer.py": "from .near import f",
         "emsjax/generate.py": "from emsjax.decode import pack",
         "emsjax/__init__.py": "from emsjax.generate import generate",
     }
@@ -46,6 +48,8 @@ def test_a_room_lies_one_floor_above_the_highest_room_it_imports(tmp_path):
         "checks": 1,
         "models": 2,
         "decode": 3,
+        "near": 4,
+        "nearer": 5,
         "generate": 4,
         "emsjax": 5,
     }

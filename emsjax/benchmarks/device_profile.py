@@ -7,7 +7,7 @@ from typing import Any
 
 from emsjax.benchmarks import step_costs
 from emsjax.benchmarks.options import PROFILED_BATCH_SIZES, PROFILED_CONTEXT, PROFILED_DRAFT_TOKENS
-from emsjax.benchmarks.results import save, surroundings
+from emsjax.benchmarks.results import surroundings, write_results
 from emsjax.benchmarks.runs import LONG, SHORT
 from emsjax.models.config import OPTConfig
 from emsjax.policies import profiles as profile_store
@@ -37,14 +37,14 @@ def measure_and_store(
     stored.parent.mkdir(parents=True, exist_ok=True)
     check_writable("the store of profiles", stored)
     measured = {
-        **step_costs.profile(measurement, acceptance_rate, say),
+        **step_costs.measure_profile(measurement, acceptance_rate, say),
         "subject": subject,
         "command": command,
         "emsjax": own_version(),
         **surroundings(commit=None),
         "seconds": time.perf_counter() - started,
     }
-    save(measured, output)
+    write_results(measured, output)
     return measured, profile_store.store(measured)
 
 

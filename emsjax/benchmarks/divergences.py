@@ -36,7 +36,7 @@ DTYPE = jnp.bfloat16
 
 
 @dataclasses.dataclass(frozen=True)
-class Subject:
+class ModelPair:
     """The models that decode, and the prompts for a batch size."""
 
     model: OPT
@@ -44,7 +44,7 @@ class Subject:
     prompts: Callable[[int], Sequence[Sequence[int]]]
 
 
-def find_subject(name: str, draft_shape: str, new_tokens: int) -> Subject:
+def find_pair(name: str, draft_shape: str, new_tokens: int) -> ModelPair:
     """The embedded pair, or models of random weights."""
     if name == EMBEDDED:
         models = EmbeddedModels()
@@ -52,23 +52,23 @@ def find_subject(name: str, draft_shape: str, new_tokens: int) -> Subject:
     else:
         models = ScriptedModels(name, draft_shape)
         model, draft = random_model(models.config, DTYPE), random_model(models.draft_config, DTYPE)
-    return Subject(model, draft, lambda batch: models.prompts(batch, new_tokens))
+    return ModelPair(model, draft, lambda batch: models.prompts(batch, new_tokens))
 
 
-def measure(subject: Subject, batch: int, new_tokens: int, say) -> list[dict[str, Any]]:
+def measure(pair: ModelPair, batch: int, new_tokens: int, say) -> list[dict[str, Any]]:
     """Measure the entry of each drafter."""
-    model, prompts = subject.model, subject.prompts(batch)
+    model, prompts = pair.model, pair.prompts(batch)
     decode = lambda drafter: generate(
         model, prompts, drafter, max_new_tokens=new_tokens, eos_token_ids=()
     )
     plain = decode(None)
-    said = [np.concatenate([p, of]) for p, of in zip(prompts, plain.tokens, strict=True)]
-    width = max(map(len, said))
-    texts = [np.pad(text, (0, width - len(text))) for text in said]
+    outputs = [np.concatenate([p, of]) for p, of in zip(prompts, plain.tokens, strict=True)]
+    width = max(map(len, outputs))
+    texts = [np.pad(text, (0, width - len(text))) for text in outputs]
     vocab = model.config.vocab_size
     drafters = {
         "prompt-lookup": PromptLookup(search_generated=True),
-        "draft-model": DraftModel(subject.draft_model),
+        "draft-model": DraftModel(pair.draft_model),
         "own-tokens": replay(CopyAcceptance(), texts, batch, vocab_size=vocab, seed=0),
     }
     entries = []
@@ -100,10 +100,10 @@ def run(options: argparse.Namespace, command: str) -> int:
     settings = {"dtype": jnp.dtype(DTYPE).name, "max_new_tokens": options.max_new_tokens}
     results = begin(options, command, settings)
     for name in options.models:
-        subject = find_subject(name, options.draft_shape, options.max_new_tokens)
+        pair = find_pair(name, options.draft_shape, options.max_new_tokens)
         for batch in options.batch_sizes:
             print(f"{name}:")
-            for entry in measure(subject, batch, options.max_new_tokens, print):
+            for entry in measure(pair, batch, options.max_new_tokens, print):
                 add_entry({"model": name, **entry}, results, options.output)
     return 0 if all(entry["near_ties_alone"] for entry in results["entries"]) else 1
 

@@ -143,15 +143,15 @@ class Bench:
         expected = self.models.expected(plain.lengths, tokens)
         plain.advance(1)  # compiles
         seconds = sum(plain.advance(ALL_STEPS) for _ in range(self.repeats))
-        said = new_tokens(plain, tokens)
+        emitted = new_tokens(plain, tokens)
         run.state = dataclasses.replace(
             plain.state, **{name: getattr(state, name) for name in (*bare, "counters")}
         )
         return {
-            "tokens": said if expected is None else expected,
+            "tokens": emitted if expected is None else expected,
             "seconds": seconds,
-            "tokens_per_s": self.repeats * said.size / seconds,
-            "identical": expected is None or bool(np.array_equal(said, expected)),
+            "tokens_per_s": self.repeats * emitted.size / seconds,
+            "identical": expected is None or bool(np.array_equal(emitted, expected)),
         }
 
 

@@ -106,7 +106,7 @@ def scripted(options: argparse.Namespace) -> tuple[Callable[[], Scripted], dict[
     given = parameters(options)
     for name in given:
         if name not in own:
-            raise ValueError(f"{flag(name)} is no parameter of --draft {options.draft}")
+            raise ValueError(f"{flag(name)} is not a parameter of --draft {options.draft}")
     profile = dataclasses.replace(profile, **given)
     models = ScriptedModels(options.shape, draft_shape)
     subject = {**models.describe, "dtype": jnp.dtype(models.dtype).name}

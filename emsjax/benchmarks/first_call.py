@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from emsjax.benchmarks.registry import BENCHMARKS
-from emsjax.benchmarks.results import save, surroundings
+from emsjax.benchmarks.results import surroundings, write_results
 from emsjax.benchmarks.runs import random_model
 from emsjax.benchmarks.shapes import MODELS
 from emsjax.drafters import DraftModel, PromptLookup
@@ -81,7 +81,7 @@ def run(options: argparse.Namespace, command: str) -> int:
             results[state] = found
             first, second = found["calls_s"]
             print(f"{state}: first call {first:.1f} s, second {second:.1f} s", flush=True)
-    save(results, options.output)
+    write_results(results, options.output)
     return 0
 
 

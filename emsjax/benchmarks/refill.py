@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from emsjax.benchmarks.registry import BENCHMARKS
-from emsjax.benchmarks.results import add_entry, begin, save
+from emsjax.benchmarks.results import add_entry, begin, write_results
 from emsjax.benchmarks.scripted import CopyAcceptance, replay, scripted_model
 from emsjax.benchmarks.shapes import MODELS
 from emsjax.drafters import PromptLookup
@@ -102,7 +102,7 @@ def run(options: argparse.Namespace, command: str) -> int:
             print(entry, flush=True)
         results["speedup"] = best["static"] / best["refilled"]
         results["prompt_share"] = best["prompts"] / best["static"]
-        save(results, options.output)
+        write_results(results, options.output)
     print(f"prompts: {results['prompt_share']:.2f} of the time of static batches")
     print(f"refilled slots: {results['speedup']:.3f} x static batches", flush=True)
     return 0 if all(of["identical"] for of in results["runs"]) else 1

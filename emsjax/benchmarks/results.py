@@ -35,7 +35,7 @@ def begin(
         resume(settings, results, options.output)
     else:
         results |= {"settings": dict(settings), entries: []}
-        save(results, options.output)  # before the work: fails if the file cannot be written
+        write_results(results, options.output)  # fails early if it cannot
     return results
 
 
@@ -52,7 +52,7 @@ def surroundings(commit: str | None, *packages: str) -> dict[str, Any]:
     return {**found, "commit": commit or report.checkout_commit()}
 
 
-def save(results: Mapping[str, Any], output: Path | None) -> None:
+def write_results(results: Mapping[str, Any], output: Path | None) -> None:
     """Write the results as JSON, if there is a file to write them to."""
     if output is not None:
         write_atomically(output, json.dumps(results, indent=1))
@@ -66,7 +66,7 @@ def add_entry(
 ) -> None:
     """Append an entry, and write the results; a resumed run may be at another commit."""
     results[entries].append({**entry, "commit": results.get("commit")})
-    save(results, output)
+    write_results(results, output)
 
 
 def resume(settings: Mapping[str, Any], results: dict[str, Any], output: Path | None) -> None:

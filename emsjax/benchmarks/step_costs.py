@@ -195,7 +195,9 @@ def extrapolate(counts: Sequence[int], ms: Sequence[float], layers: int) -> floa
     return long + (layers - more) * (long - short) / (more - fewer)
 
 
-def fit(points: Sequence[Point], draft_ms: dict[int, float]) -> tuple[StepCosts, dict[str, float]]:
+def fit_costs(
+    points: Sequence[Point], draft_ms: dict[int, float]
+) -> tuple[StepCosts, dict[str, float]]:
     """Costs of rows and of cached tokens by least squares of the relative error, and that error.
 
     Costs never decrease with rows or tokens: measured decreases are noise.
@@ -242,7 +244,7 @@ def fit_synergy(points: Sequence[Point], accepted: np.ndarray) -> dict[str, Any]
     return {"verify": numbers, "accepted": accept}
 
 
-def profile(
+def measure_profile(
     measurement: Measurement, acceptance_rate: float, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """The content of a profile file, except versions and hardware.
@@ -253,7 +255,7 @@ def profile(
     if not 0 < acceptance_rate < 1:
         raise ValueError(f"--acceptance-rate must be between 0 and 1, not {acceptance_rate}")
     points, draft_ms = measurement.run(say)
-    costs, errors = fit(points, draft_ms)
+    costs, errors = fit_costs(points, draft_ms)
     k = measurement.max_draft_tokens
     accepted = accepted_at_rate(acceptance_rate, k)
     sizes = range(1, max(measurement.batch_sizes) + 1)

@@ -35,13 +35,13 @@ class Command:
     resumes: bool = False
 
 
-def demo(options: argparse.Namespace, command: str) -> int:
+def run_demo(options: argparse.Namespace, command: str) -> int:
     from emsjax.demo import demo
 
     return demo.run(Console())
 
 
-def generate(options: argparse.Namespace, command: str) -> int:
+def run_generate(options: argparse.Namespace, command: str) -> int:
     checked = run_options(options)
     from emsjax.cli import generate
 
@@ -49,18 +49,18 @@ def generate(options: argparse.Namespace, command: str) -> int:
     return 0
 
 
-def profile(options: argparse.Namespace, command: str) -> int:
+def run_profile(options: argparse.Namespace, command: str) -> int:
     if options.draft_revision is not None and options.draft_model is None:
         raise ValueError("--draft-revision needs --draft-model")
     from emsjax.cli import profile
     from emsjax.terminal.models import resolve_models
 
     resolve_models(vars(options))
-    profile.profile(options, command)
+    profile.run(options, command)
     return 0
 
 
-def distil(options: argparse.Namespace, command: str) -> int:
+def run_distil(options: argparse.Namespace, command: str) -> int:
     from emsjax.cli import distil
     from emsjax.terminal.models import resolve_models
 
@@ -74,13 +74,13 @@ COMMANDS = {
         description="Complete 8 prompts of different lengths with the embedded model by plain and "
         "by speculative decoding, greedily and by sampling, and compare. Exit code 1 unless the "
         "tokens are identical.",
-        run=demo,
+        run=run_demo,
     ),
     "generate": Command(
         help="complete the prompts of a JSONL file",
         description="Complete the prompts of a JSONL file. Results are appended as they finish; "
         "an interrupted run continues when it is started again.",
-        run=generate,
+        run=run_generate,
         add_options=add_generate_arguments,
         resumes=True,
     ),
@@ -89,7 +89,7 @@ COMMANDS = {
         description="Measure how long decoding and drafting steps of these models take on this "
         "device, and store the result for `emsjax generate`. Only the models' configurations are "
         "read.",
-        run=profile,
+        run=run_profile,
         add_options=add_profile_arguments,
     ),
     "distil": Command(
@@ -97,7 +97,7 @@ COMMANDS = {
         description="Train a small model to predict a target's tokens, on your texts and on the "
         "target's own continuations of them, and measure the speed-up. An interrupted run "
         "continues when it is started again, and ends with the same result.",
-        run=distil,
+        run=run_distil,
         add_options=add_distil_arguments,
         resumes=True,
     ),

@@ -15,7 +15,7 @@ from emsjax.terminal.models import load_config
 from emsjax.terminal.reporting import check_writable, line, make_console, progress
 
 
-def profile(options: argparse.Namespace, command: str) -> None:
+def run(options: argparse.Namespace, command: str) -> None:
     """Measure, report and store how long steps of these models take on this device.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Documents from the texts of a JSON Lines file: token ids followed by an end token."""
+"""Texts of a JSON Lines file as documents: token ids, with an end token behind."""
 
 import codecs
 from collections.abc import Sequence
@@ -7,15 +7,14 @@ from pathlib import Path
 import numpy as np
 
 from emsjax.distillation.sequences import MIN_TOKENS
-from emsjax.records.input import make_record, read_json, template_fields
+from emsjax.records.input import make_record, parse_json, template_fields
 
 
 def read_texts(path: Path, template: str) -> list[str]:
-    """The text of every line, formatted from its fields; blank lines are skipped.
+    """The text of every line, made of its fields; blank lines are skipped.
 
     Raises:
-        ValueError: a line is invalid (the first one is named with its number), the template is
-            invalid, or there are no texts.
+        ValueError: the first bad line with its number, a bad template, or no texts.
     """
     fields, texts = template_fields(template), []
     content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
@@ -23,11 +22,11 @@ def read_texts(path: Path, template: str) -> list[str]:
         if not line.strip():
             continue
         try:
-            value = read_json(line.decode())
-            if isinstance(value, dict) and "id" not in fields:  # any id will do
+            value = parse_json(line.decode())
+            if isinstance(value, dict) and "id" not in fields:  # it may be anything
                 value = {**value, "id": number}
             texts.append(make_record(value, template, fields, number).prompt)
-        except ValueError as error:  # also invalid UTF-8
+        except ValueError as error:  # bad UTF-8 included
             raise ValueError(f"{path}, line {number}: {error}") from error
     if not texts:
         raise ValueError(f"{path} holds no texts")
@@ -40,14 +39,14 @@ def tokenize(
     """The documents of the texts, int32 [t] each.
 
     Args:
-        tokenizer: a tokenizer of transformers.
-        texts: any number of texts.
-        source: name of their source, for messages.
-        vocab_size: size of the model's vocabulary.
-        end_token_ids: the first of them ends every document; if empty, no token does.
+        tokenizer: of transformers.
+        texts: any number.
+        source: of the texts, for messages.
+        vocab_size: of the model.
+        end_token_ids: the first of them ends every document; empty: nothing does.
 
     Raises:
-        ValueError: a text has fewer than two tokens, or tokens outside the model's vocabulary.
+        ValueError: a text of fewer than two tokens, or with tokens that the model does not know.
     """
     documents = []
     for number, ids in enumerate(tokenizer(list(texts)).input_ids, start=1):
@@ -68,10 +67,10 @@ def tokenize(
 def hold_out(
     documents: Sequence[np.ndarray], count: int, seed: int
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """`count` documents chosen at random, and the remaining ones.
+    """`count` documents chosen at random, and all others.
 
     Raises:
-        ValueError: none would remain.
+        ValueError: there would be no others.
     """
     if len(documents) <= count:
         raise ValueError(

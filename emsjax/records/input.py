@@ -64,12 +64,12 @@ class Records:
 
     def _record(self, line: bytes, number: int) -> Record:
         try:
-            return make_record(read_json(line.decode()), self.template, self.fields, number)
+            return make_record(parse_json(line.decode()), self.template, self.fields, number)
         except ValueError as error:  # bad UTF-8 included
             raise ValueError(f"{self.path}, line {number}: {error}") from error
 
 
-def read_json(line: str) -> Any:
+def parse_json(line: str) -> Any:
     """The JSON value of a line.
 
     Raises:
