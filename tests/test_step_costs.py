@@ -27,7 +27,7 @@ from emsjax.policies.costs import (
     synergy_lengths,
     synergy_ms,
 )
-from pallas_kernels import ragged_attention_triton
+from pallas_kernels.attention import tilings
 
 pytestmark = pytest.mark.usefixtures("unchecked_annotations")
 
@@ -401,7 +401,7 @@ def test_rows_up_to_which_caches_are_read_once_are_timed_beside_more_of_the_same
 
 
 def test_a_tile_of_rows_is_the_attentions():
-    assert ragged_attention_triton.DECODE.rows == TILE_ROWS
+    assert tilings.DECODE.rows == TILE_ROWS
     assert emsjax.Goodput(emsjax.StepCosts.of({1: 1.0})).limit == TILE_ROWS - 1
 
 

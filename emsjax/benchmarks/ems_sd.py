@@ -8,6 +8,7 @@ ones.
 Reference: EMS-SD, arXiv 2405.07542, table 2 and figure 1.
 """
 
+import dataclasses
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
