@@ -75,9 +75,9 @@ class InterruptedStream:
     def __init__(self, completions):
         self.completions, self.stream, self.policies = completions, streaming.stream_numbered, []
 
-    def __call__(self, model, prompts, drafter, policy, **options):
-        self.policies.append(policy)
-        completions = self.stream(model, prompts, drafter, policy, **options)
+    def __call__(self, run, prompts, **options):
+        self.policies.append(run.policy)
+        completions = self.stream(run, prompts, **options)
         yield from itertools.islice(completions, self.completions)
         if self.completions is not None:
             raise KeyboardInterrupt

@@ -110,10 +110,11 @@ def attributes(drafter):
 
 LOOKUP = dict(vars(emsjax.PromptLookup()))
 MODEL = {
-    "max_draft_tokens": 4,
-    "has_own_limit": False,  # the policy's counts
+    "max_draft_tokens": 32,  # the BASS heuristic's limit
+    "has_own_limit": False,
     "vocab_size": None,
     "attention_implementation": None,
+    "processors": (),
 }
 MODEL |= {"dtype": "float32"}
 

@@ -201,7 +201,7 @@ READERS = [emsjax.StepCosts, emsjax.Goodput, emsjax.BatchSizeTable]
 def test_what_is_no_profile_is_refused(reader, tmp_path):
     path = tmp_path / "other"
     for text, message in (
-        ("rows", "other is no JSON"),
+        ("rows", "other is not JSON"),
         (json.dumps([PROFILE]), "other is not of the format"),
         (json.dumps(PROFILE | {"format": "emsjax profile 1"}), "other is not of the format"),
     ):

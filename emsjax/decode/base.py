@@ -49,7 +49,7 @@ class Model(Protocol):
     """A decoder-only language model, as a pytree.
 
     Attributes:
-        config: vocabulary size, number of positions, end tokens and padding token.
+        config: vocabulary size, number of positions, end tokens and padding token; hashable.
         dtype: the type of weights, products and cache.
         row_bytes: bytes of activations that one packed row needs within a layer.
     """

@@ -126,23 +126,31 @@ def as_policy(draft_length: Any) -> DraftLength | None:
     """The policy as a `DraftLength`; None stays None. Its settings are not checked.
 
     Raises:
-        ValueError: no policy, or one that is not registered as a pytree.
+        ValueError: no policy.
     """
     if draft_length is None or isinstance(draft_length, _AdaptedPolicy):
         return draft_length
-    kind, is_class = type(draft_length), isinstance(draft_length, type)
+    is_class = isinstance(draft_length, type)
     missing = [name for name in POLICY_PARTS if not callable(getattr(draft_length, name, None))]
     if is_class or missing:
-        what = f"the class {draft_length.__name__}" if is_class else kind.__name__
+        what = f"the class {draft_length.__name__}" if is_class else type(draft_length).__name__
         if not is_class and len(missing) < len(POLICY_PARTS):
             what += f", which has no {' and no '.join(missing)}"
         raise ValueError(f"draft_length must be a policy such as emsjax.FixedLength(3), not {what}")
-    if jax.tree_util.all_leaves([draft_length]):
+    return draft_length if isinstance(draft_length, DraftLength) else _AdaptedPolicy(draft_length)
+
+
+def check_policy(draft_length: Any) -> None:
+    """Raises ValueError for an object that is no policy or no pytree, or for wrong settings."""
+    policy = as_policy(draft_length)
+    if policy is None:
+        return
+    if jax.tree_util.all_leaves([unwrapped(policy)]):
         raise ValueError(
-            f"draft_length must be a pytree, and {kind.__name__} is none: register the class with "
+            f"draft_length must be a pytree, and {policy.name} is none: register the class with "
             "jax.tree_util.register_static, or with register_dataclass if it holds arrays"
         )
-    return draft_length if isinstance(draft_length, DraftLength) else _AdaptedPolicy(draft_length)
+    policy.check_settings()
 
 
 def check_drafter(
@@ -160,10 +168,8 @@ def check_drafter(
         ValueError: no drafter or no policy; a limit that is not static; or a drafter that cannot
             draft for this target.
     """
-    policy = as_policy(draft_length)
-    if policy is not None:
-        policy.check_settings()
-    drafter = with_policy_limit(as_drafter(drafter), policy)
+    check_policy(draft_length)
+    drafter = with_policy_limit(as_drafter(drafter), as_policy(draft_length))
     if drafter is None:
         return None
     check_at_least("drafter.max_draft_tokens", drafter.max_draft_tokens, 1)

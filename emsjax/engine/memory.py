@@ -5,46 +5,60 @@ Sizes come from the model itself, by tracing it for shapes.
 
 import bisect
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from emsjax.decode.base import Model
-from emsjax.decode.kernels import resolve_kernels
 from emsjax.decode.pack import pack
 from emsjax.decode.row_counts import chunk_rows, prompt_row_counts, row_buckets
 from emsjax.device import available_bytes, readable, tree_bytes
 
 
 class Sizes(NamedTuple):
-    """Sizes of what a model keeps of its tokens, found by tracing it; nothing is computed.
+    """Sizes of a model and of what it keeps of its tokens.
 
     Attributes:
-        row_bytes: queries, keys and values of one packed row in all layers.
+        weight_bytes: all weights.
+        row_bytes: one packed row's queries, keys and values in all layers, and its activations.
         token_bytes: one cached token in all layers.
         layer_token_bytes: one cached token in one layer.
         query_heads: heads of a layer's queries.
     """
 
+    weight_bytes: int
     row_bytes: int
     token_bytes: int
     layer_token_bytes: int
     query_heads: int
 
-    @classmethod
-    def of(cls, model: Model) -> "Sizes":
-        attention = resolve_kernels("reference").attention
 
-        def trace(model: Model):
-            cache, one = model.init_cache(1, 1), jnp.ones(1, jnp.int32)
-            rows = pack(cache.lengths, one, 1)
-            fresh = model(one, rows, cache, attention=attention).fresh
-            return fresh, [jax.tree.leaves(layer) for layer in cache.layers]
+_known: dict[Any, Sizes] = {}  # by kind of model: tracing takes longer than the rest of a plan
 
-        fresh, layers = jax.eval_shape(trace, model)
-        query_heads = fresh[0].shape[1] - 2 * layers[0][0].shape[2]
-        return cls(tree_bytes(fresh), tree_bytes(layers), tree_bytes(layers[0]), query_heads)
+
+def sizes_of(model: Model) -> Sizes:
+    """The sizes, found by tracing one row once for each architecture; nothing is computed."""
+    kind = (type(model), model.config, jnp.dtype(model.dtype))
+    if kind in _known:
+        return _known[kind]
+
+    def trace(model: Model):
+        cache, one = model.init_cache(1, 1), jnp.ones(1, jnp.int32)
+        out = model(one, pack(cache.lengths, one, 1), cache, attention=_attend_to_nothing)
+        return out.fresh, [jax.tree.leaves(layer) for layer in cache.layers]
+
+    fresh, layers = jax.eval_shape(trace, model)
+    query_heads = fresh[0].shape[1] - 2 * layers[0][0].shape[2]
+    row_bytes = tree_bytes(fresh) + model.row_bytes
+    of_layers = (tree_bytes(layers), tree_bytes(layers[0]))
+    _known[kind] = Sizes(tree_bytes(model), row_bytes, *of_layers, query_heads)
+    return _known[kind]
+
+
+def _attend_to_nothing(query, *rest, **options):
+    """An attention for tracing: its output has the right shape."""
+    return query
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +104,7 @@ class MemoryPlan:
             drafter_bytes_per_slot: the drafter's `state_bytes`.
             refilled: steps feed prompts beside drafts.
         """
-        sizes = Sizes.of(model)
-        per_row = sizes.row_bytes + model.row_bytes
+        sizes = sizes_of(model)
         # The prompts' caches and their fork to more sequences exist side by side.
         cached = slots if prompt_slots == slots else slots + prompt_slots
         chunk = chunk_rows(prompt_slots, max_len)
@@ -100,11 +113,11 @@ class MemoryPlan:
         fed = prompt_row_counts(slots, k1, max_len)[-1] if refilled else rows
         scores = fed * sizes.query_heads * max_len * 4
         return cls(
-            weights=tree_bytes(model),
+            weights=sizes.weight_bytes,
             caches=cached * max_len * sizes.token_bytes,
-            prefill_chunk=chunk * per_row,
+            prefill_chunk=chunk * sizes.row_bytes,
             # Logits, their log-softmax, the step's fresh rows and activations.
-            logits=rows * 2 * model.config.vocab_size * 4 + fed * per_row,
+            logits=rows * 2 * model.config.vocab_size * 4 + fed * sizes.row_bytes,
             # One layer's keys and values, masked and transposed, and its scores, three
             # times over: what the XLA implementation was seen to hold.
             attention=2 * slots * max_len * sizes.layer_token_bytes + 3 * scores,

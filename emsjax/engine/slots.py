@@ -306,9 +306,9 @@ class Slots:
         slots = max(1, self.totals["model_calls"] * self.count)
         return 1 - self.busy_slots / slots
 
-    def counts(self) -> dict[str, Any]:
+    def counts(self) -> dict[str, int]:
         """What the steps did together."""
-        return {**self.totals, "num_masked": np.asarray(self.state.cache.num_masked)}
+        return {**self.totals, "num_masked": int(self.state.cache.num_masked)}
 
 
 def sequences_of(requests: Requests) -> Iterator[Entry]:

@@ -16,7 +16,7 @@ from emsjax.decode.base import DraftLength, StepView
 from emsjax.decode.draft import available_lengths
 from emsjax.decode.row_counts import row_buckets, smallest_bucket
 from emsjax.decode.state import admitted_policy_state
-from emsjax.engine.adapt import as_policy
+from emsjax.engine.adapt import as_policy, check_policy
 from emsjax.policies.costs import LEAST_GAIN, TILE_ROWS, StepCosts
 from emsjax.policies.survival import AcceptanceCounts, check_estimates
 from pallas_kernels.common.indexing import take
@@ -170,7 +170,7 @@ class CostCapped(DraftLength):
         return self._policy.max_draft_tokens
 
     def check_settings(self) -> None:
-        self._policy.check_settings()
+        check_policy(self.policy)
         check_costs(self.costs)
         check_estimates(self.prior_rate, self.prior_weight, self.memory)
         check_gain(self.least_gain)
