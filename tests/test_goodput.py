@@ -1,4 +1,4 @@
-"""Goodput against all combinations of lengths, by hand and in the device loop."""
+"""Goodput is compared with all combinations of lengths, by hand and in the device loop."""
 
 import dataclasses
 import functools
@@ -20,8 +20,8 @@ from emsjax.policies import goodput
 from emsjax.policies.survival import AcceptanceCounts
 
 PRIOR = (goodput.PRIOR_RATE, goodput.PRIOR_WEIGHT)
-# Batch, k and buckets, which are closer than those of so few rows; some are too small for the
-# batch.
+# Batch, k and buckets. The buckets are finer than real ones of so few rows, and some are too small
+# for the batch.
 SHAPES = {
     (1, 3): (1, 3, 4),
     (2, 3): (2, 4, 5, 8),
@@ -59,7 +59,7 @@ def lengths_of(policy, state, view, drafted):
 
 
 class Problem:
-    """A situation with a shape: the view of a policy, and the value of any lengths."""
+    """A situation and a shape, with a policy's view of them and the value of any lengths."""
 
     def __init__(self, shape, situation, monkeypatch, reread=0.0):
         (batch, k), self.buckets = shape, np.array(SHAPES[shape])
@@ -128,7 +128,7 @@ def test_buckets_are_filled(shape, situation, monkeypatch):
     assume((problem.survival > 0).all())  # in float32
     policy = emsjax.Goodput(problem.costs, least_gain=situation.least_gain, limit=20)
     lengths = problem.lengths(policy, problem.counts)
-    # Or all tokens are taken that were found, or that may be drafted in that many draft steps.
+    # Otherwise all found tokens are taken, or all that fit into that many draft steps.
     longest = problem.available.max() if situation.drafted else lengths.max()
     everything = np.minimum(problem.available, longest)
     assert problem.num_active + lengths.sum() in SHAPES[shape] or (lengths == everything).all()
