@@ -70,7 +70,7 @@ def profile_of(model, draft_model=None, dtype="float32", row_ms=None, draft_ms=0
 
 
 class InterruptedStream:
-    """`stream_numbered`, interrupted after some number of completions. It records the policies."""
+    """`stream_numbered`, interrupted after the given number of completions. Records policies."""
 
     def __init__(self, completions):
         self.completions, self.stream, self.policies = completions, streaming.stream_numbered, []

@@ -43,7 +43,7 @@ def test_buckets_ascend_to_hold_every_step(batch, width):
     buckets = row_buckets(batch, width)
     assert buckets[-1] == batch * width
     assert list(buckets) == sorted(set(buckets))
-    # One row per sample has its own bucket: steps without drafts cost what plain decoding costs.
+    # One row per sample has its own bucket: without drafts no more rows than in plain decoding.
     one_each = buckets.index(min(buckets[-1], max(batch, 16)))
     assert len(buckets[one_each:]) <= 17
     # With drafts there are also smaller buckets, for when most samples have ended.

@@ -19,7 +19,7 @@ from emsjax.benchmarks.scripted import (
 )
 from emsjax.decode.pack import pack
 
-LENGTHS, NEW_TOKENS = [1, 9, 30, 33], [64, 17, 35, 1]  # the last sequences reach the last position
+LENGTHS, NEW_TOKENS = [1, 9, 30, 33], [64, 17, 35, 1]  # two sequences reach the last position
 SMALL = tiny_model(num_hidden_layers=1).config
 DEEP = dataclasses.replace(
     SMALL,
@@ -121,7 +121,7 @@ def test_a_draft_models_tokens_are_correct_at_the_given_rate():
     np.testing.assert_allclose(shares(right), expected, atol=0.01)
 
 
-def test_a_draft_models_tokens_do_not_depend_on_where_the_draft_began():
+def test_a_draft_models_correct_tokens_do_not_depend_on_where_the_draft_began():
     for k in (1, 4, 16):
         right = draw(TokenAcceptance(0.8, k), 20, 300)[1]
         following = np.minimum(right[:, 1:] + 1, k)

@@ -115,7 +115,7 @@ def test_attention_after_a_branching_path_equals_that_of_a_chain():
 @dataclasses.dataclass(frozen=True)
 class Watching(emsjax.Drafter):
     """Keeps the observed hidden states of every committed token. It recomputes the target's last
-    token from the last hidden state and proposes its successors.
+    token from the last hidden state and proposes its successor.
     """
 
     model: emsjax.OPT

@@ -75,7 +75,7 @@ def embedded(name: str, max_new_tokens: int):
 
 
 def num_repeats(sequence: list[int]) -> int:
-    """The number of tokens that prompt lookup can guess: each followed its last two before."""
+    """Counts tokens that already followed the same two tokens, which prompt lookup can guess."""
     seen, repeats = {}, 0
     for *pair, token in zip(sequence, sequence[1:], sequence[2:], strict=False):
         repeats += seen.get(tuple(pair)) == token
