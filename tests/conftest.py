@@ -1,4 +1,4 @@
-"""Shapes in annotations are checked at run time: the library promises what it documents."""
+"""Fixtures and settings of all tests. Annotated shapes are checked at run time."""
 
 import atexit
 import gc
@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
-# Tests compile much and compute little. Above all the CPU's newer fusion emitters, which go through
-# MLIR, take twice as long as all the rest; without them a decoding loop compiles in a third.
+# Tests compile much and compute little. The CPU's newer fusion emitters, which use MLIR, take
+# twice as long as the rest of compilation; without them a loop compiles in a third of the time.
 os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),
@@ -17,7 +17,7 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 
-# What one process of a run has compiled the others, and the commands that tests start, load.
+# Executables compiled by one process are loaded by the others and by commands that tests start.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     compiled = tempfile.TemporaryDirectory(prefix="emsjax-tests-")
     atexit.register(compiled.cleanup)
@@ -29,12 +29,12 @@ import jax
 import jaxtyping
 import pytest
 
-# Implicit promotion between dtypes is a mistake. Set once: in tests as in the fixtures of a module,
-# so that what these have traced is not traced again.
+# Implicit promotion between dtypes is an error. The setting is the same in tests and in fixtures
+# of a module, so that functions traced in the latter are not traced again.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-# Before the first import of emsjax. What users pass in (checks, requests,
-# generation) must get past the annotations to the library's own errors.
+# This list is used before the first import of emsjax. It leaves out modules that take users'
+# values (checks, requests, generation), which must reach the library's own errors.
 CHECKED = [
     "decode.base",
     "decode.cache",
@@ -70,7 +70,7 @@ settings.load_profile("emsjax")
 def pytest_configure(config):
     if config.option.markexpr == "gpu" and not runs_triton():
         raise pytest.UsageError("-m gpu needs a GPU of compute capability 8.0 or newer")
-    gc.disable()  # tracing makes many objects, few of them in cycles
+    gc.disable()  # tracing makes many objects, but few cycles
 
 
 def pytest_collection_modifyitems(items):
@@ -81,7 +81,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="module", autouse=True)
 def forget_executables():
-    """CPU executables hold memory, and maps of which Linux gives a process 65530."""
+    """CPU executables hold memory and memory maps, of which Linux allows a process 65530."""
     yield
     maps = Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > 12_000:
@@ -91,7 +91,7 @@ def forget_executables():
 
 @pytest.fixture(scope="module")
 def unchecked_annotations():
-    """For what lowers functions itself: JAX then makes pytrees that hold no arrays."""
+    """Annotations are not checked, as lowering a function makes pytrees without arrays."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jaxtyping.config, "jaxtyping_disable", True)
         yield
@@ -99,7 +99,7 @@ def unchecked_annotations():
 
 @pytest.fixture
 def few_row_counts(monkeypatch):
-    """Steps that feed prompts have two row counts instead of four: less to compile."""
+    """Steps that feed prompts have two row counts instead of four, to compile less."""
     from emsjax.decode import row_counts
 
     monkeypatch.setattr(row_counts, "PROMPT_SIXTEENTHS", (6, 16))
@@ -107,7 +107,7 @@ def few_row_counts(monkeypatch):
 
 @pytest.fixture
 def fresh_loops():
-    """Loops are traced anew in a test, and after it."""
+    """Loops are traced again in a test and after it."""
     from emsjax.decode.step import decode_loop
 
     decode_loop.clear_cache()
@@ -117,17 +117,17 @@ def fresh_loops():
 
 @pytest.fixture
 def two_row_counts(monkeypatch, fresh_loops):
-    """Steps have one row of each sample, or all: less to compile where a batch is large."""
+    """Steps have one row per sample or all rows, to compile less for large batches."""
     two = lambda batch, k1: tuple(sorted({batch, batch * k1}))
     monkeypatch.setattr("emsjax.decode.layout.row_buckets", two)
     monkeypatch.setattr(
         "emsjax.decode.layout.MAX_WIDTHS", 1
-    )  # of padded steps, beside that of one row
+    )  # row counts of padded steps, besides one row per sample
 
 
 @pytest.fixture(autouse=True)
 def profiles(tmp_path, monkeypatch):
-    """The store of profiles: empty, and not the user's."""
+    """An empty store of profiles that replaces the user's."""
     folder = tmp_path / "profiles"
     monkeypatch.setenv("EMSJAX_PROFILES", str(folder))
     return folder
@@ -135,7 +135,7 @@ def profiles(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
-    """A model folder with a tokenizer, for the command line."""
+    """A model folder with a tokenizer for the command line."""
     from jsonl import save_tiny_model
 
     folder = tmp_path_factory.mktemp("tiny")
@@ -145,7 +145,7 @@ def tiny_model(tmp_path_factory):
 
 @pytest.fixture
 def fake(monkeypatch):
-    """Stands in for what `emsjax generate` streams."""
+    """Replaces the stream of `emsjax generate`."""
     from jsonl import FakeStream
 
     from emsjax import streaming
@@ -157,5 +157,5 @@ def fake(monkeypatch):
 
 @pytest.fixture
 def paths(tmp_path):
-    """Input and output of `emsjax generate`."""
+    """Paths of the input and output of `emsjax generate`."""
     return SimpleNamespace(input=tmp_path / "in.jsonl", output=tmp_path / "out.jsonl")

@@ -1,4 +1,4 @@
-"""What documents show: Python examples, to be run, and commands, to be parsed."""
+"""Examples of the documentation: Python code to be run and commands to be parsed."""
 
 import doctest
 import importlib
@@ -16,7 +16,7 @@ from emsjax.cli.main import make_parser
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
-UNPARSED = {"pytest", "ruff", "sphinx-build"}  # programs that are not ours
+UNPARSED = {"pytest", "ruff", "sphinx-build"}  # other projects' programs
 
 
 def blocks(path: Path, language: str) -> list[tuple[int, str]]:
@@ -39,10 +39,10 @@ def python_examples(path: Path) -> list[CodeType | doctest.DocTest]:
 
 
 def run(example: CodeType | doctest.DocTest, names: dict[str, Any]) -> None:
-    """One example, in a namespace that those of a page share.
+    """Run one example in a namespace shared by the examples of a page.
 
     Raises:
-        AssertionError: a session's output is another one; whatever the example raises.
+        AssertionError: a session's output differs. Errors of the example are passed on.
     """
     if isinstance(example, CodeType):
         exec(example, names)
@@ -54,7 +54,7 @@ def run(example: CodeType | doctest.DocTest, names: dict[str, Any]) -> None:
 
 
 def commands(path: Path) -> list[str]:
-    """The commands of a file's shell blocks, but for those that leave something out (`...`)."""
+    """The commands of a file's shell blocks, except those with an ellipsis (`...`)."""
     source = "\n".join(text for _, text in blocks(path, "bash")).replace("\\\n", " ")
     lines = [" ".join(line.split(" #")[0].split()) for line in source.splitlines()]
     found = [command for line in lines for command in line.split(" && ") if command]
@@ -65,9 +65,9 @@ def check_command(command: str) -> None:
     """Check that the program's own parser accepts the command.
 
     Raises:
-        SystemExit: the parser refuses it.
-        ValueError: options that do not go together.
-        AssertionError: an unknown extra or program.
+        SystemExit: the parser rejects the command.
+        ValueError: the options are incompatible.
+        AssertionError: the extra or the program is unknown.
     """
     program, *arguments = shlex.split(command)
     if program == "emsjax":

@@ -1,4 +1,4 @@
-"""Files and commands to test `emsjax generate` with."""
+"""Files and commands for tests of `emsjax generate`."""
 
 import itertools
 import json
@@ -36,7 +36,7 @@ def save_random_model(folder, seed, **overrides):
 
 
 def save_tiny_model(folder):
-    """A random model of 64 positions, a byte-level tokenizer with a start token."""
+    """Save a random model of 64 positions and a byte-level tokenizer with a start token."""
     save_random_model(folder, 0)
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -57,7 +57,7 @@ def save_tiny_model(folder):
 
 
 def profile_of(model, draft_model=None, dtype="float32", row_ms=None, draft_ms=0.0):
-    """A possible profile of these folders' models; by default drafting pays off."""
+    """A plausible profile of these folders' models. By default drafting pays off."""
     configs = [
         None if folder is None else load_config(folder, None) for folder in (model, draft_model)
     ]
@@ -70,7 +70,7 @@ def profile_of(model, draft_model=None, dtype="float32", row_ms=None, draft_ms=0
 
 
 class InterruptedStream:
-    """`stream_numbered` until so many completions have come; remembers the policies."""
+    """`stream_numbered`, interrupted after the given number of completions. Records policies."""
 
     def __init__(self, completions):
         self.completions, self.stream, self.policies = completions, streaming.stream_numbered, []
@@ -84,7 +84,7 @@ class InterruptedStream:
 
 
 class FakeStream:
-    """Replaces decoding: tokens depend on a sequence's prompt and key only. Records its calls."""
+    """Replaces decoding. Tokens depend only on a sequence's prompt and key; calls are recorded."""
 
     def __init__(self, interrupt_after=None):
         self.calls = []
@@ -137,7 +137,7 @@ def command(model, paths, *options):
 
 
 def assert_error(capsys, code, *parts):
-    """Check for exit code 2 and one line on stderr."""
+    """Check that the exit code is 2 and that stderr has one line."""
     captured = capsys.readouterr()
     assert code == 2
     assert captured.out == ""

@@ -1,4 +1,4 @@
-"""Attention in float64 numpy, row by row: written from the definition, without shared code."""
+"""Attention in float64 numpy, row by row, written from the definition without shared code."""
 
 import math
 
@@ -18,7 +18,7 @@ def ragged_attention(
     scale=None,
     cache_mask=None,
 ):
-    """For every row and query head: gather what the row may see, exponentiate, divide."""
+    """For every row and query head, gather the visible keys, exponentiate and divide."""
     out = np.zeros(query.shape, np.float64)
     for row, sample in enumerate(segment_ids):
         if sample == len(lengths):

@@ -8,7 +8,7 @@ from emsjax.policies.survival import AcceptanceCounts, group_weight
 
 
 def counts_after(*steps, batch=1, k=3, memory=1.0, free=True) -> AcceptanceCounts:
-    """Counts after steps with these (drafted, accepted) tokens by sample."""
+    """Counts after steps with these numbers of (drafted, accepted) tokens per sample."""
     counts = AcceptanceCounts.init(batch, k)
     for drafted, accepted in steps:
         tokens = (jnp.array(tokens, jnp.int32) for tokens in (drafted, accepted))
@@ -42,7 +42,7 @@ def test_counts_of_a_draft_model_decay_more_slowly_the_longer_it_waits():
     np.testing.assert_allclose(counts.trials, np.array([[1, 1, 1], [1, 0, 0]]) / 4, rtol=1e-6)
     assert float(counts.waited) == 3
     drafted = counts.update(*jnp.array([[0, 1], [0, 1]]), 0.5, free=False)
-    assert float(drafted.waited) == 0  # one of the samples is enough
+    assert float(drafted.waited) == 0  # it is enough that one sample drafts
     assert drafted.trials[0].tolist() == pytest.approx([0.2] * 3)
     free = counts_after(*steps, batch=2, memory=0.5)
     np.testing.assert_allclose(free.trials, np.array([[1, 1, 1], [1, 0, 0]]) / 8)
@@ -51,7 +51,7 @@ def test_counts_of_a_draft_model_decay_more_slowly_the_longer_it_waits():
 def test_before_any_count_samples_may_have_any_rate_around_the_prior():
     survival = AcceptanceCounts.init(2, 3).survival(0.7, 16.0)
     np.testing.assert_allclose(survival, np.cumprod([[0.7, 12.2 / 17, 13.2 / 18]] * 2, 1), 1e-6)
-    # The fraction of drafts accepted up to there if each sample has its own rate.
+    # This is the fraction of drafts accepted up to each token if each sample has its own rate.
     rates = np.random.default_rng(0).beta(0.7 * 16, 0.3 * 16, 10**6)
     shares = [np.mean(rates**n) for n in (1, 2, 3)]
     np.testing.assert_allclose(survival[0], shares, rtol=2e-3)
@@ -73,7 +73,7 @@ def test_survival_of_two_samples_by_hand():
 
 
 def test_acceptance_of_a_sample_raises_its_own_survival_most():
-    # Sample 0 hits, sample 1 misses, sample 2 has yet to draft.
+    # Sample 0's drafts are accepted, sample 1's are rejected, and sample 2 has not drafted yet.
     steps = [([3, 3, 0], [3, 0, 0])] * 8
     hits, misses, none = np.asarray(counts_after(*steps, batch=3).survival(0.7, 16.0))[:, 0]
     assert hits > none + 0.1
@@ -92,7 +92,7 @@ def test_acceptance_at_a_position_affects_that_position_of_all_samples_most():
         assert rate[0] > rate[2] + 0.05 > rate[1] + 0.1
 
 
-def test_decayed_counts_leave_the_prior():
+def test_survival_returns_to_the_prior_as_counts_decay():
     bad = [([3], [0])] * 9
     rate = lambda *steps: counts_after(*steps, memory=0.8).survival(0.7, 4.0)[0, 0]
     rates = [rate(*bad, *[([0], [0])] * n) for n in (0, 4, 16, 99)]
@@ -113,24 +113,26 @@ def test_before_any_count_and_after_one_each_the_prior_weight_applies():
 
 
 def test_a_weight_by_hand():
-    # Squares over trials 1/4 (30 - 25)^2 / 50 each, over 1/4: 2 + 2, less the two that chance
-    # alone would leave; 98 counts could show more.
+    # Each group adds (30 - 25)^2 / 50 over the variance 1/4, which is 2. The sum of 4 is reduced by
+    # the two that chance alone would give; 98 counts could show more.
     correlation = (2 + 100 / 5) / (98 + 100)
     assert weight_of([30, 20], [50, 50], 0.5, 4.0) == pytest.approx(1 / correlation - 1)
 
 
 @pytest.mark.parametrize("weight", [6.0, 25.0, 100.0])
 @pytest.mark.parametrize("rate", [0.3, 0.8])
-def test_weights_are_those_of_the_distribution_that_rates_are_drawn_from(weight, rate):
+def test_weights_equal_those_of_the_distribution_of_the_rates(weight, rate):
     rng = np.random.default_rng(0)
     trials = rng.integers(1, 60, 20_000)
     hits = rng.binomial(trials, rng.beta(weight * rate, weight * (1 - rate), len(trials)))
     assert weight_of(hits, trials, rate) == pytest.approx(weight, rel=0.05)
 
 
-def test_weights_have_limits():
+def test_weights_are_bounded():
     trials = np.full(1000, 40)
-    assert weight_of(trials * np.arange(1000) % 80, trials, 0.5) == pytest.approx(4)  # 0 or all
+    assert weight_of(trials * np.arange(1000) % 80, trials, 0.5) == pytest.approx(
+        4
+    )  # none or all are accepted
     assert weight_of(trials // 2, trials, 0.5) == pytest.approx(400)
 
 

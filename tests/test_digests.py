@@ -1,4 +1,4 @@
-"""Sets of digests behave as sets of the keys."""
+"""Sets of digests behave like sets of the keys."""
 
 from hypothesis import given
 from hypothesis import strategies as st

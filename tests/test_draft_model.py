@@ -1,4 +1,4 @@
-"""A draft model in the loop: the target's tokens, or exactly its distribution."""
+"""With a draft model the output has the target's greedy tokens or exactly its distribution."""
 
 import dataclasses
 import functools
@@ -34,7 +34,7 @@ def normalised(weights):
 @settings(max_examples=200)
 @given(p=weights.filter(lambda w: w.any()), q=weights)
 def test_accepted_and_residual_mass_add_up_to_the_target(p, q):
-    p, q = normalised(p), normalised(q)  # q may be zero: nothing was drafted
+    p, q = normalised(p), normalised(q)  # q is zero if nothing was drafted
     accepted = q * acceptance_probability(p, q)
     emitted = accepted + (1 - accepted.sum()) * residual_distribution(p, q)
     np.testing.assert_allclose(emitted, p, atol=1e-6)
@@ -45,7 +45,7 @@ def test_accepted_and_residual_mass_add_up_to_the_target(p, q):
 @pytest.mark.parametrize(
     ("max_draft_tokens", "dtype"), [(1, jnp.bfloat16), (4, jnp.float32)], ids=["1", "4"]
 )
-def test_greedy_tokens_are_the_plain_ones(max_draft_tokens, dtype):
+def test_greedy_tokens_equal_plain_decoding(max_draft_tokens, dtype):
     model = tiny_model()
     plain = emsjax.generate(model, PROMPTS, max_new_tokens=20)
     small = emsjax.OPT(small_model().config, rngs=nnx.Rngs(1), dtype=dtype)
@@ -58,7 +58,7 @@ def test_greedy_tokens_are_the_plain_ones(max_draft_tokens, dtype):
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(0.3, 1.0), (1.0, 0.8), (3.0, 1.0)])
-def test_a_model_that_drafts_for_itself_is_always_right(temperature, top_p):
+def test_drafts_of_the_target_itself_are_accepted(temperature, top_p):
     model = tiny_model()
     sampling = emsjax.Sampling(temperature, top_p=top_p)
     out = emsjax.generate(
@@ -76,7 +76,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(temperature, top_p):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pause:
-    """Drafts nothing from the third step to the eighth."""
+    """A policy that drafts nothing from the third step to the eighth."""
 
     def init(self, batch, max_draft_tokens):
         return jnp.zeros((), jnp.int32)
@@ -100,11 +100,11 @@ def test_a_sample_that_paused_is_caught_up_before_it_drafts_again():
     plain = emsjax.generate(model, PROMPTS, max_new_tokens=40)
     np.testing.assert_array_equal(out.tokens, plain.tokens)
     assert (out.stats.accepted_histogram[:, 0] >= 6).all()
-    assert out.stats.acceptance_rate == 1  # a cache with holes would draft otherwise
+    assert out.stats.acceptance_rate == 1  # gaps in the cache would change drafts
 
 
-def test_the_draft_cache_equals_that_of_a_fresh_prefill_after_ragged_acceptance():
-    draft_model = tiny_model()  # right at times: the target is warmer
+def test_the_draft_cache_after_ragged_acceptance_equals_a_fresh_prefill():
+    draft_model = tiny_model()  # sometimes right: the scale of the target's weights differs
     model = tiny_model(init_std=0.28)
     drafter = emsjax.DraftModel(draft_model, 3)
     state = emsjax.init_state(model, drafter, PROMPTS, max_new_tokens=30)
@@ -124,7 +124,7 @@ def test_the_draft_cache_equals_that_of_a_fresh_prefill_after_ragged_acceptance(
         np.testing.assert_allclose(got[real], expected[real], atol=1e-4)
 
 
-def test_a_sequence_does_not_depend_on_the_batch_around_it():
+def test_a_sequence_does_not_depend_on_the_rest_of_the_batch():
     model, drafter = tiny_model(), emsjax.DraftModel(small_model(), 3)
     keys = jax.random.split(jax.random.key(5), len(PROMPTS))
     options = {"max_new_tokens": 16, "drafter": drafter, "sampling": emsjax.Sampling(1.0)}
@@ -203,7 +203,7 @@ def test_padded_vocabularies_share_their_prefix():
         ),
     ],
 )
-def test_a_draft_model_that_does_not_suit_is_refused(make, message):
+def test_an_incompatible_draft_model_is_rejected(make, message):
     with pytest.raises(ValueError, match=message):
         emsjax.generate(tiny_model(), PROMPTS, drafter=make(), max_new_tokens=10)
 
@@ -229,7 +229,7 @@ def four_tokens(seed):
 
 @jax.jit
 def probabilities(model, texts, sampling):
-    """What `model` draws after every prefix of the texts, under `sampling`. [b, t, v]"""
+    """The model's probabilities [b, t, v] after every prefix of the texts, under `sampling`."""
     batch, length = texts.shape
     rows = emsjax.decode.pack.pack(
         jnp.zeros(batch, jnp.int32), jnp.full(batch, length, jnp.int32), texts.size
@@ -239,7 +239,9 @@ def probabilities(model, texts, sampling):
 
 
 def exact_distribution(model, prompt):
-    """Of the first TOKENS tokens, from the model's own probabilities of every prefix. [4, 4, 4]"""
+    """The joint distribution [4, 4, 4] of the first TOKENS tokens, from the model's probabilities
+    after every prefix.
+    """
     endings = list(itertools.product(range(CELLS), repeat=TOKENS - 1))
     texts = np.array([[*prompt, *ending] for ending in endings], np.int32)
     every = lambda value, dtype: np.full(texts.size, value, dtype)
@@ -254,7 +256,7 @@ def exact_distribution(model, prompt):
 
 
 def chi_square(model, drafter, sequences=SEQUENCES):
-    """Statistic and degrees of freedom of what is emitted against the exact distribution."""
+    """Statistic and degrees of freedom of the emitted tokens against the exact distribution."""
     prompt = [1, 3, 0, 2, 1, 3]
     observed = np.zeros((CELLS,) * TOKENS)
     for key in jax.random.split(jax.random.key(11), sequences // AT_ONCE):
@@ -284,13 +286,14 @@ def test_the_first_tokens_have_exactly_the_targets_distribution(drafter):
         "prompt lookup": emsjax.PromptLookup(match_length=1, max_draft_tokens=2),
     }
     statistic, freedom = chi_square(model, drafters.get(drafter))
-    # Mean `freedom`, variance 2 x freedom: above this once in more than a thousand seeds.
+    # The statistic has mean `freedom` and variance 2 x freedom. It is above this bound for
+    # fewer than one seed in a thousand.
     assert statistic < freedom + 3.5 * np.sqrt(2 * freedom)
 
 
 @jax.tree_util.register_static
 class HalfEnds:
-    """Draws the end token, or token 0, with probability one half each."""
+    """A drafter that draws the end token or token 0, each with probability one half."""
 
     max_draft_tokens = 3
     probs = (0.5, 0.0, 0.0, 0.5)
@@ -310,7 +313,7 @@ class HalfEnds:
 
 @jax.tree_util.register_static
 class AfterWholeDrafts:
-    """Drafts all at first, then one token if nothing of the last draft was cut off, or none."""
+    """A policy that first drafts 3 tokens, then 1 if the last draft was not cut, otherwise none."""
 
     def init(self, batch, max_draft_tokens):
         return jnp.full(batch, -1, jnp.int32)
@@ -323,9 +326,9 @@ class AfterWholeDrafts:
 
 
 @pytest.mark.usefixtures("two_row_counts")
-def test_what_a_policy_sees_of_a_rejected_draft_tells_nothing_of_the_next_one():
+def test_a_policy_learns_nothing_about_the_next_token_from_a_rejected_draft():
     model, prompt, sequences = four_tokens(0), [1, 3, 0, 2, 1, 3], SEQUENCES // 10
-    drafter, policy = HalfEnds(), AfterWholeDrafts()  # others would be traced again
+    drafter, policy = HalfEnds(), AfterWholeDrafts()  # new instances would be traced again
     observed = np.zeros((CELLS, CELLS))
     for key in jax.random.split(jax.random.key(5), sequences // AT_ONCE):
         out = emsjax.generate(
@@ -341,7 +344,7 @@ def test_what_a_policy_sees_of_a_rejected_draft_tells_nothing_of_the_next_one():
         )
         np.add.at(observed, tuple(np.where(out.tokens[:, :1] == 3, 3, out.tokens[:, :2]).T), 1)
     expected = sequences * exact_distribution(model, prompt).sum(axis=2)
-    expected[3] = expected[3].sum() * (np.arange(CELLS) == 3)  # nothing comes after the end
+    expected[3] = expected[3].sum() * (np.arange(CELLS) == 3)  # nothing follows the end token
     possible = expected > 0
     assert observed[~possible].sum() == 0
     statistic = ((observed - expected)[possible] ** 2 / expected[possible]).sum()
@@ -350,14 +353,14 @@ def test_what_a_policy_sees_of_a_rejected_draft_tells_nothing_of_the_next_one():
 
 
 @pytest.mark.usefixtures("two_row_counts")
-def test_the_same_test_rejects_a_verifier_that_forgets_the_residual(monkeypatch):
+def test_the_chi_square_test_rejects_a_verifier_without_the_residual(monkeypatch):
     monkeypatch.setattr("emsjax.decode.verify.residual_distribution", lambda p, q: p)
-    drafter = emsjax.DraftModel(four_tokens(1), 1)  # compiled nowhere else
+    drafter = emsjax.DraftModel(four_tokens(1), 1)  # not compiled by another test
     statistic, freedom = chi_square(four_tokens(0), drafter, SEQUENCES // 5)
     assert statistic > 2 * (freedom + 3.5 * np.sqrt(2 * freedom))
 
 
 @pytest.mark.usefixtures("unchecked_annotations")
-def test_a_draft_model_that_is_none_is_named():
+def test_an_object_that_is_not_a_draft_model_is_named():
     with pytest.raises(ValueError, match=r"^draft_model must be an emsjax\.OPT .*, not str$"):
         emsjax.DraftModel("path")

@@ -1,4 +1,4 @@
-"""The promise: whatever is drafted, the tokens are those of plain decoding."""
+"""Lossless decoding: for any drafter, greedy output is identical to plain decoding."""
 
 import dataclasses
 import functools
@@ -33,7 +33,7 @@ def drafters(prompts, plain):
 
 @settings(max_examples=8)
 @given(lengths=ragged_lengths, seed=st.integers(0, 99))
-def test_every_drafter_gives_the_plain_tokens(lengths, seed):
+def test_greedy_tokens_equal_plain_decoding_for_every_drafter(lengths, seed):
     model, prompts = tiny_model(), ragged_prompts(lengths, seed)
     plain = emsjax.generate(model, prompts, max_new_tokens=NEW)
     for drafter in drafters(prompts, plain):
@@ -42,7 +42,7 @@ def test_every_drafter_gives_the_plain_tokens(lengths, seed):
         np.testing.assert_allclose(out.logprobs, plain.logprobs, atol=1e-4)
 
 
-def test_right_drafts_are_all_accepted_and_wrong_ones_never():
+def test_correct_drafts_are_always_accepted_and_wrong_ones_never():
     model, prompts = tiny_model(), ragged_prompts([5, 1, 30])
     plain = emsjax.generate(model, prompts, max_new_tokens=NEW)
     script = script_of(prompts, plain)
@@ -53,13 +53,13 @@ def test_right_drafts_are_all_accepted_and_wrong_ones_never():
     assert right.model_calls == NEW // 4
     assert wrong.stats.acceptance_rate == 0
     assert wrong.stats.mean_acceptance_length == 1
-    # Drafts are cut at remaining - 1 tokens: 3 per step until 3, 2, 1 remain.
+    # Drafts are cut to remaining - 1 tokens: 3 per step until only 3, 2, 1 tokens remain.
     assert wrong.stats.num_drafted.tolist() == [3 * (NEW - 3) + 2 + 1] * 3
 
 
 @settings(max_examples=4)
 @given(lengths=ragged_lengths)
-def test_a_sample_does_not_depend_on_the_batch_around_it(lengths):
+def test_a_sample_does_not_depend_on_the_rest_of_the_batch(lengths):
     model, prompts = tiny_model(), ragged_prompts(lengths)
     drafter = emsjax.PromptLookup(match_length=1, search_generated=True)
     together = emsjax.generate(model, prompts, drafter, max_new_tokens=NEW)
@@ -70,8 +70,8 @@ def test_a_sample_does_not_depend_on_the_batch_around_it(lengths):
         assert alone.stats.num_drafted[0] == together.stats.num_drafted[i]
 
 
-def test_the_last_sequences_of_a_large_batch_are_fed_alone():
-    """In steps of fewer rows than the batch has sequences."""
+def test_the_last_sequences_of_a_large_batch_use_a_smaller_bucket():
+    """The last steps have fewer rows than the batch has sequences."""
     model, prompts = tiny_model(), ragged_prompts([1 + i % 9 for i in range(24)])
     drafter = emsjax.PromptLookup(match_length=1, max_draft_tokens=2, search_generated=True)
     limits = np.array([2] * 22 + [NEW, NEW - 3])
@@ -98,7 +98,7 @@ def stepped(model, drafter, state, steps, poison=False):
     return state
 
 
-def test_the_cache_after_ragged_acceptance_is_that_of_a_fresh_prefill():
+def test_the_cache_after_ragged_acceptance_equals_a_fresh_prefill():
     model, prompts = tiny_model(), ragged_prompts([9, 2, 31, 17])
     drafter = emsjax.PromptLookup(match_length=1, search_generated=True)
     state = emsjax.init_state(model, drafter, prompts, max_new_tokens=24)
@@ -155,7 +155,7 @@ def test_the_loop_is_one_compiled_call_without_callbacks(monkeypatch):
     assert "callback" not in calls[0]
 
 
-def test_every_sample_stops_at_its_own_end_token_and_limit():
+def test_every_sample_stops_at_its_own_end_token_or_limit():
     model, prompts = tiny_model(), ragged_prompts([5, 9, 20, 3])
     plain = emsjax.generate(model, prompts, max_new_tokens=NEW)
     end = int(plain.tokens[0, 6])
@@ -206,7 +206,7 @@ def test_groups_and_copies_give_the_same_tokens():
         np.testing.assert_array_equal(out.stats.num_drafted, whole.stats.num_drafted.repeat(3))
 
 
-def test_the_last_position_is_used_and_none_beyond():
+def test_the_last_position_is_used_and_none_is_exceeded():
     model = tiny_model()
     prompts = ragged_prompts([64, 60])
     out = emsjax.generate(model, prompts, emsjax.PromptLookup(), max_new_tokens=[1, 5])
@@ -230,7 +230,7 @@ def test_statistics_add_up():
     assert stats.padding_ratio.inputs > 0
 
 
-def test_latencies_are_of_the_sequences_that_finish_first_and_last(monkeypatch):
+def test_latencies_are_measured_to_the_first_and_last_finished_sequence(monkeypatch):
     clock = iter([10.0, 16.0])  # 30 steps in 6 s
     monkeypatch.setattr(slots, "perf_counter", lambda: next(clock))
     prompts, new = ragged_prompts([9, 2, 31]), [20, 30, 4]
@@ -251,7 +251,7 @@ def test_a_policy_limits_drafts_without_changing_tokens():
         assert out.stats.num_steps.tolist() == [steps, steps]
 
 
-def test_a_fixed_length_may_be_any_number():
+def test_a_fixed_length_may_be_larger_than_int32():
     model, prompts = tiny_model(), ragged_prompts([5, 9])
     drafter = emsjax.PromptLookup(match_length=1)
     steps = [
@@ -263,7 +263,7 @@ def test_a_fixed_length_may_be_any_number():
     assert steps[0] == steps[1]
 
 
-def test_a_spent_time_budget_returns_what_there_is(monkeypatch):
+def test_an_exhausted_time_budget_returns_the_tokens_decoded_so_far(monkeypatch):
     model, prompts = tiny_model(), ragged_prompts([9, 2])
     plain = emsjax.generate(model, prompts, max_new_tokens=40)
     clock = iter([0.0, 1.0, 9.0])
@@ -278,7 +278,7 @@ def test_a_spent_time_budget_returns_what_there_is(monkeypatch):
 
 
 @pytest.mark.parametrize("batch_size", [None, 1])
-def test_a_time_budget_may_be_spent_before_the_first_step(batch_size):
+def test_a_time_budget_may_be_exhausted_before_the_first_step(batch_size):
     prompts = ragged_prompts([3, 2])
     out = emsjax.generate(
         tiny_model(), prompts, max_new_tokens=NEW, time_budget_s=1e-9, batch_size=batch_size
@@ -287,7 +287,7 @@ def test_a_time_budget_may_be_spent_before_the_first_step(batch_size):
     assert (out.lengths.tolist(), out.stats.model_calls) == ([0, 0], 0)
 
 
-def test_numbers_of_64_bits_are_refused_and_may_be_put_aside():
+def test_64_bit_mode_is_rejected_and_can_be_disabled_locally():
     model, prompts = tiny_model(), ragged_prompts([5, 9])
     plain = emsjax.generate(model, prompts, max_new_tokens=NEW)
     with jax.enable_x64(True):
@@ -298,7 +298,7 @@ def test_numbers_of_64_bits_are_refused_and_may_be_put_aside():
     np.testing.assert_array_equal(again.tokens, plain.tokens)
 
 
-def test_greedy_decoding_needs_no_kind_of_keys():
+def test_greedy_decoding_works_with_any_prng_implementation():
     model, prompts = tiny_model(), ragged_prompts([5, 9])
     plain = emsjax.generate(model, prompts, max_new_tokens=NEW)
     with jax.default_prng_impl("rbg"):
@@ -309,7 +309,7 @@ def test_greedy_decoding_needs_no_kind_of_keys():
 
 
 @pytest.mark.usefixtures("unchecked_annotations")
-def test_a_step_without_a_model_is_refused():
+def test_a_step_without_a_model_is_rejected():
     model, drafter, prompts = tiny_model(), emsjax.PromptLookup(), ragged_prompts([9, 2])
     state = emsjax.init_state(model, drafter, prompts, max_new_tokens=2)
     with pytest.raises(ValueError, match=r"model must be an emsjax\.OPT .* not PromptLookup"):
@@ -327,7 +327,7 @@ def test_a_step_without_a_model_is_refused():
     ],
     ids=["heads joined", "narrow", "too few rows", "nothing", "two"],
 )
-def test_what_own_attention_returns_is_checked(spoil, got):
+def test_the_result_of_a_custom_attention_function_is_checked(spoil, got):
     attention = pallas_kernels.reference.ragged_attention
     own = lambda *arrays, **options: spoil(attention(*arrays, **options))
     prompts, options = ragged_prompts([9, 2]), {"max_new_tokens": 2}
@@ -336,7 +336,7 @@ def test_what_own_attention_returns_is_checked(spoil, got):
         emsjax.generate(tiny_model(), prompts, attention_implementation=own, **options)
 
 
-def test_own_attention_runs_in_the_loop():
+def test_a_custom_attention_function_runs_in_the_loop():
     model, prompts = tiny_model(), ragged_prompts([9, 2])
     plain = emsjax.generate(model, prompts, max_new_tokens=NEW)
     own = functools.partial(pallas_kernels.reference.ragged_attention)
@@ -400,7 +400,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("arguments", BAD.values(), ids=BAD)
-def test_bad_input_is_named_before_any_work(arguments, monkeypatch):
+def test_invalid_input_is_named_before_any_work(arguments, monkeypatch):
     def no_work(*args, **kwargs):
         raise AssertionError("work began")
 
@@ -414,7 +414,7 @@ def test_bad_input_is_named_before_any_work(arguments, monkeypatch):
         emsjax.generate(tiny_model(), **call)
 
 
-def test_what_is_no_model_is_named_by_its_argument():
+def test_an_object_that_is_not_a_model_is_named_by_its_argument():
     model, prompts = tiny_model(), [[5], [6, 7]]
     with pytest.raises(ValueError, match=r"^model must be an emsjax\.OPT .*, not list$"):
         emsjax.generate(prompts, model)
@@ -424,7 +424,7 @@ def test_what_is_no_model_is_named_by_its_argument():
 
 
 @pytest.mark.parametrize("name", ["match_length", "max_draft_tokens"])
-def test_prompt_lookup_names_a_bad_length(name):
+def test_prompt_lookup_names_an_invalid_length(name):
     with pytest.raises(ValueError, match=f"{name} must be at least 1"):
         emsjax.PromptLookup(**{name: 0})
 
@@ -447,7 +447,7 @@ def test_per_prompt_values_may_be_arrays_of_any_kind():
         ({"attention_implementation": []}, "attention_implementation must be"),
     ],
 )
-def test_values_of_another_kind_are_named(options, message):
+def test_values_of_the_wrong_type_or_shape_are_named(options, message):
     options = {"max_new_tokens": 2, "key": jax.random.key(0)} | options
     with pytest.raises(ValueError, match=message):
         emsjax.generate(tiny_model(), ragged_prompts([5, 9]), **options)

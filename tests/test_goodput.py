@@ -1,4 +1,4 @@
-"""Goodput against all combinations of lengths, by hand and in the device loop."""
+"""Goodput is compared with all combinations of lengths, by hand and in the device loop."""
 
 import dataclasses
 import functools
@@ -20,8 +20,8 @@ from emsjax.policies import goodput
 from emsjax.policies.survival import AcceptanceCounts
 
 PRIOR = (goodput.PRIOR_RATE, goodput.PRIOR_WEIGHT)
-# Batch, k and buckets, which are closer than those of so few rows; some are too small for the
-# batch.
+# Batch, k and buckets. The buckets are finer than real ones of so few rows, and some are too small
+# for the batch.
 SHAPES = {
     (1, 3): (1, 3, 4),
     (2, 3): (2, 4, 5, 8),
@@ -59,7 +59,7 @@ def lengths_of(policy, state, view, drafted):
 
 
 class Problem:
-    """A situation with a shape: the view of a policy, and the value of any lengths."""
+    """A situation and a shape, with a policy's view of them and the value of any lengths."""
 
     def __init__(self, shape, situation, monkeypatch, reread=0.0):
         (batch, k), self.buckets = shape, np.array(SHAPES[shape])
@@ -128,7 +128,7 @@ def test_buckets_are_filled(shape, situation, monkeypatch):
     assume((problem.survival > 0).all())  # in float32
     policy = emsjax.Goodput(problem.costs, least_gain=situation.least_gain, limit=20)
     lengths = problem.lengths(policy, problem.counts)
-    # Or all tokens are taken that were found, or that may be drafted in that many draft steps.
+    # Otherwise all found tokens are taken, or all that fit into that many draft steps.
     longest = problem.available.max() if situation.drafted else lengths.max()
     everything = np.minimum(problem.available, longest)
     assert problem.num_active + lengths.sum() in SHAPES[shape] or (lengths == everything).all()
@@ -211,7 +211,7 @@ def test_drafting_that_did_not_pay_is_tried_again_and_kept_once_it_pays(drafted)
         lengths, state = step(state, 0)
         tries += [i] if lengths.any() else []
     between = np.diff(tries)
-    # Periodic once the first counts have decayed; a draft model waits longer.
+    # Tries are periodic once the first counts have decayed. A draft model waits longer.
     assert len(set(between[1:])) == 1
     assert 40 < between[1] < 80 if drafted else 120 < between[1] < 240
     for _ in range(between[1] + 20):
@@ -226,8 +226,8 @@ def test_the_longest_draft_and_the_bucket_are_chosen_together(monkeypatch):
     counts = AcceptanceCounts(trials, trials * jnp.array([[0.95], [0.6]]), jnp.float32(0))
     many = jnp.array([3, 3], jnp.int32)
     view = StepView(jnp.ones(2, bool), many, many, drafted=False)
-    # 4.45 tokens in 1.7 ms. A third token of the first sample, worth more than the second's
-    # first, would take another draft step: 4.71 in 1.9 ms; one each: 3.55 in 1.4 ms.
+    # The choice gives 4.45 tokens in 1.7 ms. A third token of the first sample is worth more than
+    # the second's first, but takes another draft step: 4.71 in 1.9 ms. One each: 3.55 in 1.4 ms.
     assert emsjax.Goodput(costs).lengths(counts, view).tolist() == [2, 1]
 
 

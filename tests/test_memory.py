@@ -1,4 +1,4 @@
-"""The plan counts what is allocated, and refuses in time."""
+"""The memory plan equals what is allocated, and runs that do not fit are rejected early."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ def abstract(config, dtype=jnp.float16) -> emsjax.OPT:
     return nnx.eval_shape(lambda: emsjax.OPT(config, rngs=nnx.Rngs(0), dtype=dtype))
 
 
-def test_cache_bytes_are_those_of_the_cache():
+def test_planned_bytes_equal_those_of_caches_and_weights():
     model = tiny_model()
     leaves = jax.tree.leaves(model.init_cache(3, 64).layers)
     sizes = {"slots": 3, "prompt_slots": 3, "max_len": 64, "max_draft_tokens": 7}
@@ -53,7 +53,7 @@ def test_a_layers_rows_are_counted_until_they_are_committed():
 
 
 @pytest.mark.usefixtures("few_row_counts", "two_row_counts")
-def test_what_does_not_fit_names_the_sum_and_the_largest_batch(monkeypatch):
+def test_a_run_that_does_not_fit_names_the_sum_and_the_largest_batch(monkeypatch):
     model, prompts = tiny_model(), ragged_prompts([5] * 60)
     sizes = {"max_len": 64, "max_draft_tokens": 0}
     four = MemoryPlan.for_run(model, slots=4, prompt_slots=4, refilled=True, **sizes)
@@ -70,7 +70,7 @@ def test_what_does_not_fit_names_the_sum_and_the_largest_batch(monkeypatch):
         emsjax.generate(model, prompts, max_new_tokens=4)
 
 
-def test_opt_6_7b_weighs_what_is_published():
+def test_opt_6_7b_has_the_published_number_of_parameters():
     config = emsjax.OPTConfig(
         hidden_size=4096, num_hidden_layers=32, ffn_dim=16384, num_attention_heads=32
     )
@@ -88,7 +88,7 @@ def test_weights_that_do_not_fit_are_not_loaded(monkeypatch, tmp_path):
         emsjax.OPT.from_pretrained(tmp_path, dtype=jnp.float32)
 
 
-def test_an_accelerators_own_figures_are_used_less_a_reserve(monkeypatch):
+def test_available_memory_is_what_the_accelerator_reports_less_a_reserve(monkeypatch):
     stats = {"bytes_limit": 1000, "bytes_in_use": 300}
     gpu = SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
     monkeypatch.setattr(jax, "local_devices", lambda backend: [gpu])
@@ -97,14 +97,14 @@ def test_an_accelerators_own_figures_are_used_less_a_reserve(monkeypatch):
     assert available_bytes() is None
 
 
-def test_memory_is_that_of_the_models_device(monkeypatch):
+def test_available_memory_is_read_from_the_models_device(monkeypatch):
     model, asked = tiny_model(), []
     monkeypatch.setattr(memory, "available_bytes", asked.append)
     emsjax.generate(model, ragged_prompts([5]), max_new_tokens=2)
     assert asked == jax.local_devices()[:1]
 
 
-def test_the_default_device_may_be_the_name_of_a_platform():
+def test_the_default_device_may_be_a_platform_name():
     with jax.default_device("cpu"):
         assert available_bytes() > 0
 

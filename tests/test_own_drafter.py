@@ -1,4 +1,4 @@
-"""What a drafter of one's own must be and return: refused with names and shapes otherwise."""
+"""Errors for invalid drafters of users name what is wrong, with shapes and types."""
 
 import dataclasses
 
@@ -11,14 +11,14 @@ from toy import ragged_prompts, tiny_model
 import emsjax
 from emsjax.drafters.replay import Replay
 
-pytestmark = pytest.mark.usefixtures("unchecked_annotations")  # a user's are not checked, either
+pytestmark = pytest.mark.usefixtures("unchecked_annotations")  # nor are a user's
 NEW = 8
 PROMPTS = ragged_prompts([5, 9])
 SAMPLED = {"sampling": emsjax.Sampling(0.9), "key": jax.random.key(0)}
 
 
 class Own:
-    """Says the last token again; without `commit`."""
+    """A drafter without `commit` that repeats the last token."""
 
     max_draft_tokens = 3
 
@@ -34,7 +34,7 @@ class Own:
 
 
 def own(made=None, commit=None):
-    """It, returning something else."""
+    """An `Own` with `made` or `commit` replaced."""
     drafter = Own()
     if made is not None:
         drafter.made = made
@@ -63,7 +63,7 @@ BAD_DRAFTS = {
 
 
 @pytest.mark.parametrize(("change", "message"), BAD_DRAFTS.values(), ids=BAD_DRAFTS)
-def test_a_draft_of_another_shape_or_kind_is_named(change, message):
+def test_a_draft_of_the_wrong_shape_or_type_is_rejected(change, message):
     with pytest.raises(ValueError, match=rf"Draft\.{message}"):
         emsjax.generate(tiny_model(), PROMPTS, own(made_of(change)), max_new_tokens=NEW, **SAMPLED)
 
@@ -78,13 +78,13 @@ def test_a_draft_of_another_shape_or_kind_is_named(change, message):
     ],
     ids=["nothing", "no state", "arrays", "three"],
 )
-def test_what_is_no_pair_of_draft_and_state_is_named(returned, kind):
+def test_a_result_that_is_not_a_pair_of_draft_and_state_is_rejected(returned, kind):
     with pytest.raises(ValueError, match=rf"must return a pair \(Draft, state\), not {kind}(\n|$)"):
         emsjax.generate(tiny_model(), PROMPTS, own(returned), max_new_tokens=NEW)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint32", "int32"])
-def test_integers_of_any_type_are_drafts(dtype):
+def test_drafts_may_be_integers_of_any_type(dtype):
     plain = emsjax.generate(tiny_model(), PROMPTS, max_new_tokens=NEW)
     change = lambda t, n: emsjax.Draft(t.astype(dtype), n.astype(dtype))
     drafter = own(made_of(change))
@@ -94,7 +94,7 @@ def test_integers_of_any_type_are_drafts(dtype):
 
 
 @pytest.mark.parametrize("batch_size", [None, 1])
-def test_a_negative_count_is_none(batch_size):
+def test_a_negative_count_means_no_draft_tokens(batch_size):
     plain = emsjax.generate(tiny_model(), PROMPTS, max_new_tokens=NEW)
     drafter = own(made_of(lambda t, n: emsjax.Draft(t, jnp.full_like(n, -5))))
     options = {"max_new_tokens": NEW, "batch_size": batch_size}
@@ -114,7 +114,7 @@ CHANGES = {
 @pytest.mark.parametrize("batch_size", [None, 1])
 @pytest.mark.parametrize(("change", "message"), CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("method", ["propose", "commit"])
-def test_a_state_of_another_kind_names_the_method(method, change, message, batch_size):
+def test_the_error_for_a_changed_state_names_the_method(method, change, message, batch_size):
     if method == "propose":
         drafter = own(lambda tokens, counts, state: (emsjax.Draft(tokens, counts), change(state)))
     else:
@@ -131,17 +131,17 @@ class DataLimit(Own):
     max_draft_tokens: int = 3
 
 
-def test_a_limit_that_is_data_is_refused():
+def test_a_limit_that_is_a_data_field_is_rejected():
     message = r"^drafter\.max_draft_tokens must be static, .*metadata=.'static': True.\)$"
     with pytest.raises(ValueError, match=message):
         emsjax.generate(tiny_model(), PROMPTS, DataLimit(), max_new_tokens=NEW)
 
 
-def test_without_commit_a_drafter_is_one_whose_commit_changes_nothing():
+def test_a_drafter_without_commit_behaves_as_if_commit_changed_nothing():
     plain = emsjax.generate(tiny_model(), PROMPTS, max_new_tokens=NEW)
     zeros = np.zeros((2, 1), np.int32)
     over = Replay(zeros, zeros, zeros, 61, 3, source=Own())
-    assert over.commit("state", None) == "state"  # a source without it
+    assert over.commit("state", None) == "state"  # this source has no `commit`
     for drafter in (Own(), own(commit=lambda state, lengths: state)):
         out = emsjax.generate(tiny_model(), PROMPTS, drafter, max_new_tokens=NEW)
         np.testing.assert_array_equal(out.tokens, plain.tokens)
@@ -167,7 +167,7 @@ NO_DRAFTERS = {
 
 
 @pytest.mark.parametrize(("drafter", "message"), NO_DRAFTERS.values(), ids=NO_DRAFTERS)
-def test_what_is_no_drafter_is_named_before_any_work(drafter, message):
+def test_an_object_that_is_not_a_drafter_is_rejected_before_any_work(drafter, message):
     options = {"max_new_tokens": NEW, "batch_size": 1}
     for decode in (emsjax.generate, emsjax.stream):
         for prompts in (PROMPTS, iter(PROMPTS)) if decode is emsjax.stream else (PROMPTS,):
@@ -176,7 +176,7 @@ def test_what_is_no_drafter_is_named_before_any_work(drafter, message):
 
 
 class Forking(Own):
-    """No pytree; sees each prompt once where prompts have several sequences."""
+    """A drafter that is not a pytree. With `fork` it sees each prompt once."""
 
     def __init__(self):
         self.seen = []
@@ -190,7 +190,7 @@ class Forking(Own):
 
 
 @pytest.mark.parametrize("forks", [True, False])
-def test_a_drafter_that_is_no_pytree_may_fork(forks, monkeypatch):
+def test_a_drafter_that_is_not_a_pytree_may_fork(forks, monkeypatch):
     if not forks:
         monkeypatch.delattr(Forking, "fork")
     drafter = Forking()

@@ -19,7 +19,7 @@ COSTS = StepCosts.of({16: 4.0, 128: 5.0})
 
 
 class Plain:
-    """Two tokens in each step; not registered as a pytree."""
+    """A policy that drafts two tokens in each step. It is not registered as a pytree."""
 
     def init(self, batch, max_draft_tokens):
         return ()

@@ -1,4 +1,4 @@
-"""Packed rows, buckets, caches, and what verification cuts."""
+"""Packed rows, buckets, caches, and where verification cuts drafts."""
 
 import dataclasses
 import functools
@@ -43,10 +43,10 @@ def test_buckets_ascend_to_hold_every_step(batch, width):
     buckets = row_buckets(batch, width)
     assert buckets[-1] == batch * width
     assert list(buckets) == sorted(set(buckets))
-    # One row per sample has a bucket of its own: no drafts, no more rows than in plain decoding.
+    # One row per sample has its own bucket: without drafts no more rows than in plain decoding.
     one_each = buckets.index(min(buckets[-1], max(batch, 16)))
     assert len(buckets[one_each:]) <= 17
-    # And with drafts there are less, for when most samples have ended.
+    # With drafts there are also smaller buckets, for when most samples have ended.
     below = [rows for rows in (16, 64, 256) if 3 * rows <= 2 * buckets[one_each] and width > 1]
     assert list(buckets[:one_each]) == below
     assert all(rows <= 7 / 8 * buckets[-1] + 8 for rows in buckets[one_each + 1 : -1])
@@ -55,7 +55,7 @@ def test_buckets_ascend_to_hold_every_step(batch, width):
         assert more <= max(1.7 * fewer, fewer + 48)
 
 
-def test_row_counts_are_close_where_rows_are_expensive():
+def test_buckets_are_finer_where_rows_are_expensive():
     assert row_buckets(1, 8) == (8,)
     assert row_buckets(8, 8) == (16, 32, 48, 64)
     assert row_buckets(24, 8) == (16, 24, 64, 96, 136, 152, 168, 192)
@@ -66,15 +66,15 @@ def test_row_counts_are_close_where_rows_are_expensive():
     assert row_buckets(24, 17) == (16, 24, 64, 96, 136, 200, *fine, 408)
     assert row_buckets(8, 17) == (16, 32, 64, 96, 112, 136)
     assert row_buckets(256, 1) == (256,)
-    fine = range(704, 929, 32)  # or too many
+    fine = range(704, 929, 32)  # a finer spacing would give too many
     assert row_buckets(64, 17) == (16, 64, 96, 136, 200, 264, 392, 512, *fine, 1088)
     fine = range(1280, 1793, 64)
     assert row_buckets(256, 8) == (16, 64, 256, 392, 512, 768, 1024, *fine, 2048)
-    fine = (392, 408, 424, 440, 456, 472, 488, 504)  # and not 512
+    fine = (392, 408, 424, 440, 456, 472, 488, 504)  # 512 is left out
     assert row_buckets(18, 33) == (18, 64, 96, 136, 200, 264, *fine, 594)
 
 
-def test_rounded_lengths_are_few_and_large_enough():
+def test_rounded_lengths_are_few_and_never_smaller():
     rounded = {round_up_length(n) for n in range(1, 2049)}
     assert all(round_up_length(n) >= n for n in range(1, 2049))
     assert sorted(rounded) == [64, 128, 256, 512, 1024, 1536, 2048]
@@ -117,7 +117,7 @@ def test_the_longest_equal_prefix_is_accepted(target, draft, count):
 
 
 @given(row=tokens, count=st.integers(0, 5), ends=st.lists(st.integers(0, 4), max_size=2))
-def test_rows_are_cut_behind_the_first_end_token(row, count, ends):
+def test_rows_are_cut_after_the_first_end_token(row, count, ends):
     at = [i for i, token in enumerate(row[:count]) if token in ends]
     counts, ended = first_end(
         jnp.array([row], jnp.int32), jnp.array([count], jnp.int32), jnp.array(ends, jnp.int32)
@@ -126,7 +126,7 @@ def test_rows_are_cut_behind_the_first_end_token(row, count, ends):
     assert ended.tolist() == [bool(at)]
 
 
-def test_drafts_are_cut_at_limits_foreign_ids_and_end_tokens():
+def test_drafts_are_cut_at_limits_invalid_ids_and_end_tokens():
     draft = jnp.array([[1, 2, 3], [1, 9, 3], [-1, 2, 3], [1, 5, 3], [1, 2, 3]], jnp.int32)
     counts = jnp.array([9, 3, 3, 3, -2], jnp.int32)
     limits = jnp.array([2, 3, 3, 3, 3], jnp.int32)
@@ -134,7 +134,7 @@ def test_drafts_are_cut_at_limits_foreign_ids_and_end_tokens():
     assert usable.tolist() == [2, 1, 0, 2, 0]
 
 
-def test_only_the_librarys_own_attention_gets_queries_keys_and_values_together(monkeypatch):
+def test_only_the_librarys_own_attention_receives_queries_keys_and_values_as_one_array(monkeypatch):
     seen = []
 
     def attention(query, key, value, key_cache, *rest, option=1, **options):

@@ -1,6 +1,6 @@
-"""Logits and greedy tokens are those of torch's OPT in transformers.
+"""Logits and greedy tokens equal those of torch's OPT in transformers.
 
-The golden values are always checked; torch itself, where it is installed.
+The golden values are always checked, and torch itself where it is installed.
 """
 
 import functools
@@ -19,12 +19,12 @@ from emsjax.decode.pack import pack
 variants = pytest.mark.parametrize("variant", tiny_models.VARIANTS)
 DRAFTERS = {
     "plain": lambda: None,
-    # In their own continuations, as random prompts repeat nothing.
+    # The search includes generated tokens, as random prompts contain no repetitions.
     "prompt_lookup": lambda: emsjax.PromptLookup(
         match_length=2, max_draft_tokens=7, search_generated=True
     ),
 }
-# Drafting does not depend on the architecture: each pair would only cost compilations.
+# Drafting does not depend on the architecture, so all pairs would only add compilations.
 GREEDY_CASES = [
     *[(variant, list(DRAFTERS)[i % 2]) for i, variant in enumerate(tiny_models.VARIANTS)],
     ("pre_norm", "prompt_lookup"),
@@ -43,7 +43,7 @@ def golden(variant: str) -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory):
-    """The variant's model with the weights of a seed, through a checkpoint."""
+    """A function that loads the variant's model from a checkpoint with the weights of a seed."""
 
     @functools.cache
     def load(variant: str, seed: int) -> emsjax.OPT:
@@ -95,7 +95,7 @@ def test_logits_of_packed_rows_equal_those_of_torch(load, variant):
 
 
 @variants
-def test_golden_tokens_are_still_what_torch_generates(variant):
+def test_golden_tokens_equal_torch_generate(variant):
     pytest.importorskip("torch")
     from golden import make_golden
 
@@ -161,7 +161,7 @@ def test_greedy_tokens_of_the_embedded_models_equal_torch_generate(name):
     np.testing.assert_array_equal(out.lengths, values["lengths"])
 
 
-def test_golden_tokens_of_the_embedded_draft_are_still_what_torch_generates():
+def test_golden_tokens_of_the_embedded_draft_model_equal_torch_generate():
     pytest.importorskip("torch")
     from golden import make_golden
 

@@ -1,4 +1,4 @@
-"""Prefill: the same cache in chunks of any size, and never one huge activation."""
+"""Prefill gives the same cache for any chunk size, with activations of one chunk at a time."""
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ def test_chunks_do_not_change_the_cache(rows, monkeypatch):
             assert (np.asarray(new[sample, length:]) == 0).all()
 
 
-def test_activations_of_long_prompts_are_those_of_one_chunk():
+def test_activations_of_long_prompts_are_as_large_as_one_chunk():
     model, batch, width = tiny_model(), 24, 2048
     fill = lambda model, cache, tokens, lengths: prefill(
         model, cache, tokens, lengths, kernels=resolve_kernels(None)
@@ -49,4 +49,4 @@ def test_activations_of_long_prompts_are_those_of_one_chunk():
     text = str(jax.make_jaxpr(fill)(model, model.init_cache(batch, width), tokens, lengths))
     assert f"f32[{row_counts.MAX_CHUNK_ROWS},{model.config.hidden_size}]" in text
     assert f"[{batch * width}," not in text
-    assert f",{VOCAB}]" not in text  # no logits
+    assert f",{VOCAB}]" not in text  # no logits are computed

@@ -1,4 +1,4 @@
-"""Prompt lookup against a search written with lists."""
+"""Prompt lookup is compared with a search written with lists."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ ids = st.integers(1, 3)
 
 
 def expected_copy(context, texts, n, limit):
-    """The tokens after the last occurrence of the last n; later texts win."""
+    """The tokens after the last occurrence of the last n tokens; later texts take precedence."""
     if len(context) < n:
         return []
     suffix = context[-n:]
@@ -35,7 +35,7 @@ def expected_copy(context, texts, n, limit):
     n=st.integers(1, 3),
     limit=st.integers(0, 5),
 )
-def test_copies_what_follows_the_last_occurrence(
+def test_drafts_copy_the_tokens_after_the_last_occurrence(
     prompt, generated, reference, search_generated, n, limit
 ):
     context = prompt + generated
@@ -48,7 +48,7 @@ def test_copies_what_follows_the_last_occurrence(
         references=None if reference is None else [reference],
         search_generated=search_generated,
     ).for_prompts(np.array([0]), 1)
-    tokens = np.full((1, WIDTH), 1, np.int32)  # what lies beyond must not be matched
+    tokens = np.full((1, WIDTH), 1, np.int32)  # tokens beyond the context must not match
     tokens[0, : len(context)] = context
     state = drafter.init(jnp.asarray(tokens), jnp.array([len(prompt)], jnp.int32), WIDTH)
     draft, _ = drafter.propose(
@@ -83,6 +83,6 @@ def test_each_slot_searches_its_own_prompts_reference():
 
 
 @pytest.mark.usefixtures("unchecked_annotations")
-def test_references_that_are_none_are_named():
+def test_references_that_are_not_token_ids_are_rejected():
     with pytest.raises(ValueError, match="references must be a sequence of token ids of each"):
         emsjax.PromptLookup(references=5)

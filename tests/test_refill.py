@@ -1,4 +1,4 @@
-"""Slots that refill: each sequence as if it were alone, prompts in their order, nothing twice."""
+"""Refilled slots: sequences do not depend on each other, and each prompt is admitted once."""
 
 import dataclasses
 import functools
@@ -53,18 +53,18 @@ def drafters():
     [("prompt lookup", None), ("draft model", None), *((name, SAMPLED) for name in drafters())],
     ids=lambda of: of if isinstance(of, str) else "greedy" if of is None else "sampled",
 )
-def test_every_sequence_is_what_it_is_in_one_batch(name, sampling):
+def test_refilled_sequences_equal_those_of_one_batch(name, sampling):
     model, prompts, drafter = tiny_model(), ragged_prompts(LENGTHS), drafters()[name]
     options = {"max_new_tokens": NEW, "sampling": sampling, "key": jax.random.key(5)}
     whole = emsjax.generate(model, prompts, drafter, **options)
     batch_size = 1 if (name, sampling) == ("prompt lookup", None) else 4
     out = emsjax.generate(model, prompts, drafter, batch_size=batch_size, **options)
-    same(out, whole, steps=drafter is not CARELESS)  # what it drafts depends on the step
+    same(out, whole, steps=drafter is not CARELESS)  # its drafts depend on the step
 
 
 @pytest.mark.usefixtures("few_row_counts", "two_row_counts")
 @pytest.mark.parametrize("name", ["plain", "references", "draft model"])
-def test_sequences_of_a_prompt_copy_what_is_cached_for_its_first(name):
+def test_sequences_of_a_prompt_copy_the_cache_of_its_first_sequence(name):
     model, prompts, drafter = tiny_model(), ragged_prompts(LENGTHS), drafters()[name]
     options = {"max_new_tokens": NEW, "num_sequences": 3, "key": jax.random.key(5)}
     options["sampling"] = emsjax.Sampling(0.9)
@@ -74,7 +74,7 @@ def test_sequences_of_a_prompt_copy_what_is_cached_for_its_first(name):
 
 
 @pytest.mark.usefixtures("few_row_counts", "two_row_counts")
-def test_long_prompts_of_several_sequences_are_fed_in_parts(monkeypatch):
+def test_long_prompts_of_several_sequences_are_fed_in_chunks(monkeypatch):
     model, prompts = tiny_model(), ragged_prompts(LENGTHS)
     options = {"max_new_tokens": 6, "num_sequences": 2, "key": jax.random.key(5)}
     options["sampling"] = emsjax.Sampling(0.9)
@@ -87,7 +87,7 @@ def test_long_prompts_of_several_sequences_are_fed_in_parts(monkeypatch):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class FirstSteps:
-    """A policy that drafts in a sequence's first two steps; without `admit`."""
+    """A policy without `admit` that drafts only in a sequence's first two steps."""
 
     def init(self, batch, max_draft_tokens):
         return jnp.zeros(batch, jnp.int32)
@@ -100,7 +100,7 @@ class FirstSteps:
 
 
 @pytest.mark.usefixtures("few_row_counts", "two_row_counts")
-def test_a_policys_state_of_a_slot_begins_anew():
+def test_policy_state_is_reset_when_a_slot_is_refilled():
     model, prompts = tiny_model(), ragged_prompts(LENGTHS)
     drafter = emsjax.DraftModel(tiny_model(num_hidden_layers=1), 3)
     whole = emsjax.generate(model, prompts, drafter, FirstSteps(), max_new_tokens=NEW)
@@ -110,8 +110,8 @@ def test_a_policys_state_of_a_slot_begins_anew():
 
 
 @pytest.mark.usefixtures("few_row_counts")
-def test_a_capped_policys_state_of_a_slot_begins_anew():
-    """The policy has no `admit`; drafting costs next to nothing, so nothing is capped."""
+def test_state_of_a_capped_policy_is_reset_when_a_slot_is_refilled():
+    """The policy has no `admit`. Drafting costs almost nothing, so no draft is capped."""
     model, prompts = tiny_model(), ragged_prompts(LENGTHS)
     drafter = emsjax.DraftModel(tiny_model(num_hidden_layers=1), 3)
     costs = emsjax.StepCosts.of({16: 1.0, 1024: 1.001}, draft_ms=1e-6)
@@ -122,7 +122,7 @@ def test_a_capped_policys_state_of_a_slot_begins_anew():
 
 @pytest.mark.usefixtures("few_row_counts")
 @pytest.mark.parametrize("policy", [emsjax.BassHeuristic(3, limit=4), "goodput", "capped"])
-def test_policies_that_look_at_the_batch_leave_greedy_tokens_alone(policy):
+def test_policies_that_depend_on_the_batch_do_not_change_greedy_tokens(policy):
     costs = emsjax.StepCosts.of({16: 1.0, 64: 1.5}, draft_ms=0.1)
     policy = {
         "goodput": emsjax.Goodput(costs),
@@ -143,19 +143,19 @@ def slots_for(model, prompts, *, count, drafter=None, **asked):
     return served, slots.sequences_of(requests), requests
 
 
-def test_a_prompt_is_fed_once_whatever_the_number_of_its_sequences():
+def test_a_prompt_is_fed_once_for_any_number_of_sequences():
     model, prompts = tiny_model(), ragged_prompts([9, 20, 14])
     asked = {"max_new_tokens": 6, "num_sequences": 8, "eos_token_ids": ()}
     served, sequences, _ = slots_for(model, prompts, count=4, **asked)
     rows = list(served.serve(sequences))
     assert len(rows) == 24
-    emitted = 24 * 6  # in as many rows
+    emitted = 24 * 6  # each from one row
     assert served.counts()["real_rows"] == emitted + sum(len(p) - 1 for p in prompts)
 
 
 @pytest.mark.usefixtures("few_row_counts", "two_row_counts")
-def test_what_a_slot_held_before_has_no_influence(monkeypatch):
-    """Undefined places are NaN from the start, and whatever later sequences leave behind."""
+def test_previous_contents_of_a_slot_have_no_influence(monkeypatch):
+    """Undefined cache entries are NaN at first and later hold what earlier sequences left."""
     model, prompts = tiny_model(), ragged_prompts(LENGTHS)
     drafter = emsjax.DraftModel(tiny_model(num_hidden_layers=1), 3)
     whole = emsjax.generate(model, prompts, drafter, max_new_tokens=NEW)
@@ -170,7 +170,7 @@ def test_what_a_slot_held_before_has_no_influence(monkeypatch):
     same(emsjax.generate(model, prompts, drafter, max_new_tokens=NEW, batch_size=3), whole)
 
 
-def test_caches_are_those_of_a_prefill_while_slots_turn_over():
+def test_caches_equal_those_of_a_prefill_while_slots_are_refilled():
     model, prompts = tiny_model(), ragged_prompts(LENGTHS)
     drafter = emsjax.PromptLookup(match_length=1)
     served, sequences, requests = slots_for(
@@ -202,29 +202,30 @@ def test_caches_are_those_of_a_prefill_while_slots_turn_over():
     assert looks > 20
 
 
-def test_slots_do_not_idle_while_somebody_waits():
+def test_slots_are_not_idle_while_sequences_wait():
     model, prompts = tiny_model(), ragged_prompts([6] * 30)
     served, sequences, _ = slots_for(
         model, prompts, count=4, max_new_tokens=[3, 9, 5] * 10, eos_token_ids=()
     )
     rows = list(served.serve(sequences))
-    # Each sequence: a step for its prompt, which can be the same for several, and one per token.
+    # Each sequence takes one step for its prompt, which others may share, and one per token.
     busy = sum(int(row["num_steps"]) + 1 for row in rows)
-    assert served.counts()["model_calls"] <= busy / 4 + 12  # the last ones end apart
+    assert served.counts()["model_calls"] <= busy / 4 + 12  # the last do not end together
 
 
-def test_prompts_of_several_sequences_enter_side_by_side():
+def test_prompts_of_several_sequences_are_admitted_together():
     model, prompts = tiny_model(), ragged_prompts([6] * 8)
     asked = {"max_new_tokens": 6, "num_sequences": 2, "eos_token_ids": ()}
     served, sequences, _ = slots_for(model, prompts, count=8, **asked)
     assert len(list(served.serve(sequences))) == 16
-    # Twice a step for all prompts and one per token; a step later those that copy.
+    # Two rounds of one step for all prompts and one per token. Sequences that copy a prompt's
+    # cache start one step later.
     assert served.counts()["model_calls"] <= 2 * (1 + 6)
 
 
-def test_a_drafter_that_every_prompt_would_compile_again_is_refused():
+def test_a_drafter_that_would_be_recompiled_for_every_prompt_is_rejected():
     class Plain(emsjax.PromptLookup):
-        """Its subclass is no pytree."""
+        """A subclass that is not registered as a pytree."""
 
     model, prompts = tiny_model(), ragged_prompts([4, 5, 6])
     drafter = Plain(references=prompts)
@@ -232,7 +233,7 @@ def test_a_drafter_that_every_prompt_would_compile_again_is_refused():
         emsjax.generate(model, prompts, drafter, max_new_tokens=3, batch_size=2)
 
 
-def test_prompts_enter_in_their_order_and_each_once():
+def test_each_prompt_is_admitted_once_and_in_order():
     model, prompts = tiny_model(), ragged_prompts([4] * 20)
     served, sequences, _ = slots_for(model, prompts, count=3, max_new_tokens=[9, 2, 4, 1] * 5)
     entered = []
@@ -263,7 +264,7 @@ def test_one_compilation_serves_all_prompts():
 
 
 @pytest.mark.usefixtures("few_row_counts")
-def test_a_spent_time_budget_names_what_had_not_begun(monkeypatch):
+def test_an_exhausted_time_budget_is_the_finish_reason_of_unfinished_sequences(monkeypatch):
     model, prompts = tiny_model(), ragged_prompts([9, 2, 7, 5])
     whole = emsjax.generate(model, prompts, max_new_tokens=[40, 3, 40, 40], eos_token_ids=())
     clock = iter([1.0, 9.0])
@@ -291,7 +292,7 @@ def test_a_spent_time_budget_names_what_had_not_begun(monkeypatch):
     st.integers(0, 70),
     st.integers(1, 4),
 )
-def test_those_that_wait_longest_are_fed_first(slots_there, order, room, num_sequences):
+def test_prompts_that_have_waited_longest_are_fed_first(slots_there, order, room, num_sequences):
     unread, active = map(np.array, zip(*slots_there, strict=True))
     state = _State(
         jnp.array(active),
@@ -325,7 +326,7 @@ class _State:
 
 
 @pytest.mark.parametrize(("batch", "k1", "width"), [(1, 1, 64), (24, 8, 2048), (64, 17, 1024)])
-def test_beside_all_drafts_there_is_room_for_prompts(batch, k1, width):
+def test_the_largest_step_has_room_for_prompts_besides_all_drafts(batch, k1, width):
     counts = prompt_row_counts(batch, k1, width)
     assert list(counts) == sorted(set(counts))
     assert counts[-1] >= batch * k1 + min(1024, batch * width) // 2
@@ -334,12 +335,12 @@ def test_beside_all_drafts_there_is_room_for_prompts(batch, k1, width):
 
 @settings(max_examples=200)
 @given(st.integers(0, 512), st.integers(1, 3000))
-def test_steps_that_feed_prompts_are_full_or_feed_all_that_wait(verified, unread):
+def test_steps_that_feed_prompts_are_full_or_feed_all_waiting_rows(verified, unread):
     sizes = prompt_row_counts(24, 8, 2048)
     rows = sizes[int(feeding.prompt_bucket(sizes, jnp.int32(verified), jnp.int32(unread)))]
     fed = min(rows - verified, unread)
     assert fed >= min(unread, sizes[-1] - verified) / 4
-    if rows > verified + unread:  # padded: a smaller step would feed too little, or none is smaller
+    if rows > verified + unread:  # padded, as any smaller step would feed too little
         smaller = [size for size in sizes if size < rows]
         assert all(size - verified < unread / 4 for size in smaller)
     else:

@@ -1,4 +1,4 @@
-"""Replayed drafts are accepted as drawn, and their sources are paid for."""
+"""Replayed drafts are accepted as drawn, and the work of their source is done."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ def drafter_of(profile, **options) -> Replay:
 
 
 def simulate(drafter, sample) -> dict:
-    """The sample's counts, from the drawn numbers alone."""
+    """The sample's counts as they follow from the drawn numbers alone."""
     counts, right = np.asarray(drafter.counts)[sample], np.asarray(drafter.right)[sample]
     position, end = LENGTHS[sample], LENGTHS[sample] + NEW_TOKENS[sample]
     found = {"num_steps": 0, "num_drafted": 0, "num_accepted": 0}
@@ -69,7 +69,7 @@ def test_a_policys_limit_cuts_replayed_drafts():
     np.testing.assert_array_equal(out.stats.num_steps, np.ceil(np.divide(NEW_TOKENS, 3)))
 
 
-def test_other_profiles_seeds_and_texts_need_no_new_compilation():
+def test_other_profiles_seeds_and_texts_are_not_compiled_again():
     before = decode_loop._cache_size()
     for profile, seed in [("llma", 0), ("llma", 1), ("draft-model", 0)]:
         drafter = drafter_of(PROFILES[profile], seed=seed, max_draft_tokens=7)
@@ -83,7 +83,7 @@ def test_other_profiles_seeds_and_texts_need_no_new_compilation():
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CountingSource:
-    """Draws its tokens on the host, which XLA leaves out if nobody uses them."""
+    """A source that drafts on the host. XLA removes the call if its result is not used."""
 
     calls: list = dataclasses.field(metadata={"static": True})
     max_draft_tokens: int = dataclasses.field(default=7, metadata={"static": True})
@@ -104,7 +104,7 @@ class CountingSource:
 
 
 class Calls(list):
-    """Hashable, as a static field must be."""
+    """A list that is hashable, as a static field must be."""
 
     __hash__ = object.__hash__
 
@@ -120,14 +120,14 @@ def compiled_loop(source) -> str:
     drafter = drafter_of(PROFILES["draft-model"], source=source)
     model, prompts = model_of_text(), ragged_prompts(LENGTHS)
     state = emsjax.init_state(model, drafter, prompts, max_new_tokens=9)
-    # Lowering makes trees of no arrays, which the annotations refuse in tests.
+    # Lowering makes pytrees without arrays, which the annotations reject in tests.
     leaves, tree = jax.tree.flatten((make_run(model, drafter), state))
     run = jax.jit(lambda leaves: decode_loop(*tree.unflatten(leaves), 3))
     return run.lower(leaves).compile().as_text()
 
 
 def test_the_compiled_loop_contains_the_sources_work():
-    # Shapes that nothing else has: a search of 128 places, logits of 4 rows.
+    # No other operation has these shapes: a search of 128 positions and logits of 4 rows.
     search, logits = "pred[4,128]", "f32[4,61]"
     of_lookup = compiled_loop(emsjax.PromptLookup(references=[text_of(length=100)] * BATCH))
     assert search in of_lookup
@@ -137,21 +137,23 @@ def test_the_compiled_loop_contains_the_sources_work():
     assert search not in of_model
 
 
-def test_a_source_is_asked_whether_it_is_free_fits_and_what_it_holds():
+def test_cost_compatibility_and_state_size_are_those_of_the_source():
     lookup, small = SOURCES["prompt lookup"](), SOURCES["draft model"]()
     bare, copied, drafted = (drafter_of(PROFILES["llma"], source=x) for x in (None, lookup, small))
     assert bare.free
     assert not drafted.free
     assert copied.free == getattr(lookup, "free", False)
     assert bare.state_bytes(64) == copied.state_bytes(64) == 0
-    assert drafted.source.max_draft_tokens == 7  # its open limit is the replay's
+    assert (
+        drafted.source.max_draft_tokens == 7
+    )  # the replay's limit, as the source has none of its own
     assert drafted.state_bytes(64) == drafted.source.state_bytes(64) > 0
     other = emsjax.DraftModel(tiny_model(vocab_size=VOCAB + 1), 7)
     with pytest.raises(ValueError, match="vocabulary has 62 ids"):
         generate(drafter_of(PROFILES["llma"], source=other))
 
 
-def test_a_source_gets_the_references_of_its_prompts():
+def test_a_source_receives_the_references_of_its_prompts():
     references = [np.full(length, length) for length in (4, 5, 6)]
     drafter = drafter_of(PROFILES["llma"], source=emsjax.PromptLookup(references=references))
     served = drafter.for_prompts(np.array([2, 2, 1]), 3)
@@ -177,7 +179,7 @@ def test_longer_drafts_are_cut_to_the_limit():
     assert set(np.unique(drafter.right)) == {0, 1, 2, 3}
 
 
-def test_proposals_at_every_position_of_texts_of_ones_own():
+def test_proposals_at_every_position_of_user_texts():
     texts = np.stack([text_of(3, seed=seed) for seed in range(BATCH)])
     drafter = replay(PROFILES["llma"], texts, BATCH, vocab_size=3, seed=0)
     np.testing.assert_array_equal(drafter.text, texts)
@@ -210,14 +212,14 @@ def test_proposals_at_every_position_of_texts_of_ones_own():
         (lambda: replay(PROFILES["llma"], [1], 0, vocab_size=9, seed=0), "batch must be at least"),
     ],
 )
-def test_bad_arguments_are_refused(make, message):
+def test_invalid_arguments_are_rejected(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
 
 @jax.tree_util.register_static
 class NothingDrafted:
-    """Its tokens, none of which counts, are no ids."""
+    """A source with draft counts of zero and invalid token ids."""
 
     max_draft_tokens = 7
     free = True
@@ -230,7 +232,7 @@ class NothingDrafted:
         return emsjax.Draft(jnp.full((BATCH, 7), -1, jnp.int32), none), state
 
 
-def test_whatever_the_source_says_is_overridden():
+def test_tokens_of_the_source_are_replaced():
     alone, over = (
         generate(drafter_of(PROFILES["llma"], source=source)) for source in (None, NothingDrafted())
     )

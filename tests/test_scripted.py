@@ -19,7 +19,7 @@ from emsjax.benchmarks.scripted import (
 )
 from emsjax.decode.pack import pack
 
-LENGTHS, NEW_TOKENS = [1, 9, 30, 33], [64, 17, 35, 1]  # up to the last position
+LENGTHS, NEW_TOKENS = [1, 9, 30, 33], [64, 17, 35, 1]  # two sequences reach the last position
 SMALL = tiny_model(num_hidden_layers=1).config
 DEEP = dataclasses.replace(
     SMALL,
@@ -44,7 +44,7 @@ def model_of_text() -> emsjax.OPT:
 
 
 def generate(drafter, model=None, **options) -> emsjax.GenerateOutput:
-    """Tokens after prompts that are unrelated to the text."""
+    """The output after prompts that are unrelated to the text."""
     options = {"max_new_tokens": NEW_TOKENS, "eos_token_ids": ()} | options
     return emsjax.generate(model or model_of_text(), ragged_prompts(LENGTHS), drafter, **options)
 
@@ -75,12 +75,12 @@ def test_every_position_predicts_the_text_by_a_wide_margin_in_bfloat16(config):
     assert margins.min() > 8 / 64
     expected = 1 - np.sqrt(2 * np.log(config.vocab_size) / config.hidden_size)
     assert margins.mean() == pytest.approx(expected, abs=0.1)
-    # The multiple is as large as its reasoning says, and not much larger.
+    # The scale of the position embeddings is as large as needed, and not much larger.
     entries = np.asarray(model.embed_positions.embedding[...], np.float32)[2:]
     assert 3 < entries.std() / (np.asarray(hidden, np.float32) - entries).std() < 20
 
 
-def test_text_may_be_shorter_than_the_positions():
+def test_text_may_be_shorter_than_the_models_positions():
     out = generate(None, scripted_model(SMALL, text_of()[:40], dtype=jnp.float32))
     for row, start in zip(out.tokens, LENGTHS, strict=True):
         new = min(40 - start, 1 if start == 33 else 10)
@@ -114,14 +114,14 @@ def test_copies_are_drawn_from_their_distribution():
     assert right.mean() + 1 == pytest.approx(3.904, abs=0.05)
 
 
-def test_a_draft_models_tokens_are_right_at_their_rate():
+def test_a_draft_models_tokens_are_correct_at_the_given_rate():
     counts, right = draw(PROFILES["draft-model"])
     assert (counts == 4).all()
     expected = [0.2, 0.8 * 0.2, 0.8**2 * 0.2, 0.8**3 * 0.2, 0.8**4]
     np.testing.assert_allclose(shares(right), expected, atol=0.01)
 
 
-def test_a_draft_models_token_is_right_wherever_its_draft_began():
+def test_a_draft_models_correct_tokens_do_not_depend_on_where_the_draft_began():
     for k in (1, 4, 16):
         right = draw(TokenAcceptance(0.8, k), 20, 300)[1]
         following = np.minimum(right[:, 1:] + 1, k)
@@ -176,7 +176,7 @@ def changed(**changes) -> emsjax.OPTConfig:
         (SMALL, [], "text is empty"),
     ],
 )
-def test_models_that_cannot_output_the_text_are_refused(config, text, message):
+def test_models_that_cannot_output_the_text_are_rejected(config, text, message):
     with pytest.raises(ValueError, match=message):
         scripted_model(config, text)
 
@@ -193,6 +193,6 @@ def test_models_that_cannot_output_the_text_are_refused(config, text, message):
         (lambda: Mixed(), "profiles is empty"),
     ],
 )
-def test_bad_profiles_are_refused(make, message):
+def test_invalid_profiles_are_rejected(make, message):
     with pytest.raises(ValueError, match=message):
         make()

@@ -45,12 +45,12 @@ def test_no_loop_copies_a_cache(monkeypatch, name):
     cache = re.escape(f"f32[{','.join(map(str, shape))}]")
     assert re.search(rf"{cache}\S* parameter\(", text)
     copies = re.findall(rf"= {cache}\S* copy\(.*", text)
-    # What jax 0.10 compiles for a CPU copies a cache that branches write: see docs/limits.md.
+    # On a CPU, jax 0.10 copies a cache that branches write: see docs/limits.md.
     assert (copies == []) == (jax.__version_info__ >= (0, 11))
 
 
-def test_a_branching_path_is_committed_in_its_order():
-    """Of a tree 0 -> (1, 2 -> 3) the path 0, 2, 3 is kept; a second sample keeps its root."""
+def test_a_branching_path_is_committed_in_order():
+    """One sample keeps the path 0, 2, 3 of a tree 0 -> (1, 2 -> 3), another only its root."""
     model = tiny_model()
     update = resolve_kernels(None).update
     cache = model.init_cache(2, 16)
@@ -62,7 +62,7 @@ def test_a_branching_path_is_committed_in_its_order():
     fresh = tuple(
         jax.random.normal(jax.random.key(i), shape) for i in range(config.num_hidden_layers)
     )
-    ranks = jnp.array([0, -1, 1, 2, 0, -1, -1, 5, 7], jnp.int32)  # padding rows hold anything
+    ranks = jnp.array([0, -1, 1, 2, 0, -1, -1, 5, 7], jnp.int32)  # padding rows may hold any rank
     after = cache.commit(fresh, rows, AcceptedPath(ranks, jnp.array([3, 1], jnp.int32)), update)
     assert after.lengths.tolist() == [7, 3]
     heads = config.num_attention_heads
@@ -73,9 +73,10 @@ def test_a_branching_path_is_committed_in_its_order():
             np.testing.assert_array_equal(getattr(layer, name), expected)
 
 
-def test_attention_after_a_branching_path_is_that_of_the_path_alone():
-    """A tree's rows attend to their ancestors; behind its path decoding goes on as if the path
-    had been fed as a chain."""
+def test_attention_after_a_branching_path_equals_that_of_a_chain():
+    """A tree's rows attend to their ancestors. After its path is committed, decoding continues
+    as if the path had been fed as a chain.
+    """
     model, kernels = tiny_model(), resolve_kernels("reference")
     prompt = jnp.asarray(ragged_prompts([6])[0], jnp.int32)
     tree, parents = jnp.array([7, 8, 9, 10], jnp.int32), {0: [0], 1: [0, 1], 2: [0, 2]}
@@ -113,11 +114,12 @@ def test_attention_after_a_branching_path_is_that_of_the_path_alone():
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Watching(emsjax.Drafter):
-    """Keeps what it observes of every committed token. It recomputes the target's last token from
-    the last hidden state, and proposes what follows that."""
+    """Keeps the observed hidden states of every committed token. It recomputes the target's last
+    token from the last hidden state and proposes its successor.
+    """
 
     model: emsjax.OPT
-    successor: jax.Array  # int32 [v]: the token after each
+    successor: jax.Array  # int32 [v]: the token that follows each token
     taps: tuple[int, ...] = dataclasses.field(default=(2,), metadata={"static": True})
     max_draft_tokens: int = dataclasses.field(default=1, metadata={"static": True})
 
@@ -141,7 +143,7 @@ class Watching(emsjax.Drafter):
 
 
 def markov_model():
-    """A target whose next token depends on the last one alone, and that successor of each token."""
+    """A target whose next token depends only on the last one, and the successor of each token."""
     model = jax.tree.map(jnp.copy, tiny_model())
     for layer in model.layers:
         layer.out_proj.kernel[...] = jnp.zeros_like(layer.out_proj.kernel[...])
@@ -156,10 +158,10 @@ def markov_model():
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_drafter_that_reads_the_targets_hidden_states_is_always_right(name):
+def test_drafts_from_the_targets_hidden_states_are_always_accepted(name):
     model, successor = markov_model()
     prompts = [np.array([3 + i]) for i in range(6)]
-    # Every prompt's second token is the target's own, so hidden states tell all tokens.
+    # Every prompt's second token is the target's own, so hidden states determine all tokens.
     prompts = [np.append(prompt, successor[prompt]) for prompt in prompts]
     plain = RUNS[name](model, prompts, max_new_tokens=12)
     out = RUNS[name](model, prompts, Watching(model, successor), max_new_tokens=12)
@@ -170,8 +172,8 @@ def test_a_drafter_that_reads_the_targets_hidden_states_is_always_right(name):
 
 @pytest.mark.parametrize("taps", [(0,), (1,), (2,)])
 @pytest.mark.parametrize("refilled", [False, True])
-def test_observed_hidden_states_are_those_of_a_fresh_forward(taps, refilled):
-    """In prefill, in refill and after verification; of accepted rows alone."""
+def test_observed_hidden_states_equal_those_of_a_fresh_forward(taps, refilled):
+    """States are observed in prefill, in refill and after verification, of accepted rows only."""
     model, prompts, kernels = tiny_model(), ragged_prompts(LENGTHS), resolve_kernels(None)
     right = emsjax.generate(model, prompts, max_new_tokens=9)
     drafter = Watching(model, jnp.arange(VOCAB, dtype=jnp.int32), taps=taps)
@@ -238,13 +240,13 @@ def test_a_processor_that_forbids_a_token_keeps_decoding_lossless(sampled, draft
     assert np.isfinite(out.logprobs).all()
     if drafter != "model" or not sampled:
         np.testing.assert_array_equal(out.tokens, plain.tokens)
-    if drafter == "model":  # the target itself, under the same processor
+    if drafter == "model":  # drafts come from the target under the same processor
         assert out.stats.acceptance_rate == 1 or sampled
         assert out.stats.acceptance_rate > 0.9
 
 
 def test_a_processor_sees_the_tokens_before_each_row():
-    """Forbids the last token of the row's context, whether emitted or drafted."""
+    """The processor forbids the last token of the row's context, emitted or drafted."""
 
     def no_repeat(logits, context):
         before = context.lengths - 1

@@ -1,4 +1,4 @@
-"""Streams: the completions of `generate`, as they finish, from prompts that are read as needed."""
+"""`stream` yields the completions of `generate` as they finish and reads prompts as needed."""
 
 import gc
 import itertools
@@ -25,7 +25,7 @@ SAMPLED = {"sampling": emsjax.Sampling(0.9), "key": jax.random.key(5)}
 
 
 def assert_same(completions, whole, num_sequences=1):
-    """Each sequence once, and with what `generate` says of it."""
+    """Check that each sequence occurs once and equals what `generate` returns for it."""
     completions = sorted(completions, key=lambda c: (c.prompt, c.sequence))
     places = [c.prompt * num_sequences + c.sequence for c in completions]
     assert places == list(range(len(whole.lengths)))
@@ -44,7 +44,7 @@ def assert_same(completions, whole, num_sequences=1):
 
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("num_sequences", [1, 3])
-def test_completions_are_those_of_generate(lazy, num_sequences):
+def test_completions_equal_those_of_generate(lazy, num_sequences):
     model, prompts = tiny_model(), ragged_prompts(LENGTHS)
     drafter = emsjax.PromptLookup(match_length=1)
     options = {"max_new_tokens": 9, "num_sequences": num_sequences, **SAMPLED}
@@ -67,7 +67,7 @@ def test_an_iterator_is_read_as_slots_become_free():
     for _ in range(30):
         next(completions)
         taken += 1
-        # Decoding, staged, finished and not handed over yet, and one to see that there is one.
+        # Prompts are decoding, staged or finished and not yet yielded; one more is read ahead.
         assert int(repr(read)[6:-1]) <= taken + 4 * 3 + 1
     completions.close()
 
@@ -119,7 +119,7 @@ def test_caches_of_an_iterator_are_not_much_longer_than_the_model_allows(monkeyp
     assert 2049 <= found[0].max_len <= 2049 + 64
 
 
-def test_refusals_are_handed_over_as_they_come():
+def test_refused_prompts_are_yielded_at_once():
     endless = ([VOCAB] for _ in itertools.count())
     options = {"max_new_tokens": 4, "batch_size": 2, "max_len": 16, "num_sequences": 2}
     refused = emsjax.stream(tiny_model(), endless, **options)
@@ -127,7 +127,7 @@ def test_refusals_are_handed_over_as_they_come():
     assert found == [(place, n, "refused") for place in (0, 1) for n in (0, 1)]
 
 
-def test_when_the_iterator_raises_what_came_before_is_done_first():
+def test_prompts_read_before_the_iterator_raises_are_completed_first():
     model, good = tiny_model(), ragged_prompts([5, 9, 20, 4])
 
     def prompts():
@@ -139,7 +139,7 @@ def test_when_the_iterator_raises_what_came_before_is_done_first():
     with pytest.raises(OSError, match="the disk is gone") as caught:
         done.extend(emsjax.stream(model, prompts(), max_new_tokens=9, batch_size=3))
     assert caught.value.__notes__ == ["raised by the iterator of prompts after 4 of them"]
-    # `extend` keeps what came before the error.
+    # `extend` keeps the completions from before the error.
     assert_same(done, whole)
 
 
@@ -165,7 +165,7 @@ def test_when_the_iterator_raises_what_came_before_is_done_first():
         ),
     ],
 )
-def test_bad_arguments_are_refused_before_any_prompt_is_read(options, error):
+def test_invalid_arguments_are_rejected_before_any_prompt_is_read(options, error):
     def prompts():
         raise AssertionError("read")
         yield
@@ -175,7 +175,7 @@ def test_bad_arguments_are_refused_before_any_prompt_is_read(options, error):
 
 
 @pytest.mark.parametrize("lazy", [True, False])
-def test_nothing_is_left_of_a_stream_that_nobody_reads_to_its_end(lazy):
+def test_a_stream_that_is_closed_early_leaves_no_threads(lazy):
     model = tiny_model()
     endless = ([3 + n % 50, 4] for n in itertools.count())
     prompts = endless if lazy else list(itertools.islice(endless, 500))
@@ -185,7 +185,7 @@ def test_nothing_is_left_of_a_stream_that_nobody_reads_to_its_end(lazy):
         model, prompts, max_new_tokens=4, batch_size=2, max_len=16, devices=devices
     )
     next(completions)
-    gc.disable()  # which would close what is forgotten, at some time
+    gc.disable()  # so that cleanup does not depend on the collector
     try:
         completions.close()
         end = time.monotonic() + 60
@@ -248,7 +248,7 @@ FOUR_DEVICES = """
 """
 
 
-def test_four_devices_say_what_one_says():
+def test_four_devices_output_the_same_tokens_as_one():
     model, prompts = tiny_model(), ragged_prompts(LENGTHS * 3)
     whole = emsjax.generate(model, prompts, max_new_tokens=9)
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
@@ -269,8 +269,8 @@ def test_four_devices_say_what_one_says():
     assert used == [0, 1, 2, 3]
 
 
-def test_an_engine_serves_call_after_call_as_stream_does():
-    """Prompts repeat between calls, and calls differ in everything that a call may choose."""
+def test_every_call_of_an_engine_equals_stream():
+    """Calls repeat prompts and differ in every option that a call may set."""
     model, prompts = tiny_model(), ragged_prompts(LENGTHS)
     drafter = emsjax.DraftModel(tiny_model(num_hidden_layers=1), 3)
     engine = emsjax.Engine(model, drafter, batch_size=2, max_len=64)
@@ -307,7 +307,7 @@ def test_an_engine_compiles_its_loop_once():
     assert decode_loop._cache_size() == before
 
 
-def test_an_engine_serves_one_call_at_a_time_and_forgets_one_that_was_closed():
+def test_an_engine_serves_one_call_at_a_time_and_drops_a_closed_call():
     model, prompts = tiny_model(), ragged_prompts(LENGTHS)
     engine = emsjax.Engine(model, batch_size=2, max_len=64)
     first = engine.stream(prompts, max_new_tokens=9)
@@ -319,7 +319,7 @@ def test_an_engine_serves_one_call_at_a_time_and_forgets_one_that_was_closed():
     assert told(engine.stream(prompts, max_new_tokens=9)) == whole
 
 
-def test_an_engine_refuses_what_does_not_fit_before_any_work():
+def test_an_engine_rejects_prompts_that_do_not_fit_before_any_work():
     engine = emsjax.Engine(tiny_model(), batch_size=2, max_len=16)
     with pytest.raises(ValueError, match="more than max_len 16"):
         engine.stream(ragged_prompts([9]), max_new_tokens=8)

@@ -1,4 +1,4 @@
-"""The padded baselines: the same tokens, and padding as the paper counts it."""
+"""The padded baselines output the same tokens, and count padding as the paper does."""
 
 import dataclasses
 
@@ -32,12 +32,14 @@ every_layout = pytest.mark.parametrize(
 
 
 def shallow() -> emsjax.OPT:
-    """One layer, where all that is asked is where rows and cached tokens lie."""
+    """A model of one layer, for tests of where rows and cached tokens are placed."""
     return tiny_model(num_hidden_layers=1)
 
 
 def replay(script, counts, right) -> Replay:
-    """Drafts as told by (sample, position), of the text in `script` [b, t]."""
+    """A drafter of the text in `script` [b, t], with draft lengths and numbers of correct tokens
+    given for each (sample, position).
+    """
     k = int(np.max(counts))
     table = lambda values: jnp.asarray(np.broadcast_to(values, script.shape), jnp.int32)
     return Replay(script, table(counts), table(right), VOCAB, k)
@@ -45,7 +47,7 @@ def replay(script, counts, right) -> Replay:
 
 @pytest.mark.usefixtures("two_row_counts")
 @every_method
-def test_every_method_gives_the_plain_tokens(method):
+def test_greedy_tokens_equal_plain_decoding_for_every_method(method):
     model, prompts = tiny_model(), ragged_prompts([17, 1, 40, 6])
     plain = emsjax.generate(model, prompts, max_new_tokens=NEW)
     script = script_of(prompts, plain)
@@ -57,7 +59,7 @@ def test_every_method_gives_the_plain_tokens(method):
 
 
 @every_method
-def test_samples_end_where_they_would(method):
+def test_samples_end_where_plain_decoding_ends(method):
     model, prompts = shallow(), ragged_prompts([7, 3, 30, 12])
     free = emsjax.generate(model, prompts, max_new_tokens=NEW)
     ends, limits = (int(free.tokens[0, 4]),), [NEW, 1, 5, NEW]
@@ -76,7 +78,7 @@ def test_padding_may_reach_beyond_the_last_position(method):
     plain = emsjax.generate(model, prompts, max_new_tokens=NEW)
     script = script_of(prompts, plain)
     counts, right = np.zeros((2, *script.shape), int)
-    # The long sample is near its end when the other one still drafts five tokens.
+    # The long sample is near its end while the other one still drafts five tokens.
     counts[0, [53, 57]] = right[0, [53, 57]] = 3
     counts[1] = 5
     drafter = replay(script, counts, right)
@@ -85,7 +87,9 @@ def test_padding_may_reach_beyond_the_last_position(method):
 
 
 def decode(model, prompts, drafter, layout, steps):
-    """The states from the prompts on, one step after the other, and what the steps did."""
+    """Decode step by step. Returns the initial state and that after each step, and each step's
+    `StepInfo`.
+    """
     state = emsjax.init_state(model, drafter, prompts, max_new_tokens=NEW, layout=layout)
     states, infos = [state], []
     for _ in range(steps):
@@ -96,11 +100,11 @@ def decode(model, prompts, drafter, layout, steps):
 
 
 def test_the_papers_example_of_padding():
-    """Table 1 of EMS-SD: predicted tokens and their padding -> accepted ones and theirs."""
+    """Table 1 of EMS-SD gives predicted and accepted tokens, with the padding of each."""
     model, prompts = shallow(), ragged_prompts([9, 9])
     script = script_of(prompts, emsjax.generate(model, prompts, max_new_tokens=NEW))
     counts, right = np.zeros((2, *script.shape), int)
-    # Sample 0 drafts 5, of which 3 stand, then 2, of which 1 does; a step emits one more.
+    # Sample 0 drafts 5 tokens, of which 3 are replayed as correct, then 2, of which 1 is.
     counts[0, [9, 13]], right[0, [9, 13]] = (5, 2), (3, 1)
     counts[1, [9, 10]], right[1, [9, 10]] = (2, 5), (0, 5)
     drafter = replay(script, counts, right)
@@ -121,23 +125,23 @@ def test_the_papers_example_of_padding():
 
 
 @every_method
-def test_padding_ratios_are_those_of_the_run(method):
+def test_padding_ratios_equal_the_padding_of_the_run(method):
     model, prompts = shallow(), ragged_prompts([9, 5])
     script = script_of(prompts, emsjax.generate(model, prompts, max_new_tokens=7))
-    # Sample 0: four tokens, then three. Sample 1: one by one, in seven steps.
+    # Sample 0 emits four tokens, then three; sample 1 emits one token in each of seven steps.
     drafter = replay(script, [[3], [0]], [[3], [0]])
     out = vanilla.generate(model, prompts, drafter, max_new_tokens=7, **method)
     np.testing.assert_array_equal(out.stats.num_steps, [2, 7])
-    # Drafts of the second step are cut to the two that are wanted beside the bonus token.
+    # Drafts of the second step are cut to two, as the bonus token is the last of the seven.
     padded, rows = 2 * (4 + 3 + 5), 7 + 7
-    # Unpadded rows fill the one bucket there is for so few.
+    # Unpadded rows take the only bucket for so few rows.
     fed = 7 * 8 if method["unpad_inputs"] else padded
     assert out.stats.padding_ratio.inputs == pytest.approx(fed / rows - 1)
     slots = 14 if method["unpad_kv_cache"] else padded
     assert out.stats.padding_ratio.kv == pytest.approx(slots / 14 - 1)
 
 
-def test_with_both_ablations_it_is_the_library():
+def test_with_both_ablations_the_baseline_equals_the_library():
     model, prompts = shallow(), ragged_prompts([20, 3, 9])
     lookup = emsjax.PromptLookup(match_length=1, max_draft_tokens=4)
     out = vanilla.generate(
@@ -156,7 +160,7 @@ def test_with_both_ablations_it_is_the_library():
 @given(seed=st.integers(0, 10**6))
 @example(seed=-1)
 def test_gaps_are_masked_and_there_is_room_for_them(seed):
-    """At worst the samples take turns: in each step another one accepts all."""
+    """In the worst case a different sample accepts its whole draft in each step."""
     model, prompts = shallow(), ragged_prompts([30, 4, 11])
     plain = emsjax.generate(model, prompts, max_new_tokens=NEW)
     script = script_of(prompts, plain)
@@ -169,7 +173,7 @@ def test_gaps_are_masked_and_there_is_room_for_them(seed):
     state = emsjax.init_state(model, drafter, prompts, max_new_tokens=NEW, layout=layout)
     while bool(state.active.any()):
         before, masked = int(state.cache.index), int(state.cache.num_masked)
-        # What is masked may hold anything.
+        # Masked entries may hold any value.
         poisoned = jax.tree.map(
             lambda x, mask=state.cache.mask: jnp.where(mask[..., None, None], x, jnp.nan),
             state.cache.layers,
@@ -189,14 +193,14 @@ def test_gaps_are_masked_and_there_is_room_for_them(seed):
 def test_the_cache_has_room_for_every_gap(slots, k1):
     layout, new = Layout(pad_kv_cache=True), 100
     assert Layout().cache_length(1000, new, slots, k1) == 1000
-    # Steps that emit most, until all have everything: each is led by another sample.
+    # In the worst case each step emits the most tokens for a different sample, until all end.
     assert layout.cache_length(1000, new, slots, k1) >= 1000 + new * min(slots, k1)
 
 
 @every_layout
 @settings(max_examples=20)
 @given(counts=st.lists(st.integers(0, 5), min_size=3, max_size=3))
-def test_rows_lie_where_they_are_looked_for(layout, counts):
+def test_packed_rows_are_gathered_and_scattered_by_sample_and_position(layout, counts):
     starts, counts = np.array([7, 0, 3]), np.array([*counts[:2], max(*counts, 1)])
     sizes = layout.row_counts(3, 6)
     size = sizes[int(layout.smallest(sizes, jnp.asarray(counts)))]
@@ -227,7 +231,7 @@ def test_row_counts_of_long_drafts_are_few():
             assert widths == tuple(5 * n for n in range(1, k1 + 1))
 
 
-def test_a_prefilled_cache_is_continued_behind_its_longest_sample():
+def test_decoding_continues_after_the_longest_sample_of_a_prefilled_cache():
     empty = KVCache.init(3, 16, num_layers=1, kv_heads=2, head_dim=4, dtype=jnp.float32)
     cache = Layout(pad_kv_cache=True).arrange(
         dataclasses.replace(empty, lengths=jnp.array([2, 0, 5]))

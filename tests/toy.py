@@ -16,7 +16,7 @@ POSITIONS = 64
 
 @functools.cache
 def tiny_model(**overrides) -> emsjax.OPT:
-    """Random weights, scaled up so that greedy continuations vary with the prompt."""
+    """A model with random weights, large enough that greedy output varies with the prompt."""
     sizes = {
         "vocab_size": VOCAB,
         "hidden_size": 32,
@@ -39,7 +39,7 @@ def ragged_prompts(lengths, seed=0) -> list[np.ndarray]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ScriptedDrafter:
-    """Proposes script[s, position] (+ offset): the right token, or always a wrong one."""
+    """Proposes script[s, position] (+ offset): always the correct token, or always a wrong one."""
 
     script: jax.Array  # [b, t]
     max_draft_tokens: int = dataclasses.field(default=3, metadata={"static": True})
@@ -69,7 +69,7 @@ def script_of(prompts, out) -> jax.Array:
 
 
 class CarelessDrafter:
-    """No pytree, keeps a step count as state, and proposes more than it may, ids out of range."""
+    """A drafter that is not a pytree, counts steps, and drafts too many tokens and invalid ids."""
 
     max_draft_tokens = 5
 
@@ -85,5 +85,5 @@ class CarelessDrafter:
         return state
 
 
-# One instance: a drafter that is no pytree is a constant of the compiled loop.
+# Tests share one instance, as a drafter that is not a pytree is a constant of the compiled loop.
 CARELESS = CarelessDrafter()

@@ -2,8 +2,8 @@
 
     python tests/golden/make_golden.py
 
-Takes the first seed whose greedy continuations no rounding error can change,
-that vary, repeat themselves at times, and of which some end early and some do not.
+It takes the first seed whose greedy continuations cannot be changed by rounding errors, vary, and
+sometimes repeat themselves. Some of them must end early and some must not.
 """
 
 import sys
@@ -43,7 +43,7 @@ def logits(model: OPTForCausalLM, prompts) -> np.ndarray:
 
 @torch.no_grad()
 def greedy(model: OPTForCausalLM, prompts, max_new_tokens: int):
-    """Tokens [n, max_new_tokens] padded behind their end, lengths, least margin."""
+    """Tokens [n, max_new_tokens] padded after their end, lengths, and the least margin."""
     pad = model.config.pad_token_id
     tokens = np.full((len(prompts), max_new_tokens), pad, np.int32)
     lengths, margins = [], []
@@ -68,14 +68,14 @@ def greedy(model: OPTForCausalLM, prompts, max_new_tokens: int):
 
 
 def embedded(name: str, max_new_tokens: int):
-    """The same of an embedded model and the demo's prompts: tokens, lengths, least margin."""
+    """Tokens, lengths and least margin of an embedded model after the demo's prompts."""
     prompts = AutoTokenizer.from_pretrained(EMBEDDED[name])(demo_prompts()).input_ids
     model = OPTForCausalLM.from_pretrained(EMBEDDED[name], dtype=torch.float32).eval()
     return greedy(model, prompts, max_new_tokens)
 
 
 def num_repeats(sequence: list[int]) -> int:
-    """Tokens that follow two tokens as they did before: what prompt lookup can guess."""
+    """Counts tokens that already followed the same two tokens, which prompt lookup can guess."""
     seen, repeats = {}, 0
     for *pair, token in zip(sequence, sequence[1:], sequence[2:], strict=False):
         repeats += seen.get(tuple(pair)) == token

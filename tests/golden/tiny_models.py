@@ -1,4 +1,4 @@
-"""Tiny OPT models of every architecture, by seed alone, and where the embedded ones lie."""
+"""Tiny OPT models of every architecture, made from a seed, and paths of the embedded models."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ GOLDEN = Path(__file__).with_name("golden.npz")
 POSITIONS = 40
 LOGIT_LENGTHS = (17, 1, POSITIONS, 2)  # prompts; the longest fills every position
 MAX_NEW_TOKENS = 24
-# n prompt tokens and m new ones take n + m - 1 positions: the last row takes all.
+# n prompt tokens and m new ones take n + m - 1 positions. The last sequence takes all.
 GREEDY_LENGTHS = (*range(1, 16), POSITIONS + 1 - MAX_NEW_TOKENS)
 EMBEDDED = {"target": TARGET, "draft": DRAFT}
 MAX_NEW_TOKENS_EMBEDDED = 32
@@ -66,7 +66,7 @@ def demo_prompts() -> list[str]:
 
 
 def tensor_shapes(config: dict) -> dict[str, tuple[int, ...]]:
-    """Shapes by PyTorch name, written out from the published checkpoints' layout."""
+    """Shapes by PyTorch name, in the layout of the published checkpoints."""
     size, inner, width = config["hidden_size"], config["ffn_dim"], config["word_embed_proj_dim"]
     shapes = {
         "embed_tokens.weight": (config["vocab_size"], width),
@@ -95,14 +95,14 @@ def tensor_shapes(config: dict) -> dict[str, tuple[int, ...]]:
 def tensors(config: dict, seed: int) -> dict[str, np.ndarray]:
     """float32 values large enough that logits, and greedy continuations, differ.
 
-    From RandomState, whose stream numpy promises never to change.
+    They come from RandomState, whose stream numpy promises never to change.
     """
     random = np.random.RandomState(seed)
     scale = 1.7 / config["hidden_size"] ** 0.5
     values = {}
     for name, shape in tensor_shapes(config).items():
         value = random.standard_normal(shape) * (scale if len(shape) == 2 else 0.2)
-        if "embed_positions" in name:  # weak, so that continuations repeat themselves
+        if "embed_positions" in name:  # small, so that continuations repeat themselves
             value *= 0.4
         is_norm_scale = "layer_norm" in name and name.endswith("weight")
         values[name] = (value + is_norm_scale).astype(np.float32)
@@ -116,7 +116,7 @@ def prompts(config: dict, seed: int, lengths) -> list[list[int]]:
 
 
 def write_checkpoint(folder, config: dict, values: dict[str, np.ndarray]) -> None:
-    """A folder with config.json and model.safetensors."""
+    """Write a folder with config.json and model.safetensors."""
     folder.mkdir(parents=True, exist_ok=True)
     contents = {**config, "architectures": ["OPTForCausalLM"]}
     (folder / "config.json").write_text(json.dumps(contents))
