@@ -55,8 +55,7 @@ def generate(
         sampling: temperature, top-k and top-p; None: greedy.
         num_sequences: sequences per prompt; the prompt is prefilled once.
         batch_size: number of sequences decoded at a time; None: all at once.
-        eos_token_ids: tokens that end a sequence; None: those of the model's config; ():
-            no end tokens.
+        eos_token_ids: tokens that end a sequence; None: the model config's; (): none.
         key: one typed key (sequence i uses fold_in(key, i)) or one per sequence;
             required if a temperature is above 0.
         time_budget_s: seconds after which unfinished sequences are returned as they

@@ -31,7 +31,7 @@ class ModelConfig(Protocol):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ModelOutput:
-    """What one call of a model returns.
+    """The outputs of one model call.
 
     Attributes:
         hidden: final hidden states of the rows, the input of `logits`.
@@ -127,13 +127,13 @@ class ObservedRows(NamedTuple):
 class Drafter:
     """Proposes draft tokens inside the device loop.
 
-    All methods but those marked *host* are pure functions on arrays, traced once into the loop.
+    All methods except those marked *host* are pure functions on arrays, traced once into the loop.
     The drafter may be a pytree (its arrays are then arguments of the compiled loop) or any other
     object (then it is a constant of it). Greedy output is identical to plain decoding for any
     drafter. Sampled output is identical under the same keys if `Draft.probs` is None; otherwise
     `probs` must be the distributions that the tokens were really drawn from, or sampled output
     has the wrong distribution, which no comparison of tokens can show. Proposals beyond a
-    sample's limit, outside the vocabulary, or behind an end token are cut off before
+    sample's limit, outside the vocabulary, or after an end token are cut off before
     verification.
 
     `init` and `propose` have to be written; everything else has a default.
@@ -145,7 +145,7 @@ class Drafter:
         taps: static; the layers of the target whose hidden states `observe` wants: see `Model`.
         fork: for an expensive `init`, a method fork(state, samples) that returns the state in
             which slot i starts from samples[i]'s state. None: `init` sees the prompt of every
-            slot, also those that several sequences share.
+            slot, including prompts that several sequences share.
     """
 
     max_draft_tokens: int
@@ -224,7 +224,7 @@ class Drafter:
 
 
 class StepView(NamedTuple):
-    """What a policy sees of a step before it.
+    """What a policy sees of a step before the step runs.
 
     Attributes:
         active: samples that still decode.

@@ -7,7 +7,7 @@ The axis legend of the library, used in every shape annotation:
     l = cache length             h = heads              d = head_dim
 
 A fresh row has query heads, then K/V heads of keys, then of values on its axis h; a cache has
-K/V heads alone.
+K/V heads only.
 """
 
 import dataclasses

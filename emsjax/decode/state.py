@@ -18,7 +18,7 @@ from pallas_kernels.common.indexing import take
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Counters:
-    """What has happened so far; everything but the totals of rows and calls is per sample."""
+    """Statistics so far; everything except the totals of rows and calls is per sample."""
 
     num_steps: Int32[Array, "b"]  # steps the sample took part in
     num_drafted: Int32[Array, "b"]  # draft tokens fed to the target
@@ -41,7 +41,7 @@ class Counters:
         return self.accepted_histogram.shape[1] - 1
 
     def cleared(self, fresh: Bool[Array, "b"]) -> "Counters":
-        """The counters in which slots with `fresh` begin anew."""
+        """The counters with those of slots with `fresh` reset to 0."""
         zero = lambda x: choose_slots(fresh, jnp.zeros_like(x), x) if x.ndim else x
         return jax.tree.map(zero, self)
 

@@ -49,7 +49,7 @@ class Verdict(NamedTuple):
 
 
 class RowVerdict(NamedTuple):
-    """The target's verdict on every row by itself."""
+    """The target's verdict on every row, independent of the other rows."""
 
     accepted: Bool[Array, "..."]  # whether the row's draft token is, if all before are
     tokens: Int32[Array, "..."]  # the row's emitted token if all draft tokens before are accepted
@@ -68,7 +68,7 @@ class RandomBits(NamedTuple):
 def random_bits(
     keys: Key[Array, "b"], lengths: Int32[Array, "b"], draft: Draft, sampling: Sampling | None
 ) -> RandomBits | None:
-    """Random bits that depend on (key, position, purpose) alone, not on the rest of the batch.
+    """Random bits that depend only on (key, position, purpose), not on the rest of the batch.
 
     Args:
         lengths: tokens before each sample's draft.
