@@ -1,4 +1,7 @@
-"""Sphinx: `sphinx-build -W --keep-going -b html docs build/docs`, from the repository's root."""
+"""Sphinx configuration.
+
+Run `sphinx-build -W --keep-going -b html docs build/docs` in the repository's root.
+"""
 
 import sys
 from pathlib import Path
@@ -18,7 +21,7 @@ html_copy_source = False
 html_show_sourcelink = False
 myst_heading_anchors = 3
 
-# A name in single backticks is a link where the reference has it, and code elsewhere.
+# A name in single backticks is a link if the reference documents it, and code otherwise.
 default_role = "py:obj"
 add_module_names = False
 python_use_unqualified_type_names = True
@@ -37,6 +40,6 @@ def setup(app) -> None:
 
 
 def name_arrays(app, what, name, obj, options, signature, returns) -> tuple[str, str]:
-    """JAX's arrays by the name under which they are imported."""
+    """Shortens the type of JAX arrays in signatures to the name that users import."""
     short = lambda text: text and text.replace("jaxlib._jax.Array", "Array")
     return short(signature), short(returns)

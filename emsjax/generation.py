@@ -1,4 +1,4 @@
-"""`generate`: prompts in, completions out; and the state that a custom loop starts from."""
+"""`generate` for completing prompts, and `init_state` and `step` for custom decoding loops."""
 
 import numbers
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +38,7 @@ def generate(
     time_budget_s: float | None = None,
     attention_implementation: str | Callable | None = None,
 ) -> GenerateOutput:
-    """Complete ragged prompts by batched, unpadded, lossless speculative decoding.
+    """Completes ragged prompts by batched, unpadded, lossless speculative decoding.
 
     Greedy output is identical to plain decoding (`drafter=None`) for any drafter.
     Sampled output is identical under the same keys if the drafter is deterministic,
@@ -47,32 +47,33 @@ def generate(
     Args:
         model: the target model.
         prompts: 1-D integer token-id sequences of any lengths.
-        drafter: what proposes tokens; None: plain decoding.
-        draft_length: a policy limiting draft tokens per step; None: as many as the
-            drafter proposes. Without a drafter it changes nothing.
-        max_new_tokens: tokens to emit at most, for all prompts or one per prompt.
+        drafter: proposes draft tokens; None: plain decoding.
+        draft_length: a policy that limits draft tokens per step; None: as many as the
+            drafter proposes. It has no effect without a drafter.
+        max_new_tokens: maximum number of tokens to emit, one value for all prompts or one
+            per prompt.
         sampling: temperature, top-k and top-p; None: greedy.
         num_sequences: sequences per prompt; the prompt is prefilled once.
-        batch_size: decode this many sequences at a time; None: all at once.
-        eos_token_ids: tokens that end a sequence; None: the config's; (): none.
+        batch_size: number of sequences decoded at a time; None: all at once.
+        eos_token_ids: tokens that end a sequence; None: the model config's; (): none.
         key: one typed key (sequence i uses fold_in(key, i)) or one per sequence;
-            needed when a temperature is above 0.
+            required if a temperature is above 0.
         time_budget_s: seconds after which unfinished sequences are returned as they
             are; checked between chunks of device steps.
         attention_implementation: "triton", "xla", "reference", a callable with the
-            signature of `pallas_kernels.ragged_attention`, or None to let the device
-            decide.
+            signature of `pallas_kernels.ragged_attention`, or None for the device's
+            default.
 
     Returns:
-        A `GenerateOutput`, prompt-major.
+        A `GenerateOutput` in prompt-major order.
 
     Raises:
-        ValueError: an empty list or prompt, ids that are no integers or outside the
-            vocabulary, a count below 1, a wrong number of per-prompt values or keys,
-            a prompt whose length + max_new_tokens - 1 exceeds the model's positions,
-            sampling values out of range, a missing or legacy key, a budget that is
-            not positive, a drafter that does not suit the model, or a run that does
-            not fit into memory. Nothing has been allocated then.
+        ValueError: the list or a prompt is empty, ids are not integers or lie outside the
+            vocabulary, a count is below 1, the number of per-prompt values or keys is
+            wrong, a prompt's length + max_new_tokens - 1 exceeds the model's positions,
+            sampling values are out of range, the key is missing or a legacy key, the
+            budget is not positive, the drafter does not suit the model, or the run does
+            not fit into memory. The error comes before anything is allocated.
 
     Reference: EMS-SD, arXiv 2405.07542.
     """
@@ -100,14 +101,14 @@ def complete(
     batch_size: int | None = None,
     deadline: float | None = None,
 ) -> GenerateOutput:
-    """Complete checked requests, `batch_size` sequences at a time; None: all at once.
+    """Completes checked requests, `batch_size` sequences at a time; None: all at once.
 
     Args:
-        deadline: in `time.monotonic`; None: there is none.
+        deadline: a time of `time.monotonic`; None: no deadline.
 
     Raises:
-        ValueError: a batch size below 1, a drafter that does not suit, or a run that does not fit
-            into memory.
+        ValueError: the batch size is below 1, the drafter does not suit the requests, or the run
+            does not fit into memory.
     """
     total = requests.total_sequences
     count = total if batch_size is None else check_at_least("batch_size", batch_size, 1)
@@ -124,7 +125,7 @@ def complete(
 def in_groups(
     run: Run, requests: Requests, count: int, deadline: float | None
 ) -> list[Mapping[str, np.ndarray]]:
-    """The results of `count` sequences at a time: a group ends with its last sequence."""
+    """Decodes groups of `count` sequences; each group runs until its last sequence ends."""
     total = requests.total_sequences
     groups = [np.arange(first, min(first + count, total)) for first in range(0, total, count)]
     # Every group is checked before the first one runs.
@@ -135,12 +136,12 @@ def in_groups(
         slots = Slots.filled(own, requests, group, count, cache_length)
         rows = slots.finish(deadline)
         results.append(stacked(rows) | slots.counts())
-        del slots  # two groups' caches must not exist at once
+        del slots  # the caches of two groups must not exist at the same time
     return results
 
 
 def group_run(run: Run, requests: Requests, group: np.ndarray, slots: int) -> Run:
-    """The run with the drafter for the prompts of one group of sequences."""
+    """Returns the run with the drafter for the prompts of one group of sequences."""
     prompts = prompts_served(requests, group, slots) // requests.num_sequences
     return for_prompts(run, prompts, requests.num_prompts)
 
@@ -159,11 +160,12 @@ def init_state(
     attention_implementation: str | Callable | None = None,
     layout: Layout = UNPADDED,
 ) -> DecodeState:
-    """The state before the first `step`: prompts prefilled, nothing emitted.
+    """Returns the state before the first `step`: prompts are prefilled and nothing is emitted.
 
-    Arguments and errors are those of `generate`; every sequence gets a slot, and `layout` is what
-    is padded. With several sequences per prompt, a drafter that holds something for each prompt
-    goes to `step` as drafter.for_prompts(np.arange(slots) // num_sequences, len(prompts)).
+    Arguments and errors are the same as for `generate`; every sequence gets a slot, and `layout`
+    sets what is padded. With several sequences per prompt, pass a drafter that holds data for
+    each prompt to `step` as
+    drafter.for_prompts(np.arange(slots) // num_sequences, len(prompts)).
     """
     run = make_run(
         model,
@@ -197,24 +199,26 @@ def step(
     layout: Layout = UNPADDED,
     num_sequences: Int32[Array, ""] | None = None,
 ) -> tuple[DecodeState, StepInfo]:
-    """Draft, verify and commit once for every sample that decodes; pure, to be traced.
+    """Drafts, verifies and commits once for every sample that decodes.
+
+    The function is pure and meant to be traced.
 
     Args:
         model: the target.
-        drafter: the draft source; None: plain decoding.
-        state: as `init_state` or an earlier step returned it.
+        drafter: the source of draft tokens; None: plain decoding.
+        state: the state that `init_state` or an earlier step returned.
         draft_length: a policy that limits drafting; None: the drafter's own limit.
         attention_implementation: as for `generate`.
-        layout: what is padded, as it was for `init_state`.
-        num_sequences: sequences per prompt, if prompts may be left to cache: the step then
-            feeds their tokens, too. None: all prompts are cached.
+        layout: the same layout as for `init_state`.
+        num_sequences: sequences per prompt, if some prompts may not be fully cached: the step
+            then feeds their tokens too. None: all prompts are cached.
 
     Returns:
-        The next state, and what the step did.
+        The next state, and the step's `StepInfo`.
 
     Raises:
-        ValueError: no model, an unknown attention, a `free` drafter that draws its tokens, or
-            attention, a drafter or a policy that does not return what it should.
+        ValueError: `model` is not a model, the attention is unknown, a `free` drafter draws its
+            tokens, or the attention, drafter or policy does not return what it should.
     """
     run = make_run(
         model,

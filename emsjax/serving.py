@@ -1,4 +1,4 @@
-"""Slots that are held and fed by a caller that asks again and again."""
+"""An engine that keeps its slots for callers with many requests."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,16 +25,16 @@ from emsjax.streaming import (
 
 
 class Engine:
-    """Slots that are held and fed: compiled programs and caches outlive a call of `stream`.
+    """Keeps slots, compiled programs and caches across calls of `stream`.
 
-    For a rollout worker or an actor that is asked again and again. Each call's output is that of
-    `emsjax.stream` with the same arguments. One call is served at a time.
+    It is meant for rollout workers or actors that receive many requests. Each call's output is
+    the same as from `emsjax.stream` with the same arguments. One call is served at a time.
 
     Args:
         model, drafter, draft_length, attention_implementation, devices: as for `emsjax.stream`.
-        batch_size: slots of each device.
-        max_len: tokens of the longest prompt and its continuation, which set the size of the
-            caches; None: as many as the model has positions for.
+        batch_size: slots per device.
+        max_len: tokens of the longest prompt and its continuation together, which set the size
+            of the caches; None: as many as the model has positions for.
 
     Raises:
         ValueError: as `emsjax.stream`.
@@ -71,11 +71,11 @@ class Engine:
         eos_token_ids: Sequence[int] | None = None,
         key: jax.Array | None = None,
     ) -> Iterator[Completion]:
-        """Complete prompts in these slots: see `emsjax.stream`.
+        """Completes prompts in these slots: see `emsjax.stream`.
 
         Raises:
-            ValueError: as `emsjax.stream`, a sequence of more than `max_len` tokens, or another
-                call's results that are still to be read.
+            ValueError: as `emsjax.stream`; also if a sequence has more than `max_len` tokens, or
+                if another call's results have not all been read.
         """
         options = {
             "max_new_tokens": max_new_tokens,

@@ -1,4 +1,4 @@
-"""`stream`: prompts in as they come, completions out as they finish."""
+"""`stream`: takes prompts as they arrive and yields completions as they finish."""
 
 import contextlib
 import dataclasses
@@ -24,7 +24,7 @@ from emsjax.engine.slots import Entry, Row, sequences_of
 from emsjax.sampling import Sampling
 
 KEYS_AT_ONCE = 256
-WIDTH = 64  # lengths of caches are multiples of it
+WIDTH = 64  # cache lengths are multiples of it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,13 +32,13 @@ class Completion:
     """One sequence of a prompt; k = max_draft_tokens.
 
     Attributes:
-        prompt: the prompt's place among those that came in, from 0 on.
-        sequence: which of the prompt's sequences, from 0 on.
-        tokens: emitted tokens, the end token included.
-        logprobs: of each, as in `GenerateOutput`.
-        finish_reason: "eos" or "length"; "refused" where the prompt cannot be decoded.
+        prompt: index of the prompt in input order, from 0.
+        sequence: index of the sequence among the prompt's sequences, from 0.
+        tokens: emitted tokens, including the end token.
+        logprobs: log-probability of each token, as in `GenerateOutput`.
+        finish_reason: "eos" or "length", or "refused" if the prompt cannot be decoded.
         num_steps, num_drafted, num_accepted, accepted_histogram, finish_seconds: as in `Stats`.
-        error: why it was refused; None otherwise.
+        error: why the prompt was refused; None otherwise.
     """
 
     prompt: int
@@ -70,30 +70,30 @@ def stream(
     attention_implementation: str | Callable | None = None,
     devices: Sequence[jax.Device] | None = None,
 ) -> Iterator[Completion]:
-    """Complete any number of prompts, `batch_size` sequences at a time, each as it finishes.
+    """Completes any number of prompts, `batch_size` sequences at a time, each as it finishes.
 
-    Tokens are those of `emsjax.generate`, whose arguments these are but for the following. What
-    has finished is handed over in small groups, in any order; prompts enter in theirs.
+    Tokens are identical to those of `emsjax.generate`, which also describes the arguments that
+    are not listed here. Prompts enter in order; completions arrive in small groups, in any order.
 
     Args:
-        prompts: a sequence, or an iterator, which is read as slots become free: up to
+        prompts: a sequence, or an iterator that is read as slots become free: up to
             `batch_size` + 1 prompts ahead for each device, and decoding waits for these. With an
-            iterator `max_new_tokens` and what `sampling` holds are one value for all prompts.
-        batch_size: slots of each device.
-        max_len: of an iterator's prompts: tokens of the longest and its continuation, which set
-            the size of the caches; None: as many as the model has positions for.
-        devices: each decodes with a replica of the model and takes prompts from the same queue;
-            None: where the model is.
+            iterator, `max_new_tokens` and the fields of `sampling` are one value for all prompts.
+        batch_size: slots per device.
+        max_len: for an iterator, tokens of the longest prompt and its continuation together,
+            which set the size of the caches; None: as many as the model has positions for.
+        devices: devices that each decode with a replica of the model and take prompts from the
+            same queue; None: the model's device.
 
     Yields:
-        A `Completion` of each sequence. A prompt of an iterator that is malformed or too long
-        is `refused`, and the others go on; in a sequence it is an error before any work.
+        A `Completion` for each sequence. A malformed or too long prompt from an iterator is
+        `refused` and the others continue; in a sequence it raises an error before any work.
 
     Raises:
-        ValueError: as `emsjax.generate`, before any work; a drafter that holds something for each
-            prompt, with an iterator.
-        Exception: what the iterator raises, when all prompts before are done; a note tells how
-            many these were.
+        ValueError: as `emsjax.generate`, before any work; also if the drafter holds data for each
+            prompt and `prompts` is an iterator.
+        Exception: the iterator's own exception, after all earlier prompts are done; a note gives
+            their number.
     """
     options = {
         "max_new_tokens": max_new_tokens,
@@ -122,9 +122,9 @@ def stream_numbered(
     devices: Sequence[jax.Device] | None = None,
     **options: Any,
 ) -> Iterator[Completion]:
-    """`stream` for an iterator of prompts with their places, which decide each sequence's key.
+    """`stream` for an iterator of numbered prompts; the numbers decide each sequence's key.
 
-    A run that leaves out what is done already has the same output for the rest.
+    A run that skips finished prompts therefore has the same output for the remaining ones.
     """
     batch_size = check_at_least("batch_size", batch_size, 1)
     longest = longest_sequence(run, max_len)
@@ -135,13 +135,16 @@ def stream_numbered(
 
 
 def longest_sequence(run: Run, max_len: int | None) -> int:
-    """Tokens of the longest prompt and its continuation that slots have room for."""
+    """Returns the most tokens of a prompt and its continuation that a slot has room for."""
     longest = run.model.config.max_position_embeddings + 1  # the last token is never fed
     return longest if max_len is None else min(longest, check_at_least("max_len", max_len, 2))
 
 
 def check_unseen(run: Run, longest: int, **options: Any) -> tuple[Run, Requests]:
-    """The run, and what holds for all prompts of an iterator, none of which has been read yet.
+    """Checks what holds for all prompts of an iterator, before any of them is read.
+
+    Returns:
+        The run with its drafter checked, and requests that hold the common arguments.
 
     Raises:
         ValueError: see `stream`.
@@ -153,7 +156,7 @@ def check_unseen(run: Run, longest: int, **options: Any) -> tuple[Run, Requests]
             "a drafter that holds something for each prompt needs a sequence of prompts, "
             "no iterator"
         )
-    # One prompt stands in for all when the rest is checked.
+    # A placeholder prompt is used to check the other arguments.
     requests = check_requests(run.model.config, [[0]], **options)
     new = int(requests.max_new_tokens[0])
     if new >= longest:
@@ -161,7 +164,7 @@ def check_unseen(run: Run, longest: int, **options: Any) -> tuple[Run, Requests]
             f"max_new_tokens must be below {longest}, the tokens of a prompt and its continuation "
             f"together, not {new}"
         )
-    # One width for the whole run: there is no need for few widths.
+    # The whole run has one width, so it need not be rounded to one of a few common widths.
     requests = dataclasses.replace(requests, max_len=round_up(longest, WIDTH))
     return with_checked_drafter(run, longest - 1), requests
 
@@ -170,9 +173,9 @@ class Source:
     """The sequences of prompts that are read one by one.
 
     Args:
-        prompts: with their places.
-        requests: what holds for all of them.
-        longest: tokens of a prompt and its continuation.
+        prompts: pairs of index and prompt.
+        requests: the arguments that all prompts share.
+        longest: maximum number of tokens of a prompt and its continuation together.
     """
 
     def __init__(
@@ -186,11 +189,11 @@ class Source:
         self.prompts, self.config, self.requests = prompts, config, requests
         self.key = jax.random.key(0, impl=KEY_IMPL) if key is None else key
         self.longest = longest
-        self.keys = {}  # the last block, by its first sequence
+        self.keys = {}  # the last block of keys, by the number of its first sequence
         self.error: BaseException | None = None
 
     def entries(self) -> Iterator["Entry | Completion"]:
-        """What can be decoded, and what is refused."""
+        """Yields an `Entry` per sequence, or its refusal if the prompt cannot be decoded."""
         new, each = int(self.requests.max_new_tokens[0]), self.requests.num_sequences
         sampling = jax.tree.map(lambda values: values[0], self.requests.sampling)
         for place, prompt in self.read():
@@ -203,7 +206,7 @@ class Source:
                 yield Entry(sequence, ids, new, self.key_of(sequence), sampling)
 
     def read(self) -> Iterator[tuple[int, Sequence[int]]]:
-        """The prompts; an error ends them, and is kept."""
+        """Yields the prompts; an error ends them and is stored in `self.error`."""
         for count in itertools.count():
             try:
                 prompt = next(self.prompts)
@@ -226,14 +229,14 @@ class Source:
         return ids
 
     def key_of(self, sequence: int) -> np.ndarray:
-        """Its key's data, as `generate` has it."""
+        """Returns the data of the sequence's key, which is the same as in `generate`."""
         first = sequence - sequence % KEYS_AT_ONCE
         if first not in self.keys:
             self.keys = {first: np.asarray(_keys_from(self.key, first))}
         return self.keys[first][sequence - first]
 
     def completions(self, rows: Generator[Row, None, None]) -> Iterator[Completion]:
-        """Completions of the rows, and refusals; at the end what the iterator raised."""
+        """Yields completions and refusals, then raises the iterator's error if there was one."""
         yield from completions_of(rows, self.requests.num_sequences)
         if self.error is not None:
             raise self.error
@@ -246,7 +249,7 @@ def _keys_from(key: jax.Array, first: int) -> jax.Array:
 
 
 def completions_of(rows: Generator[Row, None, None], num_sequences: int) -> Iterator[Completion]:
-    """Completions of the rows, and refusals. Closing the iterator ends the decoding too."""
+    """Yields completions and refusals. Closing the iterator also stops decoding."""
     with contextlib.closing(rows):
         for row in rows:
             yield row if isinstance(row, Completion) else completion(row, num_sequences)

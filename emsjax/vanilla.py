@@ -1,7 +1,7 @@
 """The baselines of the paper's experiment: batched speculative decoding with padding.
 
-Not for use: `emsjax.generate` gives the same tokens sooner. They share its step, its loop, its
-drafters and its kernels, so that what they take longer is what padding costs.
+They are not meant for use, as `emsjax.generate` returns the same tokens sooner. They share its
+step, loop, drafters and kernels, so the difference in time is the cost of padding.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,24 +27,25 @@ def generate(
     eos_token_ids: Sequence[int] | None = None,
     attention_implementation: str | Callable | None = None,
 ) -> GenerateOutput:
-    """Complete prompts greedily by the vanilla method, or one of its two ablations.
+    """Completes prompts greedily by the vanilla method or one of its two ablations.
 
-    A step feeds every sample, those that have finished too, as many rows as the sample with
-    the longest draft has (of drafts above 10 tokens: the next of at most twelve row counts). All
-    write at one position of the cache, which moves on by the most that any of them emits; the
-    others' gaps are masked for good, and take room: up to min(batch, draft + 1) places for
-    each new token.
+    A step feeds every sample, including finished ones, as many rows as the sample with the
+    longest draft has (for drafts above 10 tokens, the next of at most twelve row counts). All
+    samples write at one position of the cache, which advances by the most tokens that any sample
+    emits. The gaps in the other samples stay masked and take up space: up to
+    min(batch, draft + 1) places for each new token.
 
     Args:
         unpad_kv_cache: each sample writes at its own offset.
-        unpad_inputs: real rows alone are fed, but for what fills a row bucket.
-        attention_implementation: as for `emsjax.generate`; an own callable must take a
+        unpad_inputs: only real rows are fed, and padding only fills up the row bucket.
+        attention_implementation: as for `emsjax.generate`; a user's callable must accept a
             `cache_mask`.
 
-    Other arguments are those of `emsjax.generate`; with both ablations this is that.
+    Other arguments are the same as for `emsjax.generate`. With both ablations this function is
+    equivalent to `emsjax.generate`.
 
     Returns:
-        As `emsjax.generate`; `stats.padding_ratio` tells the padding of both kinds.
+        As `emsjax.generate`; `stats.padding_ratio` reports both kinds of padding.
 
     Raises:
         ValueError: as `emsjax.generate`.

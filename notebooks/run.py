@@ -1,13 +1,13 @@
 """Run the notebooks from top to bottom, each in a fresh kernel, by default on the CPU.
 
-    python notebooks/run.py           # fails on an error, where one takes too long, or where what
-                                      # it prints is not what is stored: times are not compared
+    python notebooks/run.py           # fails if a notebook raises, takes too long or prints other
+                                      # output than is stored; times are not compared
     python notebooks/run.py --write   # also stores outputs, badges and install cells
-    python notebooks/run.py 02 05     # those whose names start so
-    python notebooks/run.py --platform cuda --output FOLDER  # on a GPU: see what comes out there
+    python notebooks/run.py 02 05     # only notebooks whose names start with 02 or 05
+    python notebooks/run.py --platform cuda --output FOLDER  # on a GPU, for outputs from there
 
-The address of the repository is in this file alone: `--stamp` writes badges and install cells
-anew without running anything.
+The repository's address is only in this file: `--stamp` rewrites badges and install cells
+without running anything.
 """
 
 import argparse
@@ -44,10 +44,11 @@ if importlib.util.find_spec("emsjax") is None:
     else:
         %pip install --quiet "emsjax[plots,{{extra}}] @ git+https://github.com/{REPOSITORY}@{BRANCH}"
 """
-TIMED = ("seconds", "measure.")  # in the source of cells that print times
+TIMED = ("seconds", "measure.")  # these occur in the source of cells that print times
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+)?")
-TOLERANCE = 0.02  # of a fraction, and beside that: other processors round sums otherwise
-# Nothing of the machine is to show in outputs; what a library advises is not about the notebook.
+# Relative and absolute tolerance of fractions, as processors differ in how they round sums.
+TOLERANCE = 0.02
+# Outputs must not show the machine, and libraries' advice has nothing to do with the notebook.
 SURROUNDINGS = {
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
@@ -59,14 +60,14 @@ def paths() -> list[Path]:
 
 
 def badge(path: Path) -> str:
-    """The first line of a notebook: opens it in Colab."""
+    """Returns the first line of a notebook, a badge that opens it in Colab."""
     site = "https://colab.research.google.com"
     page = f"{site}/github/{REPOSITORY}/blob/{BRANCH}/notebooks/{path.name}"
     return f"[![Open in Colab]({site}/assets/colab-badge.svg)]({page})"
 
 
 def stamp(notebook: dict, path: Path) -> dict:
-    """The notebook with the badge as its first line and the install cell as its second cell."""
+    """Sets the badge as the notebook's first line and the install cell as its second cell."""
     notebook = copy.deepcopy(notebook)
     title, install = notebook["cells"][:2]
     _, *rest = "".join(title["source"]).splitlines(keepends=True)
@@ -76,7 +77,7 @@ def stamp(notebook: dict, path: Path) -> dict:
 
 
 def normalise(notebook: dict) -> dict:
-    """Without what differs from one machine or run to the next, but for what is measured."""
+    """Removes what differs between machines or runs, except measured values."""
     notebook = copy.deepcopy(notebook)
     notebook["metadata"] = METADATA
     for number, cell in enumerate(notebook["cells"]):
@@ -87,7 +88,7 @@ def normalise(notebook: dict) -> dict:
 
 
 def merge(outputs: list[dict]) -> list[dict]:
-    """What a cell printed in one piece, however it came."""
+    """Joins consecutive pieces of a cell's printed output into one."""
     merged = []
     for output in outputs:
         if "metadata" in output:
@@ -101,7 +102,7 @@ def merge(outputs: list[dict]) -> list[dict]:
 
 
 def stale(stored: dict, executed: dict) -> list[str]:
-    """Where what a notebook printed is not what is stored."""
+    """Lists the cells whose printed output differs from the stored output."""
     found = []
     for number, (old, new) in enumerate(zip(stored["cells"], executed["cells"], strict=True)):
         texts = [printed(cell) for cell in (old, new)]
@@ -111,7 +112,7 @@ def stale(stored: dict, executed: dict) -> list[str]:
 
 
 def printed(cell: dict) -> str:
-    """Of a cell, without pictures."""
+    """Returns the text that a cell printed, without pictures."""
     texts = []
     for output in cell.get("outputs", ()):
         data = output.get("data", {})
@@ -121,7 +122,7 @@ def printed(cell: dict) -> str:
 
 
 def alike(one: str, other: str) -> bool:
-    """The same but for the last digits of fractions."""
+    """Returns whether two texts are the same except for the last digits of fractions."""
     if NUMBER.split(one) != NUMBER.split(other):
         return False
     pairs = zip(NUMBER.findall(one), NUMBER.findall(other), strict=True)
@@ -139,18 +140,18 @@ def save(notebook: dict, path: Path) -> None:
 
 
 def run(path: Path, write: bool, limit: int, platform: str, output: Path | None) -> float:
-    """Seconds that the notebook takes.
+    """Runs a notebook and returns how many seconds it took.
 
     Args:
-        write: store what it prints; otherwise it is compared with what is stored, on a CPU.
-        limit: in seconds.
-        platform: what JAX is to run on.
-        output: a folder for the executed notebook, beside that; None: it is dropped.
+        write: store the outputs; otherwise, on a CPU, compare them with the stored ones.
+        limit: time limit in seconds.
+        platform: the platform that JAX runs on.
+        output: a folder in which to save the executed notebook as well; None: it is not saved.
 
     Raises:
         nbclient.exceptions.CellExecutionError: a cell failed.
-        TimeoutError: it takes longer than the limit.
-        ValueError: it prints other things than are stored.
+        TimeoutError: the notebook takes longer than the limit.
+        ValueError: the outputs differ from the stored ones.
     """
     import nbclient
     import nbformat
@@ -202,9 +203,7 @@ def main() -> int:
         for path, job in jobs.items():
             try:
                 print(f"{path.name}: {job.result():.0f} s", flush=True)
-            except (
-                Exception
-            ) as error:  # whatever a notebook raises: the others are run all the same
+            except Exception as error:  # any error: the other notebooks still run
                 failures += 1
                 print(f"{path.name}: {type(error).__name__}: {error}", flush=True)
     return 1 if failures else 0

@@ -1,7 +1,7 @@
-"""What a step is given: the protocols of a model, a drafter and a draft-length policy.
+"""The protocols of a model, a drafter and a draft-length policy.
 
 `Drafter` and `DraftLength` are base classes with defaults. Objects that merely have the right
-methods work too: `emsjax.engine.adapt` wraps them, and nothing else asks what an object has.
+methods work too: `emsjax.engine.adapt` wraps them, and no other module inspects objects.
 
 Axis legend: see `emsjax.decode.pack`.
 """
@@ -31,7 +31,7 @@ class ModelConfig(Protocol):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ModelOutput:
-    """What one call of a model returns.
+    """The outputs of one model call.
 
     Attributes:
         hidden: final hidden states of the rows, the input of `logits`.
@@ -73,7 +73,7 @@ class Model(Protocol):
         Args:
             token_ids: the rows' tokens; padding rows may hold any.
             rows: the `PackedRows`.
-            cache: what `init_cache` makes; only read.
+            cache: a cache from `init_cache`, read only.
             attention: a callable with the signature of `pallas_kernels.ragged_attention`.
             max_rows_per_sample: static bound of rows per sample; None: all rows.
             taps: layers whose hidden states are returned. 0 is the embeddings, i the residual
@@ -127,13 +127,13 @@ class ObservedRows(NamedTuple):
 class Drafter:
     """Proposes draft tokens inside the device loop.
 
-    All methods but those marked *host* are pure functions on arrays, traced once into the loop.
+    All methods except those marked *host* are pure functions on arrays, traced once into the loop.
     The drafter may be a pytree (its arrays are then arguments of the compiled loop) or any other
     object (then it is a constant of it). Greedy output is identical to plain decoding for any
     drafter. Sampled output is identical under the same keys if `Draft.probs` is None; otherwise
     `probs` must be the distributions that the tokens were really drawn from, or sampled output
     has the wrong distribution, which no comparison of tokens can show. Proposals beyond a
-    sample's limit, outside the vocabulary, or behind an end token are cut off before
+    sample's limit, outside the vocabulary, or after an end token are cut off before
     verification.
 
     `init` and `propose` have to be written; everything else has a default.
@@ -145,7 +145,7 @@ class Drafter:
         taps: static; the layers of the target whose hidden states `observe` wants: see `Model`.
         fork: for an expensive `init`, a method fork(state, samples) that returns the state in
             which slot i starts from samples[i]'s state. None: `init` sees the prompt of every
-            slot, also those that several sequences share.
+            slot, including prompts that several sequences share.
     """
 
     max_draft_tokens: int
@@ -198,8 +198,8 @@ class Drafter:
     ) -> Any:
         """The state in which slots with `fresh` begin the prompts tokens[s, :lengths[s]].
 
-        By default `init` is called for all slots, and fresh slots take their part of arrays whose
-        first axis is the slots'.
+        By default `init` is called for all slots, and fresh slots take their entries of arrays
+        whose first axis is the slots'.
         """
         return merge_fresh(fresh, self.init(tokens, lengths, tokens.shape[1]), state)
 
@@ -224,14 +224,14 @@ class Drafter:
 
 
 class StepView(NamedTuple):
-    """What a policy sees of a step before it.
+    """What a policy sees of a step before the step runs.
 
     Attributes:
         active: samples that still decode.
         lengths: tokens of each sample so far, prompt included.
-        available: draft tokens that each sample could use at most; if they are drafted
-            already, the number of them.
-        drafted: whether they are, so that fewer of them save no drafting. Static.
+        available: the most draft tokens that each sample could use; if tokens are drafted
+            already, their number.
+        drafted: whether tokens are drafted already, so that using fewer saves no drafting. Static.
     """
 
     active: Bool[Array, "b"]
@@ -247,15 +247,15 @@ class DraftLength:
     written; everything else has a default.
 
     Attributes:
-        max_draft_tokens: the largest length the policy asks for, if it may ask for more than
-            drafters allow by themselves: a drafter whose limit the user has not set takes it over.
+        max_draft_tokens: the largest length the policy asks for, if it may exceed the drafters'
+            own limits: a drafter whose limit the user has not set adopts it.
     """
 
     max_draft_tokens: int | None = None
 
     @property
     def name(self) -> str:
-        """What messages call the policy."""
+        """The policy's name in messages."""
         return type(self).__name__
 
     def init(self, batch: int, max_draft_tokens: int) -> Any:
@@ -263,7 +263,7 @@ class DraftLength:
         return ()
 
     def lengths(self, state: Any, view: StepView) -> Int32[Array, "b"]:
-        """How many draft tokens of each sample to verify in this step; 0: none."""
+        """Returns how many draft tokens of each sample to verify in this step; 0: none."""
         raise NotImplementedError(f"{type(self).__name__} must define lengths")
 
     def update(
@@ -279,8 +279,8 @@ class DraftLength:
     def admit(self, state: Any, fresh: Bool[Array, "b"]) -> Any:
         """The state in which slots with `fresh` begin new sequences.
 
-        None, the default, means that they take their part of what `init` makes, from arrays
-        whose first axis is the slots'.
+        None, the default, means that fresh slots take their entries of a new state from `init`,
+        in arrays whose first axis is the slots'.
         """
         return None
 
@@ -289,7 +289,7 @@ class DraftLength:
 
 
 def choose_slots(fresh: Bool[Array, "b"], new: Array, old: Array) -> Array:
-    """Entries of the fresh slots from `new`, of the others from `old`; slots lead."""
+    """Selects fresh slots' entries from `new` and the others from `old`; slots are axis 0."""
     return jnp.where(fresh.reshape(-1, *[1] * (old.ndim - 1)), new, old)
 
 

@@ -1,7 +1,7 @@
 """The KV cache of one model: keys and values of every layer, each sample at its own length.
 
-A rejected row never reaches it: `commit` writes the rows of the accepted path alone. Beside it is
-the cache of the padded method, in which all samples are written at one place.
+Rejected rows are never written: `commit` writes only the rows of the accepted path. This module
+also has the cache of the padded method, which writes all samples at one place.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ class LayerCache:
 
     Attributes:
         keys, values: [b, l, h, d], h counts K/V heads.
-        scales: of narrower types; None: keys and values are what they stand for.
+        scales: quantisation scales of narrower types; None: keys and values are not scaled.
     """
 
     keys: Float[Array, "b l h d"]
@@ -61,12 +61,12 @@ class KVCache:
 
     @property
     def num_masked(self) -> int:
-        """There are no gaps between a sample's tokens."""
+        """Always 0, as there are no gaps between a sample's tokens."""
         return 0
 
     @property
     def visible(self) -> Visible:
-        """What attention sees of the committed entries."""
+        """The committed entries that attention sees."""
         return Visible(self.lengths)
 
     def commit(
@@ -76,12 +76,12 @@ class KVCache:
         path: AcceptedPath,
         update: Callable,
     ) -> "KVCache":
-        """Append the rows of each sample's accepted path; the others leave no trace.
+        """Append the rows of each sample's accepted path; other rows are not written.
 
         Args:
             fresh: queries, keys and values of the rows in every layer.
             rows: where the rows belong.
-            path: which of them are accepted, and in which order.
+            path: which of the rows are accepted, and in which order.
             update: a callable with the signature of `pallas_kernels.update_kv_caches`.
         """
         places = take(self.lengths, rows.samples) + path.ranks
@@ -93,8 +93,8 @@ class KVCache:
         return jax.tree.map(lambda x: take(x, samples), self)
 
     def copy_slots(self, sources: Int32[Array, "b"], copied: Bool[Array, "b"]) -> "KVCache":
-        """The cache with slot sources[s] in slot s where `copied`, one slot after the other, so
-        that the others are not touched. Lengths are left as they are."""
+        """Copies slot sources[s] into slot s where `copied`, one slot after the other, so that
+        other slots are not touched. Lengths do not change."""
         slots = jnp.argsort(~copied)  # the copied ones first
 
         def copy(i, layers):
@@ -115,9 +115,9 @@ class SharedIndexCache:
     Attributes:
         layers: as in a `KVCache`.
         lengths: tokens of each sample, as if there were no gaps.
-        index: where the next ones are written.
+        index: the place where the next tokens are written.
         mask: the places that hold tokens.
-        num_masked: gaps of all samples together, except those between prompts' ends.
+        num_masked: gaps of all samples together, except gaps between prompts' ends.
     """
 
     layers: tuple[LayerCache, ...]
@@ -128,7 +128,7 @@ class SharedIndexCache:
 
     @classmethod
     def behind(cls, cache: KVCache) -> "SharedIndexCache":
-        """A cache that continues behind the longest sample's tokens."""
+        """A cache that continues after the longest sample's tokens."""
         mask = jnp.arange(cache.max_len) < cache.lengths[:, None]
         index = jnp.max(cache.lengths)
         return cls(cache.layers, cache.lengths, index, mask, jnp.zeros((), jnp.int32))
@@ -163,7 +163,7 @@ Cache = KVCache | SharedIndexCache
 
 
 def _write(layers, fresh, segment_ids, places, update: Callable) -> tuple[LayerCache, ...]:
-    """The layers with each row [r] at its place in its sample."""
+    """Writes each row [r] to its place in its sample, in all layers."""
     keys, values = ([getattr(layer, name) for layer in layers] for name in ("keys", "values"))
     keys, values = update(keys, values, fresh, None, segment_ids, places)
     written = zip(layers, keys, values, strict=True)

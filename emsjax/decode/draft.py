@@ -1,4 +1,4 @@
-"""The first part of a step: what each sample drafts, cut to what can be used."""
+"""The first part of a step: drafts for each sample, cut to the usable tokens."""
 
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from emsjax.verification import usable_counts
 
 
 class Proposal(NamedTuple):
-    """What a step verifies, the drafter's state after proposing it, and what the policy saw."""
+    """A step's draft, the drafter's state after proposing it, and the view the policy saw."""
 
     draft: Draft
     drafter_state: Any
@@ -48,8 +48,8 @@ def propose(run: Run, state: Any, ready: Bool[Array, "b"]) -> Proposal:
 
     if not view.drafted:
         limits = allowed(view)
-    # A policy may learn more from a draft that is cut short than what was accepted of it. No later
-    # step may draw from the same bits: whether it drafts could depend on what it would draw.
+    # A policy may learn more from a shortened draft than how much was accepted. So no later step
+    # may draw from the same bits: whether it drafts could depend on the tokens it would draw.
     keys = position_keys(state.keys, state.lengths, Purpose.STEP)
     arguments = (state.tokens, state.lengths, limits, keys, state.sampling)
     draft, drafter_state = checked_proposal(
@@ -58,20 +58,20 @@ def propose(run: Run, state: Any, ready: Bool[Array, "b"]) -> Proposal:
     counts = usable_counts(draft.tokens, draft.counts, limits, state.end_token_ids, vocab_size)
     if view.drafted:
         if draft.probs is not None:
-            # What is left of a draft must not depend on which tokens were drawn.
+            # A draft's remaining length must not depend on which tokens were drawn.
             raise ValueError("a drafter that draws its tokens (Draft.probs) cannot be `free`")
         view = view._replace(available=counts)
         counts = allowed(view)
-    # A sample that is not ready verifies nothing, whatever its drafter has proposed.
+    # A sample that is not ready verifies nothing, even if its drafter has proposed tokens.
     draft = Draft(draft.tokens, jnp.where(ready, counts, 0), draft.probs)
     return Proposal(draft, drafter_state, view)
 
 
 def available_lengths(policy: DraftLength, state: Any, view: StepView) -> Int32[Array, "b"]:
-    """The policy's lengths, as far as each sample could use them.
+    """The policy's lengths, capped by the number of tokens that each sample could use.
 
     Raises:
-        ValueError: they are no integers, or not one for each sample.
+        ValueError: the lengths are not integers, or not one for each sample.
     """
     lengths = policy.lengths(state, view)
     shape, dtype = jnp.shape(lengths), jnp.result_type(lengths)
@@ -86,14 +86,14 @@ def available_lengths(policy: DraftLength, state: Any, view: StepView) -> Int32[
 def checked_proposal(
     drafter: Drafter, state: Any, *arguments: Any, vocab_size: int
 ) -> tuple[Draft, Any]:
-    """What `drafter.propose` returns, checked.
+    """Calls `drafter.propose` and checks the result.
 
     Args:
-        arguments: those of `Drafter.propose` behind the state.
-        vocab_size: the target's.
+        arguments: the arguments of `Drafter.propose` after the state.
+        vocab_size: the target's vocabulary size.
 
     Raises:
-        ValueError: it is not what `Drafter.propose` has to return.
+        ValueError: the result is not what `Drafter.propose` must return.
     """
     tokens, *_ = arguments
     found = drafter.propose(state, *arguments)
@@ -108,13 +108,13 @@ def checked_proposal(
 
 
 def checked_draft(draft: Draft, batch: int, max_draft_tokens: int, vocab_size: int) -> Draft:
-    """The draft, with its numbers in the loop's types.
+    """Checks the draft and converts its integers to the loop's types.
 
-    A narrower draft is refused, too: a step has the row buckets of its width, and policies
-    price those of the limit.
+    A narrower draft is refused too: a step has the row buckets of the draft's width, while
+    policies price the buckets of the limit.
 
     Raises:
-        ValueError: an array of another shape or kind.
+        ValueError: an array has another shape or kind.
     """
     check = lambda name, *rule: check_array(f"Draft.{name}", getattr(draft, name), *rule)
     block = (batch, max_draft_tokens)

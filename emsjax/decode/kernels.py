@@ -1,4 +1,4 @@
-"""Which kernels a forward and a commit use."""
+"""Selects the kernels of the forward and the commit."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from pallas_kernels.common.implementations import choose
 
 @dataclasses.dataclass(frozen=True)
 class OwnAttention:
-    """This library's attention with a chosen implementation; equal ones compile once."""
+    """This library's attention with a chosen implementation; equal instances compile once."""
 
     implementation: str
 
@@ -64,8 +64,8 @@ def attend(
 ) -> Float[Array, "r hq d"]:
     """Attention of one layer's fresh rows to its cache and to themselves.
 
-    This library's attention reads queries, keys and values where one product has put them. For
-    a user's attention they are copied apart, and what it returns is checked.
+    This library's attention reads queries, keys and values from one array. For a user's attention
+    they are copied into separate arrays, and its result is checked.
 
     Args:
         attention: a callable with the signature of `pallas_kernels.ragged_attention`.
@@ -73,7 +73,7 @@ def attend(
         cached: the `LayerCache`.
 
     Raises:
-        ValueError: a user's attention returned something else than [rows, heads, head_dim].
+        ValueError: a user's attention did not return an array [rows, heads, head_dim].
     """
     options = {"max_rows_per_sample": max_rows_per_sample}
     if visible.mask is not None:
@@ -90,7 +90,7 @@ def attend(
 
 
 def resolve_kernels(attention_implementation: str | Callable | None) -> Kernels:
-    """Kernels by name, the device's default for None, or the user's own attention.
+    """Resolves a name, None (the device's default) or the user's own attention to kernels.
 
     Raises:
         ValueError: an unknown name, or one that the device cannot run.

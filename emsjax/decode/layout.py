@@ -1,9 +1,9 @@
-"""Where rows and cached tokens lie: unpadded, or padded as by the vanilla method.
+"""Where rows and cached tokens lie: unpadded, or padded as in the vanilla method.
 
-The padded method shares one place among all samples twice. A step feeds every sample as many
-rows as the one with the longest draft has, and commits at one position of the cache for all,
-which moves on by the most that any sample emits; what is left open behind the others stays
-masked. Nothing else differs, so decoding has one step and one loop for both.
+The padded method pads twice. A step feeds every sample as many rows as the sample with the
+longest draft has, and commits at one cache position for all samples, which advances by the most
+tokens that any sample emits; the gaps in the other samples stay masked. Nothing else differs, so
+both methods share one step and one loop.
 
 Reference: the vanilla method and the two ablations of EMS-SD, arXiv 2405.07542.
 """
@@ -35,7 +35,7 @@ class Layout:
         """Static row counts of a step, ascending; each is compiled once."""
         if not self.pad_inputs:
             return row_buckets(batch, k1)
-        # As many rows of each sample as the longest draft has, if these are not too many programs.
+        # One width per length of the longest draft, unless that needs too many programs.
         widths = {-(-k1 * n // MAX_WIDTHS) for n in range(1, MAX_WIDTHS + 1)}
         return tuple(batch * width for width in sorted({1, *widths}))
 
@@ -67,11 +67,11 @@ class Layout:
         """Places of each sample in the cache: `max_len` if they are not shared."""
         if not self.pad_kv_cache:
             return max_len
-        # A step moves on by k1 at most, and by no more than all samples emit together.
+        # A step advances by k1 at most, and by no more than all samples emit together.
         return round_up_length(max_len + max_new_tokens * min(slots, k1))
 
     def arrange(self, cache: KVCache) -> Cache:
-        """A prefilled cache as decoding wants it."""
+        """Converts a prefilled cache to the layout that decoding uses."""
         return SharedIndexCache.behind(cache) if self.pad_kv_cache else cache
 
 

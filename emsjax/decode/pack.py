@@ -7,7 +7,7 @@ The axis legend of the library, used in every shape annotation:
     l = cache length             h = heads              d = head_dim
 
 A fresh row has query heads, then K/V heads of keys, then of values on its axis h; a cache has
-K/V heads alone.
+K/V heads only.
 """
 
 import dataclasses
@@ -70,9 +70,9 @@ class PackedRows:
 class AcceptedPath:
     """Which rows of a call are committed, and where: a path through each sample's rows.
 
-    The rows of a sample may be a chain, of which a prefix is accepted, or a tree, of which a path
-    from the root is. A row's K/V go to the place after those before it on the path, whatever its
-    index among the rows is.
+    A sample's rows may form a chain, of which a prefix is accepted, or a tree, of which a path
+    from the root is accepted. A row's K/V are written after the preceding row of the path,
+    whatever the row's index among the sample's rows.
 
     Attributes:
         ranks: place of each row on its sample's path, from 0 on; negative for rows that are
@@ -97,7 +97,7 @@ class AcceptedPath:
 def pack(starts: Int32[Array, "b"], counts: Int32[Array, "b"], num_rows: int) -> PackedRows:
     """Concatenate rows starts[s] .. starts[s] + counts[s] - 1 of every sample s.
 
-    Rows beyond `num_rows` are cut off, last samples first: the result's `counts` tell what went in.
+    Rows beyond `num_rows` are cut off, last samples first: `counts` holds the rows that fit.
 
     >>> rows = pack(jnp.array([5, 9, 4]), jnp.array([2, 1, 0]), num_rows=4)
     >>> print(rows.segment_ids, rows.positions)

@@ -1,4 +1,4 @@
-"""Filling a cache with tokens that are known already, in chunks of packed rows."""
+"""Prefill: fills a cache with known tokens in chunks of packed rows."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ def prefill_observed(
     *,
     kernels: Kernels,
 ) -> tuple[KVCache, Any]:
-    """The cache, and the state of a drafter that observes the rows if it has `taps`."""
+    """As `prefill`, and a drafter with `taps` observes the rows; returns cache and its state."""
     rows_per_chunk = chunk_rows(*tokens.shape)
     taps = () if drafter is None else drafter.taps
 

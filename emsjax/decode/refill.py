@@ -1,10 +1,10 @@
-"""Slots that refill on the device: finished sequences are put aside, waiting ones take over.
+"""Slots that refill on the device: finished sequences are stored, waiting ones take their slots.
 
 The host puts prompts into a queue and takes finished sequences out of it, many at a time. Between
-its calls the loop turns slots over by itself, in the step after a sequence's end. Prompts are fed
-beside the drafts of the other slots: a sample is *ready* if all of its prompt but the last token
-is cached; it drafts and emits. Of the others the prompts' next tokens are fed, those that wait
-longest first.
+the host's calls the loop refills slots itself, in the step after a sequence's end. A sample is
+*ready* if all of its prompt except the last token is cached; ready samples draft and emit. In the
+same steps the other samples are fed the next tokens of their prompts, the longest-waiting samples
+first.
 
 Axis legend: see `emsjax.decode.pack`; q = waiting sequences, f = places for finished ones.
 """
@@ -28,13 +28,13 @@ COUNTED = ("num_steps", "num_drafted", "num_accepted", "accepted_histogram")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Finished:
-    """Sequences that have finished in a call of the loop: places 0..count - 1.
+    """Sequences that have finished in a call of the loop, at places 0..count - 1.
 
     Attributes:
         tokens, logprobs, lengths, prompt_lengths, ended, sequence_ids: as in `DecodeState`.
         num_steps, num_drafted, num_accepted, accepted_histogram: as in `Counters`.
-        count: number of them.
-        stored: slots whose last sequence is or was among them, or that had none.
+        count: number of finished sequences.
+        stored: slots whose last sequence is or was stored here, or that had none.
         busy: slots that served a sequence, summed over all steps.
     """
 
@@ -65,7 +65,7 @@ class Finished:
 
 
 def sequence_results(state: DecodeState) -> dict[str, Array]:
-    """What is kept of each slot's sequence, slots leading."""
+    """The results of each slot's sequence; the first axis is the slots'."""
     results = {name: getattr(state, name) for name in PER_SLOT}
     return results | {name: getattr(state.counters, name) for name in COUNTED}
 
@@ -73,14 +73,14 @@ def sequence_results(state: DecodeState) -> dict[str, Array]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Queue:
-    """Waiting sequences, and those that have finished.
+    """Waiting and finished sequences.
 
     Attributes:
-        sequences: in the order in which they enter.
-        count: number of sequences that are there.
-        taken: those of them that have entered.
+        sequences: the sequences in the order in which they enter.
+        count: number of sequences in the queue.
+        taken: number of sequences that have entered a slot.
         num_sequences: sequences per prompt.
-        enough: idle slots with which the loop ends when none waits.
+        enough: number of idle slots at which the loop ends when no sequence waits.
         finished: has a place for every sequence that waits or decodes.
     """
 
@@ -92,7 +92,7 @@ class Queue:
     finished: Finished
 
     def emptied(self) -> "Queue":
-        """The queue without what had finished before."""
+        """The queue without the sequences that finished earlier."""
         none = jnp.zeros((), jnp.int32)
         finished = dataclasses.replace(self.finished, count=none, busy=none)
         return dataclasses.replace(self, finished=finished)
@@ -104,7 +104,7 @@ class Queue:
 
 
 def turn_over(run: Run, state: DecodeState, queue: Queue) -> tuple[DecodeState, Queue]:
-    """Finished sequences put aside, the next ones in their slots, cached prompts shared."""
+    """Stores finished sequences, admits waiting ones to their slots and shares cached prompts."""
 
     def turn(carry):
         before = carry[1]
@@ -115,7 +115,7 @@ def turn_over(run: Run, state: DecodeState, queue: Queue) -> tuple[DecodeState, 
         finished = dataclasses.replace(queue.finished, stored=~state.active)
         return jnp.array(False), state, dataclasses.replace(queue, finished=finished)
 
-    # Once, or not at all; as a branch of `lax.cond` the cache would be copied.
+    # The loop runs at most once; a branch of `lax.cond` would copy the cache.
     start = (_has_turnover(run, state, queue), state, queue)
     _, state, queue = lax.while_loop(lambda carry: carry[0], turn, start)
     busy = queue.finished.busy + jnp.sum(state.active, dtype=jnp.int32)
@@ -124,7 +124,7 @@ def turn_over(run: Run, state: DecodeState, queue: Queue) -> tuple[DecodeState, 
 
 
 def _has_turnover(run: Run, state: DecodeState, queue: Queue) -> Bool[Array, ""]:
-    """Whether a turn may change anything."""
+    """Whether `turn_over` would change anything."""
     enter = jnp.any(~state.active) & (queue.taken < queue.count)
     over = jnp.any(~state.active & ~queue.finished.stored)
     if not _shares_prompts(run):
@@ -133,7 +133,7 @@ def _has_turnover(run: Run, state: DecodeState, queue: Queue) -> Bool[Array, ""]
 
 
 def put_aside(state: DecodeState, queue: Queue) -> Queue:
-    """The queue with the sequences that have finished and are not stored yet."""
+    """Stores the sequences that have finished and are not stored yet."""
     finished = queue.finished
     over = ~state.active & ~finished.stored
     places = finished.lengths.shape[0]
@@ -147,7 +147,7 @@ def put_aside(state: DecodeState, queue: Queue) -> Queue:
 
 
 def admit_waiting(run: Run, state: DecodeState, queue: Queue) -> tuple[DecodeState, Queue]:
-    """The next sequences in idle slots, at their beginning, nothing of them cached."""
+    """Admits the next waiting sequences to idle slots; none of their tokens are cached yet."""
     idle = ~state.active
     entry = queue.taken + jnp.cumsum(idle, dtype=jnp.int32) - 1
     fresh = idle & (entry < queue.count)
@@ -166,9 +166,9 @@ def _shares_prompts(run: Run) -> bool:
 
 
 def share_prompts(before: DecodeState, state: DecodeState, queue: Queue) -> DecodeState:
-    """The prompts of slots that have none copied from those that held them `before`."""
-    # No slot that is copied from takes a copy of another prompt first: a prompt whose sequences
-    # enter in this turn comes before all that are cached nowhere but in slots that decode.
+    """Copies cached prompts to slots that lack theirs, from slots that held them `before`."""
+    # No source slot is overwritten by another prompt first: a prompt whose sequences enter in this
+    # turn comes before all prompts that are cached only in slots that decode.
     source, copied = slots_to_copy(before, state, queue.num_sequences)
     cache = state.cache.copy_slots(source, copied)
     lengths = jnp.where(copied, state.lengths - 1, cache.lengths)
@@ -176,7 +176,7 @@ def share_prompts(before: DecodeState, state: DecodeState, queue: Queue) -> Deco
 
 
 def slots_to_copy(before: DecodeState, state: DecodeState, num_sequences: Int32[Array, ""]):
-    """For each slot one that held its prompt `before`, and whether it is to be copied. [b], [b]"""
+    """For each slot, a slot that held its prompt `before`, and whether to copy it. [b], [b]"""
     prompt = lambda state: state.sequence_ids // num_sequences
     same = (prompt(state)[:, None] == prompt(before)) & has_prompt(before)  # [b, b]
     source = jnp.argmax(same, axis=1).astype(jnp.int32)
@@ -193,7 +193,7 @@ def unread_prompts(
 ) -> Int32[Array, "b"]:
     """Tokens of each prompt that are still to be cached.
 
-    The first of a prompt's sequences is fed; the others are to copy its cache.
+    The first of a prompt's sequences is fed; the others will copy its cache.
     """
     unread = jnp.where(state.active, state.lengths - 1 - state.cache.lengths, 0)
     if not _shares_prompts(run):
@@ -206,11 +206,11 @@ def unread_prompts(
 def prompt_bucket(
     sizes: tuple[int, ...], verifying: Int32[Array, ""], unread: Int32[Array, ""]
 ) -> Int32[Array, ""]:
-    """Index of the row count of a step that feeds prompts beside `verifying` rows of drafts.
+    """Index of the row count of a step that feeds prompts in addition to `verifying` draft rows.
 
-    It is the smallest that holds all `unread` tokens, or the last. Instead of padding it, a step
-    takes the one before and leaves the rest to the next step, which has more to feed then, unless
-    most would be left: at least a quarter of the unread tokens is fed.
+    It is the smallest that holds all `unread` tokens, or the last. If that would need padding, the
+    step takes the next smaller one and leaves the rest to the next step, provided that at least a
+    quarter of the unread tokens is fed.
     """
     size = jnp.minimum(smallest_bucket(sizes, verifying + unread), len(sizes) - 1)
     rows = jnp.array(sizes, jnp.int32)

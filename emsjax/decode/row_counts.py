@@ -4,31 +4,31 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 MIN_BUCKET_ROWS = 16  # the rows of a matrix unit's tile: fewer cost the same
-MAX_BUCKETS = 17  # from one row per sample on: each takes seconds to compile
-# Where all samples are live and most of them draft, a step has this part of the most rows. There
-# row counts are as close as so many allow.
+MAX_BUCKETS = 17  # at one row per sample and above, as each takes seconds to compile
+# If all samples are live and most of them draft, a step has this fraction of the maximum rows.
+# In this range row counts are as close as MAX_BUCKETS allows.
 FINE_FROM, FINE_TO = 5 / 8, 7 / 8
-# From here on rows cost something: without what is cached a step of OPT-6.7B took 4.0 ms with 16
-# rows, 4.3 with 64, 4.6 with 96 and 4.9 with 136 (benchmarks/h200-profile.json).
+# From here on rows cost time: excluding the cost of cached tokens, a step of OPT-6.7B took 4.0 ms
+# with 16 rows, 4.3 with 64, 4.6 with 96 and 4.9 with 136 (benchmarks/h200-profile.json).
 HALVED_FROM = 64
-# From the first of these to below the last, row counts are so many more than a multiple of 16:
-# cuBLAS offers tiles of half the rows for 344, and not for 352. Without attention, steps of four
+# From MORE_FROM to below MORE_TO, row counts are a multiple of 16 plus MORE:
+# cuBLAS offers tiles of half the rows for 344, but not for 352. Without attention, steps of four
 # layers of OPT-6.7B took 668 us for 136 rows, 674 for 144, 710 for 160 and 689 for 168 (batch 24),
 # 1103 for 344, 1193 for 352, 1158 for 360 and 1242 for 392 (batch 64; bfloat16, an H200, jax
-# 0.11.2). To compare, the profiles of
+# 0.11.2). To compare, profile with
 # `python -m emsjax.benchmarks.step --layers 4 --shapes 17x8,18x8,20x8,21x8,43x8,44x8,45x8,49x8`.
 MORE_FROM, MORE_TO, MORE = 128, 512, 8
-MAX_CHUNK_ROWS = 1024  # of prefill
-PROMPT_SIXTEENTHS = (3, 6, 10, 16)  # of them, in steps that feed prompts beside drafts
+MAX_CHUNK_ROWS = 1024  # rows of a prefill chunk
+PROMPT_SIXTEENTHS = (3, 6, 10, 16)  # of the most rows, in steps that also feed prompts
 
 
 def row_buckets(batch: int, max_rows_per_sample: int) -> tuple[int, ...]:
     """Static row counts that a step may be padded up to, ascending; each is compiled once.
 
-    From one row per sample to all. Between them they are closest where steps are in which all
-    samples are live and most of them draft; below that, for when samples have ended, they are
-    powers of two, and where rows cost something also halfway between these. With drafts also
-    fewer than one row per sample, powers of four.
+    They range from one row per sample to the maximum, and are closest for steps in which all
+    samples are live and most of them draft. Below that, for steps in which samples have ended,
+    they are powers of two and, from HALVED_FROM rows on, also the sizes halfway between. With
+    drafts there are also powers of four below one row per sample.
     """
     most = batch * max_rows_per_sample
     least = min(most, max(batch, MIN_BUCKET_ROWS))
@@ -43,7 +43,7 @@ def row_buckets(batch: int, max_rows_per_sample: int) -> tuple[int, ...]:
 
 
 def _buckets(least: int, most: int, coarse: list[int], step: int) -> set[int]:
-    """From `least` to `most`: the coarse ones, and fine ones in steps of so many rows."""
+    """Row counts from `least` to `most`: the coarse ones, and fine ones every `step` rows."""
     fine = (n for n in range(0, most, step) if most * FINE_FROM <= n <= most * FINE_TO)
     buckets = [least]
     for size in sorted(n + MORE if MORE_FROM <= n < MORE_TO else n for n in {*coarse, *fine}):
@@ -53,8 +53,8 @@ def _buckets(least: int, most: int, coarse: list[int], step: int) -> set[int]:
 
 
 def smallest_bucket(buckets: tuple[int, ...], rows: Array) -> Array:
-    """Index of the smallest bucket that holds so many rows; rows of any shape."""
-    # All compared at once: a binary search would be a loop of launches on a GPU.
+    """Index of the smallest bucket that holds `rows`, an array of any shape."""
+    # All buckets are compared at once: a binary search would be a loop of launches on a GPU.
     return jnp.searchsorted(jnp.asarray(buckets, rows.dtype), rows, method="compare_all")
 
 
@@ -64,10 +64,10 @@ def chunk_rows(batch: int, width: int) -> int:
 
 
 def prompt_row_counts(batch: int, k1: int, width: int) -> tuple[int, ...]:
-    """Static row counts of steps that feed prompts, ascending; the last has room beside drafts.
+    """Static row counts of steps that feed prompts, ascending; the last fits drafts and prompts.
 
     Args:
-        width: of the token buffer.
+        width: width of the token buffer.
     """
     chunk = chunk_rows(batch, width)
     most = max(chunk, batch * k1 + chunk // 2)
@@ -76,12 +76,12 @@ def prompt_row_counts(batch: int, k1: int, width: int) -> tuple[int, ...]:
 
 
 def round_up(number: int, multiple: int) -> int:
-    """The next multiple."""
+    """Rounds up to the next multiple."""
     return -(-number // multiple) * multiple
 
 
 def round_up_length(length: int) -> int:
-    """A static width that holds `length` tokens: few widths, so few compilations.
+    """A static width that holds `length` tokens, one of few, so that there are few compilations.
 
     Powers of two from 64 to 512, then multiples of 512.
     """

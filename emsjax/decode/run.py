@@ -1,4 +1,4 @@
-"""What a run consists of, as one frozen object that is passed whole."""
+"""The parts of a run, as one frozen object that is passed whole."""
 
 import dataclasses
 from collections.abc import Callable
@@ -13,10 +13,10 @@ from emsjax.decode.layout import UNPADDED, Layout
 
 
 class LogitsContext(NamedTuple):
-    """What a logits processor knows of each row of logits.
+    """What a logits processor knows about each row of logits.
 
-    The row's tokens are tokens[samples[r], :lengths[samples[r]]], the prompt and what has been
-    emitted, followed by the first num_drafted[r] entries of drafted[samples[r]].
+    The row's tokens are tokens[samples[r], :lengths[samples[r]]], the prompt and the emitted
+    tokens, followed by the first num_drafted[r] entries of drafted[samples[r]].
     """
 
     tokens: Int32[Array, "b t"]
@@ -48,7 +48,7 @@ class Run:
         drafter: the draft source; None: plain decoding.
         policy: limits draft lengths; None: as many as the drafter proposes.
         processors: pure functions (logits, context) -> logits, applied to the target's logits
-            before anything is drawn or compared, and to those of a model that drafts; static.
+            before anything is drawn or compared, and to a draft model's logits; static.
         kernels: attention and cache update; static.
         layout: what is padded; static.
     """
@@ -72,14 +72,14 @@ class Run:
 
     @property
     def flat_drafter(self) -> Any:
-        """The drafter as `flat` has it."""
+        """The drafter in the form that `flat` uses."""
         return _Flat.of(self.drafter)
 
     def flat(self) -> "Run":
-        """The run with its pytrees taken apart once, for several calls of a compiled function.
+        """The run with its pytrees flattened once, for several calls of a compiled function.
 
-        Each call takes its arguments apart, and for a model's Python objects that takes
-        milliseconds in which the device has nothing to do.
+        Each call flattens its arguments, and for a model's Python objects that takes
+        milliseconds in which the device is idle.
         """
         return dataclasses.replace(self, model=_Flat.of(self.model), drafter=self.flat_drafter)
 
@@ -93,7 +93,7 @@ class Run:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Flat:
-    """A pytree taken apart."""
+    """A flattened pytree."""
 
     leaves: list[Any]
     structure: Any = dataclasses.field(metadata={"static": True})

@@ -18,7 +18,7 @@ from pallas_kernels.common.indexing import take
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Counters:
-    """What has happened so far; everything but the totals of rows and calls is per sample."""
+    """Statistics so far; everything except the totals of rows and calls is per sample."""
 
     num_steps: Int32[Array, "b"]  # steps the sample took part in
     num_drafted: Int32[Array, "b"]  # draft tokens fed to the target
@@ -41,7 +41,7 @@ class Counters:
         return self.accepted_histogram.shape[1] - 1
 
     def cleared(self, fresh: Bool[Array, "b"]) -> "Counters":
-        """The counters in which slots with `fresh` begin anew."""
+        """The counters with those of slots with `fresh` reset to 0."""
         zero = lambda x: choose_slots(fresh, jnp.zeros_like(x), x) if x.ndim else x
         return jax.tree.map(zero, self)
 
@@ -54,7 +54,7 @@ class DecodeState:
 
     Attributes:
         tokens: prompt and emitted tokens; arbitrary from `lengths` on.
-        logprobs: of the emitted tokens, at the same places; arbitrary elsewhere.
+        logprobs: log-probabilities of emitted tokens, at the same places; arbitrary elsewhere.
         lengths: tokens of each sample so far, prompt included.
         prompt_lengths: tokens of each prompt.
         length_limits: the length at which a sample stops.
@@ -63,9 +63,9 @@ class DecodeState:
         sequence_ids: the sequence each slot serves; -1 for an idle slot.
         end_token_ids: tokens that end a sequence.
         keys: the random key of each slot's sequence.
-        sampling: one value per slot, or None when all decode greedily.
+        sampling: one value per slot, or None if all slots decode greedily.
         cache: the target model's committed K/V.
-        drafter_state, policy_state: their own.
+        drafter_state, policy_state: the states of the drafter and the policy.
         counters: statistics.
     """
 
@@ -95,7 +95,7 @@ class StepInfo:
         tokens: the first `num_emitted` of each row were emitted; the others are arbitrary.
         num_drafted: draft tokens that were fed, per sample.
         num_accepted: draft tokens that were accepted.
-        num_emitted: new tokens of each sample; 0 for those that had finished.
+        num_emitted: new tokens of each sample; 0 for samples that had finished.
         num_rows: rows of the bucket, padding included.
     """
 
@@ -113,11 +113,11 @@ class Sequences:
 
     Attributes:
         tokens: prompts, padded.
-        prompt_lengths: their tokens.
+        prompt_lengths: tokens of each prompt.
         max_new_tokens: tokens that each may emit.
         sequence_ids: sequence i continues prompt i // num_sequences; -1: no sequence.
         keys: random keys.
-        sampling: one value for each, or None when all decode greedily.
+        sampling: one value per sequence, or None if all sequences decode greedily.
     """
 
     tokens: Int32[Array | np.ndarray, "n t"]
@@ -129,14 +129,14 @@ class Sequences:
 
     @classmethod
     def none(cls, keys: Key[Array, "n"], sampling: Sampling | None, max_len: int) -> "Sequences":
-        """No sequences, in arrays of this size: the content of idle slots."""
+        """The content of idle slots: arrays of this size without sequences."""
         count = keys.shape[0]
         one = jnp.ones(count, jnp.int32)  # a prompt of one token has nothing to prefill
         tokens = jnp.zeros((count, max_len), jnp.int32)
         return cls(tokens, one, 0 * one, -one, keys, sampling)
 
     def at(self, index: Int32[Array, "m"]) -> "Sequences":
-        """Some of the sequences."""
+        """Selects sequences by index."""
         return jax.tree.map(lambda x: take(x, index), self)
 
     def beginning(self) -> dict[str, Any]:
@@ -164,8 +164,8 @@ def begin(
     """The state before the first step, with one sequence in each slot; -1 leaves a slot idle.
 
     Args:
-        cache: what is cached of the prompts.
-        drafter_state: what `Drafter.init` made of them; () without a drafter.
+        cache: the cache of the prefilled prompts.
+        drafter_state: the state from `Drafter.init`; () without a drafter.
     """
     slots, k = sequences.prompt_lengths.shape[0], run.max_draft_tokens
     return DecodeState(
@@ -182,10 +182,10 @@ def begin(
 def admit(
     run: Run, state: DecodeState, sequences: Sequences, fresh: Bool[Array, "b"]
 ) -> DecodeState:
-    """The state in which slots with `fresh` begin new sequences, nothing of which is cached.
+    """The state in which slots with `fresh` begin new sequences, with nothing cached yet.
 
     Args:
-        sequences: one per slot; those of other slots are ignored.
+        sequences: one per slot; sequences of other slots are ignored.
     """
     merge = lambda new, old: choose_slots(fresh, new, old)
     begun = sequences.beginning()

@@ -39,7 +39,7 @@ def advance(
     """Draft, verify and commit once for every sample that decodes.
 
     Args:
-        num_sequences: sequences per prompt, if prompts may be left to cache; None: all are cached.
+        num_sequences: sequences per prompt, if prompts may not be cached yet; None: all are.
 
     Returns:
         The next state, and what the step did.
@@ -83,7 +83,7 @@ def advance(
             hidden = take(hidden, jnp.clip(place, 0, num_rows - 1))
         verdict = verify(run, state, draft, bits, hidden, verified)
 
-        # Commit: accepted rows are written, each sample at its own offset; rejected ones are not.
+        # Commit: only accepted rows are written, each sample at its own offset.
         path = verdict.path(rows, prompt_counts)
         cache = state.cache.commit(out.fresh, rows, path, run.kernels.update)
         observed = drafter_state
@@ -137,14 +137,14 @@ def decode_loop(
     """Take steps until all samples have finished, `max_steps` at most: one compiled call.
 
     Args:
-        run: what decodes, flat or not.
-        state: the state to go on from.
-        max_steps: limit of the steps of this call.
-        queue: sequences that wait for a slot. Finished sequences are then put aside in the queue
+        run: the run, flat or not.
+        state: the state to continue from.
+        max_steps: maximum number of steps in this call.
+        queue: sequences that wait for a slot. Finished sequences are then stored in the queue
             and waiting ones take their slots, until none waits and `queue.enough` slots are idle.
 
     Returns:
-        The state and the queue behind the last step.
+        The state and the queue after the last step.
     """
     run = run.whole()
     first_call = state.counters.model_calls
@@ -170,9 +170,9 @@ class _RowPlan(NamedTuple):
     """Which body of the step runs.
 
     Attributes:
-        sizes: static row counts of the bodies that only verify, and of those that feed prompts.
-        index: the body to run, counted through both.
-        prompt_counts: prompt tokens to feed of each sample.
+        sizes: static row counts of bodies that only verify, and of bodies that feed prompts.
+        index: index of the body to run in both lists joined.
+        prompt_counts: prompt tokens to feed for each sample.
     """
 
     sizes: tuple[tuple[int, ...], tuple[int, ...]]
@@ -181,7 +181,7 @@ class _RowPlan(NamedTuple):
 
 
 def _plan_rows(run: Run, state: DecodeState, counts, num_sequences) -> _RowPlan:
-    """The smallest row count that holds the samples' rows, and what prompts are fed beside them."""
+    """Chooses the smallest row count that holds all rows, and the prompt tokens to feed."""
     batch, k1 = counts.shape[0], state.counters.max_draft_tokens + 1
     sizes = run.layout.row_counts(batch, k1)
     index = run.layout.smallest(sizes, counts)
@@ -199,7 +199,7 @@ def _plan_rows(run: Run, state: DecodeState, counts, num_sequences) -> _RowPlan:
 def _append(buffer, block, lengths, counts):
     """Write block[s, :counts[s]] into buffer[s] from lengths[s] on."""
     index = jnp.arange(block.shape[1])
-    # Distinct out-of-range places keep the promise of unique indices.
+    # Out-of-range places are distinct, as `unique_indices` promises.
     at = jnp.where(index < counts[:, None], lengths[:, None] + index, buffer.shape[1] + index)
     sample = jnp.arange(buffer.shape[0])[:, None]
     return buffer.at[sample, at].set(

@@ -1,6 +1,6 @@
 """Verification: which draft tokens are accepted, and which token follows them.
 
-`emsjax.verification` has the mathematics; here are the random draws around it, for packed rows.
+`emsjax.verification` has the mathematics; this module adds the random draws, for packed rows.
 """
 
 from typing import Any, NamedTuple
@@ -23,13 +23,13 @@ from pallas_kernels.common.indexing import take, take_in_rows
 
 
 class Verdict(NamedTuple):
-    """What a step adds to each sample.
+    """The tokens that a step adds to each sample.
 
     Attributes:
         tokens: the first num_emitted[s] of each row are emitted; the others are arbitrary.
-        logprobs: of the tokens, under the target's own sampling distribution.
+        logprobs: log-probabilities of the tokens under the target's own sampling distribution.
         num_accepted: draft tokens that were accepted.
-        num_emitted: accepted tokens and the target's own, cut behind an end token; 0 for
+        num_emitted: accepted tokens and the target's own, cut after an end token; 0 for
             samples that did not take part.
         ended: samples whose last emitted token is an end token.
     """
@@ -49,17 +49,17 @@ class Verdict(NamedTuple):
 
 
 class RowVerdict(NamedTuple):
-    """The target's verdict on every row by itself."""
+    """The target's verdict on every row, independent of the other rows."""
 
-    accepted: Bool[Array, "..."]  # whether the token drafted there is, if those before it are
-    tokens: Int32[Array, "..."]  # what is emitted there if those before it are accepted
-    logprobs: Float[Array, "..."]  # of that token, under the target's distribution
+    accepted: Bool[Array, "..."]  # whether the row's draft token is, if all before are
+    tokens: Int32[Array, "..."]  # the row's emitted token if all draft tokens before are accepted
+    logprobs: Float[Array, "..."]  # of the emitted token, under the target's distribution
 
 
 class RandomBits(NamedTuple):
-    """Random bits for the places of a step's drafts, and for the one behind each."""
+    """Random bits for each position of a step's drafts, and for the position after each draft."""
 
-    keys: Key[Array, "b k1"]  # of the token that the target draws
+    keys: Key[Array, "b k1"]  # keys of the tokens that the target draws
     # A draft token is accepted if this is below its probability of acceptance. None: it is
     # accepted if the target draws the same token.
     uniforms: Float[Array, "b k1"] | None
@@ -68,7 +68,7 @@ class RandomBits(NamedTuple):
 def random_bits(
     keys: Key[Array, "b"], lengths: Int32[Array, "b"], draft: Draft, sampling: Sampling | None
 ) -> RandomBits | None:
-    """Random bits that depend on (key, position, purpose) alone, not on the rest of the batch.
+    """Random bits that depend only on (key, position, purpose), not on the rest of the batch.
 
     Args:
         lengths: tokens before each sample's draft.
@@ -103,10 +103,10 @@ def verify(
 
     Args:
         state: the `DecodeState`.
-        draft: what was drafted; samples without rows take no part.
+        draft: the step's draft; samples without rows take no part.
         bits: see `random_bits`.
         hidden: the target's final hidden states.
-        rows: where they belong; row i of a sample comes behind its first i draft tokens.
+        rows: the packed rows; row i of a sample follows the sample's first i draft tokens.
     """
     logits = run.model.logits(hidden)
     if run.processors:
@@ -128,13 +128,13 @@ def judge(
     bits: RandomBits | None,
     sampling: Sampling | None,
 ) -> RowVerdict:
-    """The verdict on each row [r], from the target's logits there.
+    """Returns the verdict on each row [r], from the target's logits of that row.
 
-    Every token is the likeliest, or drawn from the row's `bits`.
+    Every token is the most likely one, or is drawn with the row's `bits`.
     """
-    # Behind the last draft token a drafter may leave any number.
+    # After the last draft token a drafter may leave any number.
     drafted = jnp.clip(rows.gather(_with_one_more(draft.tokens)), 0, logits.shape[1] - 1)
-    # From logits, as rounding in the log-softmax could merge two candidates.
+    # Tokens are chosen from logits, as rounding in the log-softmax could merge two candidates.
     if sampling is None:
         tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         accepted = tokens == drafted
@@ -151,9 +151,9 @@ def judge(
 
 
 def _reject(logits, rows, draft: Draft, drafted, bits: RandomBits, sampling):
-    """Rejection sampling: whether each row's draft token is accepted, and what is emitted there.
+    """Rejection sampling: whether each row's draft token is accepted, and the token to emit.
 
-    Rows behind the last draft token draw from the target's distribution itself.
+    Rows after the last draft token draw from the target's distribution itself.
     """
     has_draft = jnp.arange(draft.tokens.shape[1]) < draft.counts[:, None]  # [b, k]
     q = jnp.where(has_draft[..., None], draft.probs, 0)
@@ -173,5 +173,5 @@ def _reject(logits, rows, draft: Draft, drafted, bits: RandomBits, sampling):
 
 
 def _with_one_more(blocks: Array) -> Array:
-    """Values of a draft's tokens [b, k], with an arbitrary one for the place behind. [b, k1]"""
+    """Pads values of a draft's tokens [b, k] with an arbitrary one for the place after. [b, k1]"""
     return jnp.pad(blocks, ((0, 0), (0, 1)))

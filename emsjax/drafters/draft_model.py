@@ -1,4 +1,4 @@
-"""Drafts of a small model: speculative sampling, arXiv 2302.01318 and 2211.17192."""
+"""Drafting with a small model: speculative sampling, arXiv 2302.01318 and 2211.17192."""
 
 import dataclasses
 from collections.abc import Callable
@@ -26,25 +26,24 @@ CATCH_UP_ROWS = 2  # a sample whose drafts were all accepted is one token behind
 
 @jax.tree_util.register_pytree_node_class
 class DraftModel(Drafter):
-    """A smaller model with the target's tokenizer proposes, one token after the other.
+    """Drafts tokens autoregressively with a smaller model that shares the target's tokenizer.
 
-    It has its own KV cache in the device loop. For every sample that drafts it is fed
-    the tokens it has not seen yet; a sample that has not drafted for a while is caught
-    up in packed chunks when it drafts again. Temperature, top-k, top-p and logits
-    processors apply to its distribution as to the target's.
+    The draft model has its own KV cache in the device loop. For every sample that drafts, it
+    is fed the tokens it has not seen yet; a sample that has not drafted for a while catches
+    up in packed chunks when it drafts again. Temperature, top-k, top-p and logits processors
+    apply to the draft model's distribution as to the target's.
 
     Args:
-        draft_model: of any dtype.
-        max_draft_tokens: per sample and step; None: what the draft-length policy asks
-            for, 4 if it leaves that open.
-        vocab_size: the tokenizer's, where the models' vocabularies are padded to
-            different sizes: ids from here on are never drafted. None: the sizes must
-            be equal.
+        draft_model: the model, in any dtype.
+        max_draft_tokens: limit per sample and step; None: the draft-length policy's limit, or
+            4 if the policy has none.
+        vocab_size: the tokenizer's vocabulary size, for models whose vocabularies are padded to
+            different sizes: ids at or above it are never drafted. None: the sizes must be equal.
         attention_implementation: as for `generate`.
 
     Raises:
-        ValueError: a `draft_model` that is no model, `max_draft_tokens` or `vocab_size` below 1,
-            or `vocab_size` above the draft model's vocabulary.
+        ValueError: `draft_model` is not a model, `max_draft_tokens` or `vocab_size` is below 1,
+            or `vocab_size` exceeds the draft model's vocabulary.
     """
 
     def __init__(
@@ -83,11 +82,11 @@ class DraftModel(Drafter):
         return self
 
     def with_limit(self, max_draft_tokens: int) -> "DraftModel":
-        """The drafter with this limit, unless it was made with one."""
+        """Returns the drafter with this limit, unless it was created with its own."""
         return self if self.has_own_limit else self._with(max_draft_tokens=max_draft_tokens)
 
     def with_processors(self, processors: tuple[Processor, ...]) -> "DraftModel":
-        """The drafter whose logits pass through these processors first."""
+        """Returns the drafter whose logits pass through these processors first."""
         return self._with(processors=tuple(processors))
 
     def _with(self, **settings) -> "DraftModel":
@@ -95,10 +94,11 @@ class DraftModel(Drafter):
         return self.tree_unflatten(tuple(sorted((dict(own) | settings).items())), children)
 
     def check_target(self, config: ModelConfig, positions: int) -> None:
-        """Raises ValueError for a vocabulary that does not match, or too short a context.
+        """Raises ValueError if the vocabularies do not match or the draft model's context is too
+        short.
 
         Args:
-            config: the target's.
+            config: the target's configuration.
             positions: the largest number of positions that a sample needs.
         """
         mine = self.draft_model.config
@@ -127,7 +127,7 @@ class DraftModel(Drafter):
         return state.fork(samples)
 
     def admit(self, state: KVCache, tokens, lengths, fresh: Bool[Array, "b"]) -> KVCache:
-        """The draft model catches up with a new sequence when that first drafts."""
+        """Clears fresh slots; the draft model catches up when a new sequence first drafts."""
         return dataclasses.replace(state, lengths=jnp.where(fresh, 0, state.lengths))
 
     def propose(
@@ -175,23 +175,23 @@ class DraftModel(Drafter):
             cache = self._prefill(cache, tokens, jnp.maximum(cache.lengths, wanted))
             return lax.while_loop(unfinished, advance, (step, tokens, drafts, probs, cache))
 
-        # Once, or not at all: the device waits for each loop's condition, and one is enough if no
-        # sample drafts. As a branch of `lax.cond` the cache would be copied.
+        # The outer loop runs at most once: the device waits for each loop's condition, so a step
+        # in which no sample drafts waits for one only. `lax.cond` would copy the cache.
         _, _, drafts, probs, cache = lax.while_loop(unfinished, draft, start)
         return Draft(drafts, draft_lengths, probs), cache
 
     def commit(self, state: KVCache, lengths: Int32[Array, "b"]) -> KVCache:
-        """Forgets rejected tokens; the last token has never been fed."""
+        """Drops rejected tokens from the cache; the last token has not been fed yet."""
         return dataclasses.replace(state, lengths=jnp.minimum(state.lengths, lengths - 1))
 
     def state_bytes(self, max_len: int) -> int:
-        """Bytes per sample: the cache, and the distributions of one step's drafts."""
+        """Bytes per sample for the cache and the distributions of one step's drafts."""
         leaves = lambda: jax.tree.leaves(self.draft_model.init_cache(1, max_len).layers)
         probs = 2 * self.max_draft_tokens * self.draft_model.config.vocab_size * 4
         return tree_bytes(jax.eval_shape(leaves)) + probs
 
     def _forward(self, cache: KVCache, tokens, counts) -> tuple[Array, KVCache]:
-        """Feed each sample's next `counts` tokens; float32 logits [b, v] behind the last one."""
+        """Feeds each sample's next `counts` tokens; float32 logits [b, v] after the last one."""
         kernels = resolve_kernels(self.attention_implementation)
         batch = tokens.shape[0]
         rows = pack(cache.lengths, counts, CATCH_UP_ROWS * batch)
@@ -208,7 +208,7 @@ class DraftModel(Drafter):
         return logits[:, : self.vocab_size], cache.commit(out.fresh, rows, path, kernels.update)
 
     def _processed(self, logits, tokens, lengths, drafts, step) -> Array:
-        """The logits after the run's processors, one row per sample, behind `step` draft tokens."""
+        """Applies the run's processors to logits [b, v] that follow `step` draft tokens."""
         if not self.processors:
             return logits
         samples = jnp.arange(tokens.shape[0], dtype=jnp.int32)

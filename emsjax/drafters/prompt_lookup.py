@@ -1,4 +1,4 @@
-"""Drafts copied from a reference text: LLMA, arXiv 2304.04487."""
+"""Drafting by copying from a reference text: LLMA, arXiv 2304.04487."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,23 +16,24 @@ from pallas_kernels.common.indexing import take_in_rows
 
 @jax.tree_util.register_pytree_node_class
 class PromptLookup(Drafter):
-    """Find the last `match_length` tokens in a reference and copy what followed there.
+    """Searches a reference for the last `match_length` tokens and copies the tokens that follow.
 
-    The last occurrence wins. A copy is shorter than `max_draft_tokens` only at
+    The last occurrence is used. A copy is shorter than `max_draft_tokens` only at
     the reference's end; without an occurrence nothing is drafted.
 
     Args:
-        match_length: tokens that must match.
-        max_draft_tokens: tokens copied at most.
+        match_length: number of tokens that must match.
+        max_draft_tokens: maximum number of tokens to copy.
         references: one token-id sequence per prompt; None: the prompt itself.
         search_generated: also search the sample's own prompt and generated
-            tokens; an occurrence there wins over one in `references`.
+            tokens; an occurrence there takes precedence over one in `references`.
 
     Raises:
-        ValueError: `match_length` or `max_draft_tokens` below 1, or references
-            that are not sequences of token ids.
+        ValueError: `match_length` or `max_draft_tokens` is below 1, or the references
+            are not sequences of token ids.
 
-    References: LLMA, arXiv 2304.04487; last occurrence as in EMS-SD, arXiv 2405.07542.
+    References: LLMA, arXiv 2304.04487; the last occurrence is used as in EMS-SD,
+    arXiv 2405.07542.
     """
 
     free = True
@@ -71,7 +72,7 @@ class PromptLookup(Drafter):
         return self
 
     def for_prompts(self, prompt_indices: np.ndarray, num_prompts: int) -> "PromptLookup":
-        """The drafter for a batch whose slot i serves prompt prompt_indices[i].
+        """Returns the drafter for a batch whose slot i serves prompt prompt_indices[i].
 
         Raises:
             ValueError: the number of references is not `num_prompts`.
@@ -114,7 +115,7 @@ class PromptLookup(Drafter):
         return Draft(draft.tokens, jnp.minimum(draft.counts, limits)), state
 
     def _texts(self, tokens, lengths, prompt_lengths):
-        """Searched texts and their lengths; later ones win."""
+        """Returns the texts to search and their lengths; later texts take precedence."""
         own_lengths = lengths if self.search_generated else prompt_lengths
         if self.references is None:
             return [(tokens, own_lengths)]
@@ -130,10 +131,10 @@ class PromptLookup(Drafter):
 def find_last(
     text: Int32[Array, "b w"], text_lengths: Int32[Array, "b"], suffix: Int32[Array, "b n"]
 ) -> tuple[Bool[Array, "b"], Int32[Array, "b"]]:
-    """Where the last occurrence of `suffix` that something follows ends.
+    """Finds the last occurrence of `suffix` that at least one token follows.
 
     Returns:
-        Whether there is one, and the index of the token that follows it.
+        Whether there is such an occurrence, and the index of the token that follows it.
     """
     width, n = text.shape[1], suffix.shape[1]
     start = jnp.arange(width, dtype=jnp.int32)

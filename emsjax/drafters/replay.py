@@ -1,4 +1,4 @@
-"""Scripted drafts in place of a drafter's own, whose work is done all the same."""
+"""Scripted drafts that replace a drafter's own, while the drafter's work is still done."""
 
 import abc
 import dataclasses
@@ -15,11 +15,11 @@ from pallas_kernels.common.indexing import take_in_rows
 
 
 class Overriding(Drafter, abc.ABC):
-    """A drafter that replaces what its `source` drafts, whose work is done all the same.
+    """A drafter that replaces the drafts of its `source`, while the source's work is still done.
 
     Attributes:
-        max_draft_tokens: static limit of the replacements; the source may have another.
-        source: a drafter that is a pytree, or None: drafts cost nothing.
+        max_draft_tokens: static limit of the replacements; the source's limit may differ.
+        source: a drafter that is a pytree; None: drafting costs nothing.
     """
 
     max_draft_tokens: int
@@ -27,7 +27,7 @@ class Overriding(Drafter, abc.ABC):
 
     @abc.abstractmethod
     def override(self, lengths: Int32[Array, "b"], draft_lengths: Int32[Array, "b"]) -> Draft:
-        """What is proposed instead: see `Drafter.propose`."""
+        """Returns the draft to propose instead: see `Drafter.propose`."""
 
     @property
     def _source(self) -> Drafter | None:
@@ -67,7 +67,7 @@ class Overriding(Drafter, abc.ABC):
         arguments = (state, tokens, lengths, draft_lengths, keys, sampling)
         drafted, state = self._source.propose(*arguments)
         least = jnp.min(drafted.tokens, axis=1, keepdims=True)
-        # Never true; but then the source's work cannot be left out as unused.
+        # This is never true, but it keeps the compiler from removing the source's work as unused.
         tokens = jnp.where(least == jnp.iinfo(jnp.int32).min, least, draft.tokens)
         return dataclasses.replace(draft, tokens=tokens), state
 
@@ -80,14 +80,14 @@ class Overriding(Drafter, abc.ABC):
 class Replay(Overriding):
     """Proposes a given number of tokens, of which a given number are right.
 
-    The target's greedy output must be `text`. Places beyond the arrays read their last column.
-    Everything but the two sizes is traced: other numbers need no new compilation.
+    The target's greedy output must be `text`. Positions beyond the arrays read their last column.
+    Everything except the two static sizes is traced, so other numbers need no new compilation.
 
     Attributes:
         text: the target's greedy output: text[s, p] is the token at position p of sample s.
         counts: tokens drafted when the next token's position is p; 0: nothing is drafted.
-        right: how many of them are right; the token after them is a wrong one.
-        vocab_size: wrong tokens are below it.
+        right: how many of the drafted tokens are right; the token after them is wrong.
+        vocab_size: vocabulary size; wrong tokens are below it.
         max_draft_tokens: limit of `counts`.
         source: see `Overriding`. It is asked for as many tokens as the step allows.
     """
@@ -109,5 +109,5 @@ class Replay(Overriding):
 
 
 def _at(values: Int32[Array, "b t"], positions: Int32[Array, "b n"]) -> Int32[Array, "b n"]:
-    """values[s, positions[s]] of every sample s; the last column beyond it."""
+    """Gathers values[s, positions[s]]; positions beyond the last column read that column."""
     return take_in_rows(values, jnp.minimum(positions, values.shape[1] - 1))

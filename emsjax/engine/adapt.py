@@ -1,7 +1,7 @@
-"""Drafters and policies that users pass in: checked, and wrapped if they only have the methods.
+"""Checks the drafters and policies that users pass in, and wraps those without the base class.
 
-This is the one place that asks which methods an object has. Everything else works with
-`Drafter` and `DraftLength`, which have defaults for all optional parts.
+Only this module looks at which methods an object has. Everything else works with `Drafter` and
+`DraftLength`, which have defaults for all optional parts.
 """
 
 from collections.abc import Callable
@@ -31,9 +31,9 @@ def check_is_model(name: str, model: Any) -> None:
 
 
 class _Adapted:
-    """A pytree around an object of the user's, static if that is no pytree itself.
+    """A pytree around a user's object, which becomes static data if it is not a pytree itself.
 
-    A method or attribute that the object does not have is the protocol's default.
+    Methods and attributes that the object lacks fall back to the protocol's defaults.
     """
 
     def __init__(self, wrapped: Any):
@@ -96,15 +96,15 @@ class _AdaptedPolicy(_Adapted, DraftLength):
 
 
 def unwrapped(adapted: Any) -> Any:
-    """The object that the user passed in."""
+    """Returns the object that the user passed in."""
     return adapted.wrapped if isinstance(adapted, _Adapted) else adapted
 
 
 def as_drafter(drafter: Any) -> Drafter | None:
-    """The drafter as a `Drafter` that is a pytree; None stays None.
+    """Returns the drafter as a `Drafter` that is a pytree; None stays None.
 
     Raises:
-        ValueError: a class, or an object without the parts that every drafter has.
+        ValueError: `drafter` is a class, or lacks a part that every drafter must have.
     """
     if drafter is None:
         return None
@@ -123,10 +123,10 @@ def as_drafter(drafter: Any) -> Drafter | None:
 
 
 def as_policy(draft_length: Any) -> DraftLength | None:
-    """The policy as a `DraftLength`; None stays None. Its settings are not checked.
+    """Returns the policy as a `DraftLength`; None stays None. Its settings are not checked.
 
     Raises:
-        ValueError: no policy.
+        ValueError: `draft_length` is not a policy.
     """
     if draft_length is None or isinstance(draft_length, _AdaptedPolicy):
         return draft_length
@@ -141,7 +141,7 @@ def as_policy(draft_length: Any) -> DraftLength | None:
 
 
 def check_policy(draft_length: Any) -> None:
-    """Raises ValueError for an object that is no policy or no pytree, or for wrong settings."""
+    """Raises ValueError unless `draft_length` is None or a pytree policy with valid settings."""
     policy = as_policy(draft_length)
     if policy is None:
         return
@@ -156,17 +156,17 @@ def check_policy(draft_length: Any) -> None:
 def check_drafter(
     drafter: Any, draft_length: Any, config: ModelConfig, positions: int
 ) -> Drafter | None:
-    """The drafter, ready to be traced, with the policy's limit.
+    """Returns the drafter, ready to be traced, with the policy's limit.
 
     Args:
-        drafter: what the user passed in; None: plain decoding.
+        drafter: the object that the user passed in; None: plain decoding.
         draft_length: the policy, or None.
-        config: of the target.
+        config: the target's configuration.
         positions: the largest number of positions that a sample needs.
 
     Raises:
-        ValueError: no drafter or no policy; a limit that is not static; or a drafter that cannot
-            draft for this target.
+        ValueError: `drafter` is not a drafter, `draft_length` is not a policy, the drafter's
+            limit is not static, or the drafter cannot draft for this target.
     """
     check_policy(draft_length)
     drafter = with_policy_limit(as_drafter(drafter), as_policy(draft_length))
@@ -184,7 +184,7 @@ def check_drafter(
 
 
 def with_policy_limit(drafter: Drafter | None, policy: DraftLength | None) -> Drafter | None:
-    """The drafter with the limit that the policy asks for, if its user has set none."""
+    """Returns the drafter with the policy's limit, unless the user has set the drafter's own."""
     if drafter is None or policy is None or policy.max_draft_tokens is None:
         return drafter
     return drafter.with_limit(policy.max_draft_tokens)
@@ -199,11 +199,11 @@ def make_run(
     attention_implementation: str | Callable | None = None,
     layout: Layout = UNPADDED,
 ) -> Run:
-    """The run of what a user passes in.
+    """Builds the `Run` from the objects that a user passes in.
 
     Raises:
-        ValueError: no model, drafter or policy, or an attention that does not exist or that the
-            device cannot run.
+        ValueError: an argument is not a model, drafter or policy, or the attention does not exist
+            or cannot run on this device.
     """
     check_is_model("model", model)
     kernels, policy = resolve_kernels(attention_implementation), as_policy(draft_length)

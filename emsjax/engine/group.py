@@ -1,4 +1,4 @@
-"""A batch that begins at once: its prompts are prefilled before the first step."""
+"""Starts a batch all at once: its prompts are prefilled before the first step."""
 
 import dataclasses
 import functools
@@ -19,21 +19,21 @@ from pallas_kernels.common.indexing import take
 
 
 def prompts_served(requests: Requests, group: np.ndarray, slots: int) -> np.ndarray:
-    """The sequence of each slot; slots beyond the group repeat the last sequence and stay idle."""
+    """Sequence of each slot; slots beyond the group repeat the last sequence and stay idle."""
     return np.minimum(group[0] + np.arange(slots), group[-1])
 
 
 def begin_group(
     run: Run, requests: Requests, group: np.ndarray, slots: int, cache_length: int
 ) -> DecodeState:
-    """The state before the first step of one group of sequences.
+    """Returns the state before the first step of one group of sequences.
 
-    A prompt with several sequences is prefilled once, unless the drafter has `taps` and has to
+    A prompt with several sequences is prefilled once, unless the drafter has `taps` and must
     see every slot's prompt.
 
     Args:
-        group: the sequences, consecutive.
-        slots: at least as many as sequences; the others are idle.
+        group: consecutive sequence numbers.
+        slots: number of slots, at least the number of sequences; slots left over are idle.
     """
     served = prompts_served(requests, group, slots)
     prompt_of_slot = served // requests.num_sequences
@@ -53,7 +53,8 @@ def begin_group(
         jax.tree.map(lambda x: x[prompt_of_slot], requests.sampling),
     )
     slot_prompts = (prompt_of_slot - first).astype(np.int32) if fork else None
-    # The drafter apart: one compilation of the target's prefill serves all drafters and policies.
+    # The drafter is kept out, so one compiled prefill of the target serves all drafters and
+    # policies.
     if run.taps:
         cache, observed = _prefilled_observed(run, tokens, lengths, cache_length=cache_length)
     else:
@@ -82,10 +83,10 @@ def _prefilled(
     cache_length: int,
     kernels: Kernels,
 ) -> KVCache:
-    """Each prompt prefilled once, all but its last token, with a copy for each of its slots.
+    """Prefills each prompt once, except its last token, and copies the cache to its slots.
 
     Args:
-        prompt_of_slot: None: prompts and slots are the same.
+        prompt_of_slot: the row of `tokens` that each slot starts from; None: row i is slot i.
     """
     cache = model.init_cache(tokens.shape[0], cache_length)
     cache = prefill(model, cache, tokens, prompt_lengths - 1, kernels=kernels)
@@ -94,7 +95,7 @@ def _prefilled(
 
 @functools.partial(jax.jit, static_argnames=("cache_length",))
 def _prefilled_observed(run: Run, tokens, prompt_lengths, *, cache_length: int):
-    """Each slot's prompt prefilled, all but its last token, and the drafter's state behind it."""
+    """Prefills each slot's prompt, except its last token; returns cache and drafter state."""
     drafter_state = run.drafter.init(tokens, prompt_lengths, tokens.shape[1])
     return prefill_observed(
         run.model,
@@ -111,13 +112,15 @@ def _prefilled_observed(run: Run, tokens, prompt_lengths, *, cache_length: int):
 def _begun(
     run: Run, cache: KVCache, prompts, prompt_of_slot, of_slots, drafter_state, end_token_ids
 ) -> DecodeState:
-    """The state with the target's cache in it; drafters and policies begin.
+    """Builds the state around the target's cache, and initialises the drafter and the policy.
 
     Args:
-        run: its model may be left out.
-        prompts: tokens and lengths, of each slot or of those that `prompt_of_slot` names.
+        run: the run; its model may be left out.
+        prompts: token and length arrays, one row per slot, or one row per prompt that
+            `prompt_of_slot` indexes.
         of_slots: the other fields of the slots' `Sequences`.
-        drafter_state: what the drafter has seen of the prompts; None: nothing yet.
+        drafter_state: the drafter's state after observing the prompts; None: it is not
+            initialised yet.
     """
     max_len, own = prompts[0].shape[1], prompts
     if prompt_of_slot is not None:
@@ -137,7 +140,7 @@ def _begun(
 def begin_idle(
     run: Run, cache: KVCache, keys, sampling, end_token_ids, *, max_len: int
 ) -> DecodeState:
-    """A state whose slots are all idle; `sampling` has one value per slot."""
+    """Returns a state whose slots are all idle; `sampling` has one value per slot."""
     sequences = Sequences.none(keys, sampling, max_len)
     of_slots = (sequences.tokens, sequences.prompt_lengths)
     drafter_state = () if run.drafter is None else run.drafter.init(*of_slots, max_len)

@@ -1,6 +1,6 @@
-"""Bytes of a run, computed before anything is allocated.
+"""Plans the memory of a run, in bytes, before anything is allocated.
 
-Sizes come from the model itself, by tracing it for shapes.
+The sizes come from tracing the model for its shapes.
 """
 
 import bisect
@@ -17,14 +17,15 @@ from emsjax.device import available_bytes, readable, tree_bytes
 
 
 class Sizes(NamedTuple):
-    """Sizes of a model and of what it keeps of its tokens.
+    """Sizes of a model's weights, packed rows and cached tokens.
 
     Attributes:
-        weight_bytes: all weights.
-        row_bytes: one packed row's queries, keys and values in all layers, and its activations.
-        token_bytes: one cached token in all layers.
-        layer_token_bytes: one cached token in one layer.
-        query_heads: heads of a layer's queries.
+        weight_bytes: bytes of all weights.
+        row_bytes: bytes of one packed row: its queries, keys and values in all layers, and its
+            activations.
+        token_bytes: bytes of one cached token in all layers.
+        layer_token_bytes: bytes of one cached token in one layer.
+        query_heads: query heads of a layer.
     """
 
     weight_bytes: int
@@ -34,11 +35,11 @@ class Sizes(NamedTuple):
     query_heads: int
 
 
-_known: dict[Any, Sizes] = {}  # by kind of model: tracing takes longer than the rest of a plan
+_known: dict[Any, Sizes] = {}  # cached, as tracing takes longer than the rest of a plan
 
 
 def sizes_of(model: Model) -> Sizes:
-    """The sizes, found by tracing one row once for each architecture; nothing is computed."""
+    """Traces one row, once per architecture, to find the sizes; nothing is computed."""
     kind = (type(model), model.config, jnp.dtype(model.dtype))
     if kind in _known:
         return _known[kind]
@@ -57,21 +58,21 @@ def sizes_of(model: Model) -> Sizes:
 
 
 def _attend_to_nothing(query, *rest, **options):
-    """An attention for tracing: its output has the right shape."""
+    """Stands in for attention while tracing; its output has the right shape."""
     return query
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """What a run of `slots` samples of up to `max_len` tokens needs, in bytes.
+    """Memory that a run of `slots` samples of up to `max_len` tokens needs, in bytes.
 
     Attributes:
-        weights: the target's; a draft model's are not counted.
+        weights: the target's weights; a draft model's weights are not counted.
         caches: keys and values of all slots.
-        prefill_chunk: what one call of prefill holds beside them.
-        logits: those of a step, and what else it holds in proportion to its rows.
-        attention: what the attention of one layer holds.
-        drafter: its state, for all slots.
+        prefill_chunk: additional memory of one prefill chunk.
+        logits: a step's logits, and everything else that is proportional to its rows.
+        attention: buffers of one layer's attention.
+        drafter: the drafter's state for all slots.
     """
 
     weights: int
@@ -93,19 +94,20 @@ class MemoryPlan:
         drafter_bytes_per_slot: int = 0,
         refilled: bool = False,
     ) -> "MemoryPlan":
-        """Plan `slots` decode slots, filled from `prompt_slots` prefilled prompts.
+        """Plans `slots` decode slots, filled from `prompt_slots` prefilled prompts.
 
         Args:
-            model: the target, which may be abstract: `nnx.eval_shape` makes one.
+            model: the target; an abstract one from `nnx.eval_shape` is enough.
             slots: samples decoded at once.
-            prompt_slots: prompts that they belong to; fewer with several sequences per prompt.
-            max_len: tokens of the longest sample, prompt included.
-            max_draft_tokens: per sample and step; 0: plain decoding.
+            prompt_slots: prompts that the samples belong to; there are fewer prompts than slots
+                with several sequences per prompt.
+            max_len: tokens of the longest sample, including the prompt.
+            max_draft_tokens: draft tokens per sample and step; 0: plain decoding.
             drafter_bytes_per_slot: the drafter's `state_bytes`.
-            refilled: steps feed prompts beside drafts.
+            refilled: whether steps feed prompts as well as drafts.
         """
         sizes = sizes_of(model)
-        # The prompts' caches and their fork to more sequences exist side by side.
+        # The prompts' caches and the copies for further sequences exist at the same time.
         cached = slots if prompt_slots == slots else slots + prompt_slots
         chunk = chunk_rows(prompt_slots, max_len)
         k1 = max_draft_tokens + 1
@@ -116,22 +118,22 @@ class MemoryPlan:
             weights=sizes.weight_bytes,
             caches=cached * max_len * sizes.token_bytes,
             prefill_chunk=chunk * sizes.row_bytes,
-            # Logits, their log-softmax, the step's fresh rows and activations.
+            # The logits and their log-softmax, then the step's fresh rows and activations.
             logits=rows * 2 * model.config.vocab_size * 4 + fed * sizes.row_bytes,
-            # One layer's keys and values, masked and transposed, and its scores, three
-            # times over: what the XLA implementation was seen to hold.
+            # The XLA implementation was observed to hold one layer's keys and values, masked
+            # and transposed, and three copies of its scores.
             attention=2 * slots * max_len * sizes.layer_token_bytes + 3 * scores,
             drafter=cached * drafter_bytes_per_slot,
         )
 
     @property
     def total(self) -> int:
-        """Bytes of all; prefill and verification follow one another, so the larger counts."""
+        """Total bytes; prefill and verification never overlap, so the larger one counts."""
         step = max(self.prefill_chunk, self.logits)
         return self.weights + self.caches + self.drafter + self.attention + step
 
     def describe(self) -> str:
-        """The sum and its parts, as text."""
+        """Returns the total and its parts as text."""
         parts = [
             ("weights", self.weights),
             ("KV caches", self.caches),
@@ -153,15 +155,16 @@ def check_fits(
     device: jax.Device | None = None,
     **sizes: int,
 ) -> MemoryPlan:
-    """The plan of a run whose weights are loaded already; the drafter's own are too.
+    """Plans a run for which the target's and the drafter's weights are loaded already.
 
     Args:
         model: the target.
         slots, prompt_slots, refilled, sizes: as for `MemoryPlan.for_run`.
-        device: that it is to run on; None: the default device.
+        device: the device to run on; None: the default device.
 
     Raises:
-        ValueError: it does not fit; names the sum and the largest batch that does.
+        ValueError: the run does not fit; the message gives the total and the largest batch size
+            that fits.
     """
 
     def plan(slots: int, prompt_slots: int, refilled: bool) -> MemoryPlan:
@@ -172,7 +175,7 @@ def check_fits(
     fits = lambda plan: available is None or plan.total - plan.weights <= available
     if fits(wanted):
         return wanted
-    # With fewer slots than sequences these are refilled.
+    # A smaller batch size has fewer slots than sequences, so its slots are refilled.
     too_many = lambda slots: not fits(plan(slots, slots, refilled=True))
     largest = bisect.bisect_left(range(1, slots), True, key=too_many)
     raise ValueError(

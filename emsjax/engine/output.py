@@ -1,4 +1,4 @@
-"""What `generate` returns."""
+"""The output of `generate`: completions and statistics."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -11,12 +11,12 @@ from emsjax.engine.requests import Requests
 
 
 class PaddingRatio(NamedTuple):
-    """How much of the work was padding.
+    """Share of padding in the work.
 
     Attributes:
-        inputs: padding rows per real row, summed over the run.
-        kv: masked KV slots per new token, both of all samples and steps; unpadded decoding
-            has none.
+        inputs: padding rows per real row, over the whole run.
+        kv: masked KV cache places per new token, over all samples and steps; 0 for unpadded
+            decoding.
     """
 
     inputs: float
@@ -26,15 +26,15 @@ class PaddingRatio(NamedTuple):
 class LatencyPerToken(NamedTuple):
     """Seconds per new token of a sequence, from the start of decoding to the sequence's end.
 
-    Prefill is not included; the compilation in a process's first call is, so time a second call.
-    Decoding starts with the sequence's batch or, in a slot that is refilled, with the sequence.
+    Prefill is not included. Compilation in a process's first call is included, so time a second
+    call. Decoding starts with the sequence's batch or, in a refilled slot, with the sequence.
 
     Attributes:
-        first: of the sequence that finished first.
-        last: of the sequence that finished last.
-        all: the mean over all sequences that emitted something.
+        first: latency of the sequence that finished first.
+        last: latency of the sequence that finished last.
+        all: mean latency of all sequences that emitted at least one token.
 
-    Reference: the latencies that BASS reports, arXiv 2404.15778.
+    Reference: BASS, arXiv 2404.15778, reports these latencies.
     """
 
     first: float
@@ -44,18 +44,18 @@ class LatencyPerToken(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """Counts per sequence, and what follows from them. s = sequences, k = max_draft_tokens.
+    """Counts per sequence and derived statistics. s = sequences, k = max_draft_tokens.
 
     Attributes:
-        num_steps: verification steps the sequence took part in: those until it finished.
+        num_steps: verification steps until the sequence finished.
         num_drafted: draft tokens fed to the target.
         num_accepted: draft tokens that were accepted.
         num_emitted: new tokens.
-        accepted_histogram: steps by number of accepted draft tokens, 0..k.
-        finish_seconds: from the start of decoding of the sequence's batch to the sequence's
-            end, prefill not included. The loop runs on the device as a whole, so its time is
-            shared out evenly over its steps. A first call's compilation is in it. Of a slot that
-            is refilled: the sequence's own steps, at the mean time of all steps so far.
+        accepted_histogram: number of steps for each number of accepted draft tokens, 0..k.
+        finish_seconds: time from the start of decoding of the sequence's batch to the sequence's
+            end, without prefill. The loop runs on the device as a whole, so its time is divided
+            evenly among its steps. Compilation in a first call is included. In a refilled slot
+            only the sequence's own steps count, each at the mean time of all steps so far.
         model_calls: forward calls of the decode loop, for all sequences together.
         padding_ratio: see `PaddingRatio`.
     """
@@ -71,12 +71,12 @@ class Stats:
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted per drafted token; 0 when nothing was drafted."""
+        """Accepted draft tokens per drafted token; 0 if nothing was drafted."""
         return _ratio(int(self.num_accepted.sum()), int(self.num_drafted.sum()))
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Emitted tokens per sample and step, bonus included."""
+        """Emitted tokens per sample and step, including the bonus token."""
         return _ratio(int(self.num_emitted.sum()), int(self.num_steps.sum()))
 
     @property
@@ -93,13 +93,13 @@ class Stats:
 
 @dataclasses.dataclass(frozen=True)
 class GenerateOutput:
-    """Completions, prompt-major: s = prompts x num_sequences, m = largest max_new_tokens.
+    """Completions in prompt-major order: s = prompts x num_sequences, m = largest max_new_tokens.
 
     Attributes:
-        tokens: emitted tokens, pad_token_id after the end.
-        lengths: emitted tokens per sequence, the end token included.
-        logprobs: of each emitted token under the distribution it was chosen from
-            (temperature 0: the unwarped softmax); 0 after the end.
+        tokens: emitted tokens, followed by pad_token_id.
+        lengths: number of emitted tokens per sequence, including the end token.
+        logprobs: log-probability of each emitted token under the distribution it was chosen from
+            (at temperature 0 the unwarped softmax); 0 after the end.
         finish_reasons: "eos", "length" or "time" for each sequence.
         stats: see `Stats`.
         num_sequences: sequences per prompt.
@@ -114,13 +114,13 @@ class GenerateOutput:
 
 
 def rank_by_mean_logprob(out: GenerateOutput) -> Int32[np.ndarray, "p n"]:
-    """Each prompt's sequences, the one with the best mean log-probability first.
+    """Ranks each prompt's sequences by mean log-probability, the best one first.
 
     Returns:
-        Rows of `out.tokens`, for p prompts with n sequences each. A sequence without
-        tokens comes last; equal ones keep their order.
+        Row indices into `out.tokens`, for p prompts with n sequences each. Sequences without
+        tokens come last; sequences of equal rank keep their order.
 
-    Reference: the ranking behind Pass@First in BASS, arXiv 2404.15778.
+    Reference: BASS, arXiv 2404.15778, uses this ranking for Pass@First.
     """
     total = out.logprobs.sum(axis=1, dtype=np.float64)
     mean = np.where(out.lengths > 0, total / np.maximum(out.lengths, 1), -np.inf)
@@ -133,7 +133,7 @@ def rank_by_mean_logprob(out: GenerateOutput) -> Int32[np.ndarray, "p n"]:
 def assemble(
     batches: Sequence[Mapping[str, np.ndarray]], requests: Requests, *, pad_token_id: int
 ) -> GenerateOutput:
-    """The output of all batches' results, which are in the order of the sequences."""
+    """Assembles the output from the results of all batches, given in sequence order."""
     gather = lambda name: np.concatenate([batch[name] for batch in batches])
     total = lambda name: int(sum(batch[name] for batch in batches))
     tokens, prompt_lengths = gather("tokens"), gather("prompt_lengths")
@@ -164,7 +164,7 @@ def assemble(
 
 
 def finish_reasons(ended, active) -> np.ndarray:
-    """Why there are no more tokens, of one sequence or of an array of them."""
+    """Returns why decoding stopped, for one sequence or for an array of sequences."""
     return np.where(ended, "eos", np.where(active, "time", "length"))
 
 

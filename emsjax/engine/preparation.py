@@ -1,4 +1,4 @@
-"""Before any work: requests are checked, drafters made ready to be traced, memory planned."""
+"""Prepares a run: checks requests, makes the drafter ready to be traced and plans memory."""
 
 import dataclasses
 from typing import Any
@@ -14,61 +14,66 @@ from emsjax.engine.requests import Requests, check_requests
 
 
 def check(run: Run, prompts: Any, **asked: Any) -> tuple[Run, Requests]:
-    """The run, its drafter fit for these requests, and the checked requests.
+    """Checks the requests, and that the run's drafter and policy can serve them.
 
     Args:
         asked: arguments of `check_requests`.
 
+    Returns:
+        The run with its drafter ready to be traced, and the checked requests.
+
     Raises:
-        ValueError: bad requests, or a drafter or policy that cannot serve this model and them.
+        ValueError: the requests are invalid, or the drafter or the policy cannot serve them with
+            this model.
     """
     requests = check_requests(run.model.config, prompts, **asked)
     return with_checked_drafter(run, requests.positions), requests
 
 
 def with_checked_drafter(run: Run, positions: int) -> Run:
-    """The run, if its drafter can draft at so many positions.
+    """Returns the run with its drafter checked for samples of up to `positions` positions.
 
     Raises:
-        ValueError: it cannot, or the policy has wrong settings.
+        ValueError: the drafter cannot draft at so many positions, or the policy's settings are
+            invalid.
     """
     drafter = check_drafter(run.drafter, run.policy, run.model.config, positions)
     return dataclasses.replace(run, drafter=drafter)
 
 
 def for_prompts(run: Run, prompts: np.ndarray, num_prompts: int) -> Run:
-    """The run whose drafter's slot i serves prompt prompts[i]."""
+    """Returns the run whose drafter serves prompt prompts[i] in slot i."""
     if run.drafter is None:
         return run
     return dataclasses.replace(run, drafter=run.drafter.for_prompts(prompts, num_prompts))
 
 
 def holds_prompts(drafter: Drafter | None, num_prompts: int | None) -> bool:
-    """Whether the drafter holds something for each prompt; None: for any number of prompts."""
+    """Returns whether the drafter holds data per prompt; None: for any number of prompts."""
     if drafter is None:
         return False
     try:
         chosen = drafter.for_prompts(np.zeros(1, np.int64), num_prompts or 1)
     except ValueError:
         if num_prompts is None:
-            return True  # it holds something for another number of prompts
+            return True  # the drafter holds data for another number of prompts
         raise
     return unwrapped(chosen) is not unwrapped(drafter)
 
 
 def prompt_slots(slots: int, num_sequences: int) -> int:
-    """How many prompts `slots` consecutive sequences can belong to."""
-    if slots % num_sequences == 0:  # no prompt is cut in two
+    """Returns how many prompts `slots` consecutive sequences can belong to."""
+    if slots % num_sequences == 0:  # no prompt is split between groups
         return slots // num_sequences
     return min(slots, (slots - 2) // num_sequences + 2)
 
 
 def check_memory(run: Run, requests: Requests, slots: int, *, refilled: bool = False) -> int:
-    """The length of the cache.
+    """Checks that the run fits into memory, and returns the length of its cache.
 
     Args:
         slots: samples decoded at once.
-        refilled: slots take prompts while others decode, so one step does both.
+        refilled: whether slots take new prompts while others decode, so that one step does both.
 
     Raises:
         ValueError: the run does not fit.
@@ -90,7 +95,7 @@ def check_memory(run: Run, requests: Requests, slots: int, *, refilled: bool = F
 
 
 def device_of(model: Any) -> jax.Device | None:
-    """Where the model lies, or the first of several devices; None while it is traced."""
+    """Returns the model's device, or the first of several; None while the model is traced."""
     weight = jax.tree.leaves(model)[0]
     if isinstance(weight, jax.core.Tracer):
         return None

@@ -1,4 +1,4 @@
-"""Several devices of one process: a replica of the model each, and one queue of prompts."""
+"""Decodes on several devices of one process, each with a model replica, from one prompt queue."""
 
 import contextlib
 import queue
@@ -11,8 +11,8 @@ from emsjax.decode.run import Run
 from emsjax.engine.requests import Requests
 from emsjax.engine.slots import Entry, Row, Slots
 
-PUT_SECONDS = 0.2  # between two looks whether rows are still being taken
-ROWS_KEPT = 64  # of each device, until they are taken
+PUT_SECONDS = 0.2  # between two checks whether rows are still being consumed
+ROWS_KEPT = 64  # rows per device that are buffered until they are consumed
 
 
 class Shared:
@@ -35,14 +35,14 @@ class Shared:
 def make_slots(
     run: Run, requests: Requests, count: int, devices: Sequence[jax.Device] | None
 ) -> dict[jax.Device | None, Slots]:
-    """Slots on each device, with a replica of the model and the drafter; caches are allocated.
+    """Makes slots on each device, with a replica of model and drafter, and allocates caches.
 
     Args:
-        count: slots of each device.
-        devices: None: where the model is.
+        count: slots per device.
+        devices: the devices; None: the model's device.
 
     Raises:
-        ValueError: as `Slots`, or `devices` that is empty or not a sequence.
+        ValueError: as `Slots`, or `devices` is empty or not a sequence.
     """
     if devices is None:
         return {None: Slots(run, requests, count)}
@@ -59,7 +59,7 @@ def make_slots(
 
 
 def reopen(slots: Mapping[jax.Device | None, Slots], requests: Requests) -> None:
-    """Get slots of all devices ready for other sequences: see `Slots.open`."""
+    """Prepares the slots of all devices for other sequences: see `Slots.open`."""
     for device, own in slots.items():
         with jax.default_device(device) if device else contextlib.nullcontext():
             own.open(requests)
@@ -68,9 +68,9 @@ def reopen(slots: Mapping[jax.Device | None, Slots], requests: Requests) -> None
 def rows_of_all(
     slots: Mapping[jax.Device | None, Slots], entries: Iterator[Entry]
 ) -> Generator[Row, None, None]:
-    """The rows of all sequences, each from the device that had a slot for it.
+    """Yields the rows of all sequences, each from the device that had a slot for it.
 
-    The first error of a device ends all.
+    The first error on any device stops all devices.
     """
     if set(slots) == {None}:
         yield from slots[None].serve(entries)
@@ -78,7 +78,7 @@ def rows_of_all(
     shared, rows = Shared(entries), queue.Queue(ROWS_KEPT * len(slots))
 
     def put(item) -> bool:
-        """Returns whether rows are still being taken."""
+        """Returns whether rows are still being consumed."""
         while not shared.closed.is_set():
             try:
                 rows.put(item, timeout=PUT_SECONDS)

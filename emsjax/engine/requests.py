@@ -1,4 +1,4 @@
-"""What a call of `generate` asks for, checked as a whole before any work starts."""
+"""The requests of a `generate` call, checked as a whole before any work starts."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from emsjax.decode.base import ModelConfig
 from emsjax.decode.row_counts import round_up_length
 from emsjax.sampling import Sampling
 
-KEY_IMPL = "threefry2x32"  # of random keys
+KEY_IMPL = "threefry2x32"  # implementation of random keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Requests:
     Attributes:
         prompts: token ids, one array per prompt.
         max_new_tokens: int32 [prompts].
-        sampling: one value per prompt as host arrays, or None when all is greedy.
+        sampling: one value per prompt as host arrays, or None if all prompts decode greedily.
         num_sequences: sequences per prompt.
         end_token_ids: int32 [m].
         keys: typed keys [sequences].
@@ -43,13 +43,13 @@ class Requests:
 
     @property
     def positions(self) -> int:
-        """Most positions that a prompt needs: its last token is never fed."""
+        """Positions that the longest sample needs; the last token is never fed."""
         lengths = [len(prompt) for prompt in self.prompts]
         return int((lengths + self.max_new_tokens).max()) - 1
 
     @property
     def sizes(self) -> dict[str, int]:
-        """What the memory of a run depends on."""
+        """The sizes that the memory of a run depends on."""
         return {
             "max_len": self.max_len,
             "max_new_tokens": int(self.max_new_tokens.max()),
@@ -71,7 +71,7 @@ def check_requests(
     eos_token_ids: Sequence[int] | int | None = None,
     key: jax.Array | None = None,
 ) -> Requests:
-    """Check everything a user passed in.
+    """Checks everything that a user passed in.
 
     Raises:
         ValueError: see `generate`.
@@ -140,7 +140,7 @@ def _sequence_keys(key: jax.Array | None, count: int, *, needed: bool) -> jax.Ar
             f"or {type(key).__name__}"
         )
     if str(jax.random.key_impl(key)) != KEY_IMPL:
-        # The bits of other implementations depend on the place in the batch.
+        # Random bits of other implementations depend on the sample's index in the batch.
         raise ValueError(
             f"key must be of jax.random.key(seed, impl={KEY_IMPL!r}), not of "
             f"{jax.random.key_impl(key)}"
@@ -156,6 +156,6 @@ def _sequence_keys(key: jax.Array | None, count: int, *, needed: bool) -> jax.Ar
 
 
 def keys_at(keys: jax.Array, rows: int | np.ndarray) -> jax.Array:
-    """Some of these typed keys, taken on the host: a device would compile for each shape."""
+    """Selects typed keys on the host, as a device would compile a program for each shape."""
     data = np.asarray(jax.random.key_data(keys))[rows]
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(keys))

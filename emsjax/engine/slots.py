@@ -1,6 +1,6 @@
-"""The host's side of a batch of slots: puts prompts into them, takes finished sequences out.
+"""The host's side of a batch of slots: it feeds in prompts and collects finished sequences.
 
-Slots outlive the sequences of one call: compiled programs and caches serve the next call too.
+Slots outlive the sequences of one call: the next call reuses compiled programs and caches.
 """
 
 import dataclasses
@@ -22,10 +22,10 @@ from emsjax.engine.preparation import check_memory, for_prompts, holds_prompts
 from emsjax.engine.requests import Requests, keys_at
 from emsjax.sampling import Sampling
 
-STEPS = 64  # per call; what has finished is not kept back for longer
-BUDGET_CHECK_STEPS = 16  # per call, with a deadline
+STEPS = 64  # per call of the loop; finished sequences wait no longer than this
+BUDGET_CHECK_STEPS = 16  # per call of the loop if there is a deadline
 NO_LIMIT = np.iinfo(np.int32).max // 2  # steps
-TOTALS = ("model_calls", "real_rows", "padding_rows")  # of `Counters`
+TOTALS = ("model_calls", "real_rows", "padding_rows")  # fields of `Counters`
 Row = dict[str, np.ndarray]
 
 
@@ -34,11 +34,11 @@ class Entry:
     """A sequence that waits for a slot.
 
     Attributes:
-        sequence: its number; sequence i continues prompt i // num_sequences.
+        sequence: the sequence's number; sequence i continues prompt i // num_sequences.
         tokens: the prompt.
-        max_new_tokens: tokens that it may emit.
-        key: its random key's data.
-        sampling: its values, or None when all decode greedily.
+        max_new_tokens: maximum number of tokens to emit.
+        key: data of the sequence's random key.
+        sampling: the sequence's values, or None if all sequences decode greedily.
     """
 
     sequence: int
@@ -52,12 +52,12 @@ class Slots:
     """A batch whose slots take new sequences as others finish.
 
     Args:
-        run: what decodes.
-        requests: what is asked for; `open` takes others of at most their `max_len`.
+        run: the model and everything that decides how it decodes.
+        requests: the first requests; `open` accepts others up to the same `max_len`.
         count: number of slots.
 
     Raises:
-        ValueError: they do not fit into memory, or the drafter is a constant that would be
+        ValueError: the slots do not fit into memory, or the drafter is a constant that would be
             compiled again for each prompt.
     """
 
@@ -75,11 +75,11 @@ class Slots:
     def filled(
         cls, run: Run, requests: Requests, group: np.ndarray, count: int, cache_length: int
     ) -> "Slots":
-        """Slots that hold one group of sequences, prefilled, to be decoded by `finish`.
+        """Makes slots that hold one prefilled group of sequences, which `finish` decodes.
 
         Args:
-            run: with the drafter for this group.
-            cache_length: as `check_memory` returned it.
+            run: the run with the drafter for this group.
+            cache_length: the length that `check_memory` returned.
         """
         self = object.__new__(cls)
         self.given, self.run, self.count = run, run.flat(), count
@@ -89,15 +89,15 @@ class Slots:
         return self
 
     def open(self, requests: Requests) -> None:
-        """Get ready for other sequences; what the slots hold is given up.
+        """Prepares the slots for other sequences; their present content is discarded.
 
         Args:
-            requests: number of sequences per prompt, end tokens, which sampling values are in
-                use; prompts if the drafter holds something for each.
+            requests: number of sequences per prompt, end tokens and which sampling values are in
+                use; also the prompts if the drafter holds data for each.
 
         Raises:
-            ValueError: requests that are too long for these slots, a drafter that would be
-                compiled again for each prompt, or another call that is being served.
+            ValueError: the requests are too long for these slots, the drafter would be compiled
+                again for each prompt, or another call is being served.
         """
         if self.serving:
             raise ValueError("these slots serve another call: read its results, or close it, first")
@@ -115,9 +115,9 @@ class Slots:
                 f"{type(unwrapped(drafter)).__name__} holds something for each prompt: to serve "
                 "slots that are refilled it must be a pytree"
             )
-        self.prompts = np.zeros(self.count, np.int64)  # that the slots serve
+        self.prompts = np.zeros(self.count, np.int64)  # prompt that each slot serves
         self.serve_prompts()
-        # From the host: the key may lie on another device than the model.
+        # The key is copied to the host, as it may lie on another device than the model.
         key = keys_at(requests.keys, 0)
         self.key_impl = jax.random.key_impl(key)
         self.key_data = np.asarray(jax.random.key_data(key))[None]
@@ -128,28 +128,28 @@ class Slots:
         sampling = jax.tree.map(zeros, requests.sampling)
         if self.state is None:
             cache = self.given.model.init_cache(self.count, self.max_len)
-        else:  # its content is undefined where no sequence is
+        else:  # the content of idle slots is undefined
             cache = self.state.cache
         run = dataclasses.replace(self.run.whole(), model=None)
         self.state = begin_idle(
             run, cache, keys, sampling, requests.end_token_ids, max_len=self.max_len
         )
         self.finished = Finished.places(2 * self.count, self.state)
-        # The device's counters begin anew.
+        # The counters on the device start again at 0.
         self.totals, self.busy_slots, self.seconds = dict.fromkeys(TOTALS, 0), 0, 0.0
 
     def serve(
         self, entries: Iterator[Any], *, enough: int | None = None, deadline: float | None = None
     ) -> Generator[Any, None, None]:
-        """Each sequence's row as it finishes; sequences enter in their order.
+        """Yields each sequence's row as it finishes; sequences enter in the given order.
 
-        What is not an `Entry` is passed through.
+        Items that are not an `Entry` are passed through.
 
         Args:
-            enough: idle slots at which the next sequences enter, if the drafter holds something
-                for each prompt; None: an eighth of the slots.
-            deadline: in `time.monotonic`; after it come the rows of all that have not finished,
-                still `active`.
+            enough: number of idle slots at which the next sequences enter, if the drafter holds
+                data for each prompt; None: an eighth of the slots.
+            deadline: time of `time.monotonic` after which the rows of all unfinished sequences
+                are yielded, marked `active`.
         """
         self.serving = True
         try:
@@ -180,7 +180,7 @@ class Slots:
             yield from self.take_finished()
 
     def finish(self, deadline: float | None) -> list[Row]:
-        """The rows of a filled group, decoded to its end or to the deadline."""
+        """Decodes a filled group to its end or to the deadline, and returns its rows."""
         jax.block_until_ready(self.state)
         started = perf_counter()
         if deadline is None:
@@ -198,20 +198,21 @@ class Slots:
 
     @property
     def busy(self) -> bool:
-        """Whether a slot serves a sequence."""
+        """Whether any slot serves a sequence."""
         return len(self.idle) < self.count
 
     @property
     def room(self) -> int:
-        """How many sequences may wait to enter by themselves."""
-        # A drafter that holds something for each prompt must know which slot it gets.
+        """Number of sequences that may be staged for the device to admit."""
+        # A drafter that holds data for each prompt must know in advance which slot a prompt gets.
         return len(self.idle) if self.per_prompt else self.count
 
     def decode(self, enough: int, steps: int) -> None:
-        """Take steps until all staged sequences have entered and `enough` slots are idle.
+        """Takes steps until all staged sequences have entered and `enough` slots are idle.
 
         Args:
-            steps: limit of the steps.
+            enough: number of idle slots at which the loop ends.
+            steps: maximum number of steps.
         """
         if self.per_prompt:
             for slot, entry in zip(self.idle, self.staged, strict=False):
@@ -233,12 +234,12 @@ class Slots:
         self.seconds += perf_counter() - start
 
     def serve_prompts(self) -> None:
-        """Make the drafter the one for the prompts that the slots serve."""
+        """Sets the drafter to the one for the prompts that the slots serve."""
         run = for_prompts(self.given, self.prompts, self.requests.num_prompts)
         self.run = dataclasses.replace(self.run, drafter=run.flat_drafter)
 
     def read_back(self, queue: Queue) -> None:
-        """Read back slot occupancy and counters; blocks until the call finishes."""
+        """Reads back slot occupancy and counters; blocks until the call finishes."""
         counters = {name: getattr(self.state.counters, name) for name in TOTALS}
         found = (counters, queue.finished.busy, queue.taken, self.state.active)
         counters, busy, taken, active = jax.device_get(found)
@@ -246,11 +247,11 @@ class Slots:
             self.staged.popleft()
         self.idle = np.flatnonzero(~active).tolist()
         self.busy_slots += int(busy)
-        for name, count in counters.items():  # the device's begin again at 2**32
+        for name, count in counters.items():  # device counters wrap at 2**32
             self.totals[name] += (int(count) - self.totals[name]) % 2**32
 
     def waiting(self) -> Sequences:
-        """The staged sequences as arrays of the same sizes in each call."""
+        """Returns the staged sequences as arrays whose sizes are the same in each call."""
         places = self.count
         tokens = np.zeros((places, self.max_len), np.int32)
         numbers = np.ones((3, places), np.int32)
@@ -271,7 +272,7 @@ class Slots:
         return Sequences(tokens, *numbers, keys, sampling)
 
     def take_finished(self) -> list[Row]:
-        """The rows of the sequences that finished in the last call."""
+        """Returns the rows of the sequences that finished in the last call."""
         count = int(self.finished.count)
         if not count:
             return []
@@ -280,18 +281,18 @@ class Slots:
         return [self.row(kept, place) for place in range(count)]
 
     def unfinished(self) -> list[Row]:
-        """The rows of the sequences that still decode."""
+        """Returns the rows of the sequences that still decode."""
         here = jax.device_get(sequence_results(self.state) | {"active": self.state.active})
         return [self.row(here, slot) for slot in np.flatnonzero(here["active"])]
 
     def row(self, arrays: Row, place: int) -> Row:
-        """One sequence's results, copied out of the arrays of many."""
+        """Copies one sequence's results out of batched arrays."""
         per_step = self.seconds / max(self.totals["model_calls"], 1)
         row = {name: x[place].copy() for name, x in arrays.items()}
         return row | {"finish_seconds": np.float32(per_step * row["num_steps"])}
 
     def not_begun(self, entry: Entry) -> Row:
-        """The row of a sequence for which there was no time."""
+        """Returns the row of a sequence that did not start before the deadline."""
         length = np.int32(len(entry.tokens))
         results = sequence_results(self.state)
         row = {name: np.zeros(x.shape[1:], x.dtype) for name, x in results.items()}
@@ -302,17 +303,17 @@ class Slots:
 
     @property
     def idle_share(self) -> float:
-        """Share of slots without a sequence, over all steps."""
+        """Share of idle slots, over all steps."""
         slots = max(1, self.totals["model_calls"] * self.count)
         return 1 - self.busy_slots / slots
 
     def counts(self) -> dict[str, int]:
-        """What the steps did together."""
+        """Returns the totals over all steps."""
         return {**self.totals, "num_masked": int(self.state.cache.num_masked)}
 
 
 def sequences_of(requests: Requests) -> Iterator[Entry]:
-    """All sequences that are asked for, in their order."""
+    """Yields all requested sequences in order."""
     keys = np.asarray(jax.random.key_data(requests.keys))
     for sequence in range(requests.total_sequences):
         prompt = sequence // requests.num_sequences
@@ -326,5 +327,5 @@ def sequences_of(requests: Requests) -> Iterator[Entry]:
 
 
 def stacked(rows: Sequence[Row]) -> Row:
-    """Rows as arrays with one entry each."""
+    """Stacks rows into arrays with one entry per row."""
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}

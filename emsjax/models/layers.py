@@ -1,9 +1,9 @@
-"""What decoder layers are made of: products, norms and the residual stream between them.
+"""Building blocks of decoder layers: linear layers, layer norms and the residual stream.
 
-The residual stream is handed from layer to layer as a sum x + y that is not added up yet: the
-normalisation that follows does the addition, in one pass.
+The residual stream is passed from layer to layer as two terms x and y: the layer norm that
+follows adds them in the same pass.
 
-Axis legend: see `emsjax.decode.pack`; i = inputs of a product, o = outputs.
+Axis legend: see `emsjax.decode.pack`; i = inputs of a linear layer, o = outputs.
 """
 
 import dataclasses
@@ -25,11 +25,11 @@ from pallas_kernels.common.implementations import matmul_precision
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """The matrix of a product, passed whole to where it is used.
+    """The weight matrix of a linear layer, passed as one object to where it is used.
 
     Attributes:
-        values: [i, o].
-        scales: of narrower types; None: the values are what they stand for.
+        values: the matrix [i, o].
+        scales: quantisation scales of narrower types; None: the values are not scaled.
     """
 
     values: Float[Array, "i o"]
@@ -37,14 +37,14 @@ class Weight:
 
 
 class Addend(NamedTuple):
-    """What a layer adds to the residual stream, left to the normalisation that follows."""
+    """A term that the following layer norm adds to the residual stream."""
 
-    sums: Float[Array, "... r e"]  # as `pallas_kernels.linear_sums` leaves them
+    sums: Float[Array, "... r e"]  # as `pallas_kernels.linear_sums` returns them
     bias: Float[Array, "e"] | None
 
 
 def new_linear(inputs: int, outputs: int, *, bias: bool, init, dtype, rngs: nnx.Rngs) -> nnx.Linear:
-    """A product of these sizes with random weights."""
+    """Makes a linear layer of these sizes with random weights."""
     return nnx.Linear(
         inputs,
         outputs,
@@ -58,7 +58,7 @@ def new_linear(inputs: int, outputs: int, *, bias: bool, init, dtype, rngs: nnx.
 
 
 def new_layer_norm(size: int, *, epsilon: float, affine: bool, dtype, rngs: nnx.Rngs):
-    """A layer normalisation of this size."""
+    """Makes a layer norm of this size."""
     return nnx.LayerNorm(
         size,
         epsilon=epsilon,
@@ -72,36 +72,36 @@ def new_layer_norm(size: int, *, epsilon: float, affine: bool, dtype, rngs: nnx.
 
 
 def weight_and_bias(module: nnx.Linear) -> tuple[Weight, Array | None]:
-    """The parameters of a product; the bias is None if it has none."""
+    """Returns a linear layer's parameters; the bias is None if the layer has none."""
     return Weight(module.kernel[...]), None if module.bias is None else module.bias[...]
 
 
 def scale_and_bias(norm: nnx.LayerNorm) -> tuple[Array | None, Array | None]:
-    """The affine part of a normalisation; None for what it does not have."""
+    """Returns a layer norm's scale and bias; each is None if the norm does not have it."""
     return tuple(
         None if parameter is None else parameter[...] for parameter in (norm.scale, norm.bias)
     )
 
 
 def linear(module: nnx.Linear, x: Float[Array, "r i"], *, relu: bool = False):
-    """The product of rows, with its bias, rectified if asked. [r, o]"""
+    """Applies a linear layer with its bias to rows, and then ReLU if `relu`. [r, o]"""
     weight, bias = weight_and_bias(module)
     return pallas_kernels.linear(x, weight.values, bias, relu=relu)
 
 
 def linear_addend(module: nnx.Linear, x: Float[Array, "r i"]) -> Addend:
-    """The product of rows as a part of the residual stream."""
+    """Applies a linear layer to rows and returns the result as a term of the residual stream."""
     weight, bias = weight_and_bias(module)
     return Addend(pallas_kernels.linear_sums(x, weight.values), bias)
 
 
 def add_norm(norm: nnx.LayerNorm, x: Float[Array, "r e"], y: Addend):
-    """x + y, and its normalisation."""
+    """Returns x + y and its layer norm."""
     options = {"epsilon": norm.epsilon, "dtype": norm.dtype}
     return pallas_kernels.add_layer_norm(x, *y, *scale_and_bias(norm), **options)
 
 
-# Compiled by itself, so that layers of the same shapes are traced and lowered once.
+# It is compiled by itself, so that layers of the same shapes are traced and lowered once.
 @functools.partial(jax.jit, static_argnames=("attention", "max_rows_per_sample"))
 def run_layer(
     layer: nnx.Module,
@@ -114,10 +114,10 @@ def run_layer(
     attention: Callable,
     max_rows_per_sample: int | None,
 ):
-    """One layer over the residual stream x + y, with attention to its cache and to the rows.
+    """Runs one layer on the residual stream x + y; its rows attend to the cache and themselves.
 
     Returns:
-        The next x and y, and queries, keys and values of the rows [r, h, d].
+        The next x and y, and the rows' queries, keys and values [r, h, d].
     """
     see = lambda qkv: attend(attention, qkv, cached, rows, visible, max_rows_per_sample)
     return layer(x, y, rows, see)

@@ -33,7 +33,7 @@ LAYER_NORM_EPSILON = 1e-5
 
 
 class OPTLayer(nnx.Module):
-    """One decoder layer: attention and feed-forward, normalised before or after each."""
+    """One decoder layer: attention and feed-forward, with a layer norm before or after each."""
 
     def __init__(self, config: OPTConfig, *, dtype, rngs: nnx.Rngs):
         size = config.hidden_size
@@ -55,11 +55,11 @@ class OPTLayer(nnx.Module):
     def __call__(
         self, x: Float[Array, "r e"], y: Addend | None, rows: PackedRows, attend: Callable
     ):
-        """One layer over the residual stream x + y: see `emsjax.models.layers.run_layer`.
+        """Runs the layer on the residual stream x + y: see `emsjax.models.layers.run_layer`.
 
-        The stream is float32, since it is added to often and rounded each time. If layers are
-        normalised after each part nothing is left to add: y is None, and x has the type of the
-        weights. `attend(qkv)` sees the rows' queries, keys and values as well, as one array.
+        The stream is float32, since it is added to often and rounded each time. If the layer norm
+        comes after each part, nothing is left to add: y is None, and x has the weights' dtype.
+        `attend(qkv)` takes the rows' queries, keys and values as one array.
         """
         if self.config.do_layer_norm_before:
             x, h = add_norm(self.self_attn_layer_norm, x, y)
@@ -92,14 +92,14 @@ def layer_norm(config: OPTConfig, dtype, rngs: nnx.Rngs) -> nnx.LayerNorm:
 class OPT(nnx.Module):
     """A decoder-only OPT language model.
 
-    One forward serves prefill, catch-up of a draft model and verification: it
-    reads the cache, never writes it, and hands back the fresh K/V to commit.
+    The same forward serves prefill, catch-up of a draft model and verification: it
+    reads the cache, never writes it, and returns the fresh K/V to commit.
 
     Args:
         config: the architecture.
-        rngs: for the random initial weights.
-        dtype: of weights, products and cache; the residual stream is float32 where
-            layers normalise first. In float32, products are computed in full float32.
+        rngs: random generators for the initial weights.
+        dtype: type of weights, matrix products and cache; the residual stream is float32
+            if layers normalise first. In float32, products are computed in full float32.
     """
 
     def __init__(self, config: OPTConfig, *, rngs: nnx.Rngs, dtype=jnp.bfloat16):
@@ -136,21 +136,21 @@ class OPT(nnx.Module):
         max_rows_per_sample: int | None = None,
         taps: tuple[int, ...] = (),
     ) -> ModelOutput:
-        """Final hidden states of the packed rows, and every layer's fresh K/V.
+        """Computes final hidden states of the packed rows, and every layer's fresh K/V.
 
-        The hidden states are float32 if layers are normalised before each part.
+        The hidden states are float32 if layers normalise before each part.
 
         Args:
-            token_ids: the rows' tokens; padding rows may hold any.
-            rows: the rows' samples and positions. Positions of rows that are not verified may
-                lie beyond the model's.
-            cache: committed K/V, only read; rows of sample s start at cache.lengths[s].
+            token_ids: the rows' tokens; padding rows may hold any token.
+            rows: the rows' samples and positions. Rows that are not verified may have positions
+                beyond the model's limit.
+            cache: committed K/V, read only; rows of sample s start at cache.lengths[s].
             attention: a callable with the signature of `pallas_kernels.ragged_attention`.
             max_rows_per_sample: static bound of rows per sample; None: all rows.
             taps: layers whose hidden states are returned, 0 (the embeddings) to the number of
                 layers: see `emsjax.decode.base.Model`.
         """
-        # Not by calling `nnx.Embed`, which fills in for ids and positions that do not exist.
+        # `nnx.Embed` is not called, as it fills in values for ids and positions out of range.
         token_ids = jnp.clip(token_ids, 0, self.config.vocab_size - 1)
         x = take(self.embed_tokens.embedding[...], token_ids)
         x = x if self.project_in is None else self.project_in(x)
@@ -182,7 +182,7 @@ class OPT(nnx.Module):
         return ModelOutput(hidden, tuple(fresh), tuple(tapped[index] for index in taps))
 
     def logits(self, hidden: Float[Array, "r e"]) -> Float[Array, "r v"]:
-        """float32 logits of hidden states; their gradient is rounded to the model's type."""
+        """Computes float32 logits; their gradient is rounded to the model's dtype."""
         x, norm = hidden, self.final_layer_norm
         if norm is not None:
             x = normalise(x, *scale_and_bias(norm), LAYER_NORM_EPSILON)
@@ -192,11 +192,11 @@ class OPT(nnx.Module):
         product = functools.partial(jnp.einsum, "rw,vw->rv", precision=precision)
         narrow = lambda x, table: product(x, table).astype(jnp.float32)
         wide = functools.partial(product, preferred_element_type=jnp.float32)
-        # The gradient's products would be of float32 factors otherwise.
+        # Otherwise the gradient's matrix products would have float32 factors.
         return with_gradient_of(narrow, wide)(x, self.embed_tokens.embedding[...])
 
     def init_cache(self, batch: int, max_len: int) -> KVCache:
-        """An empty cache for this model: `max_len` tokens for each of `batch` samples."""
+        """Returns an empty cache with room for `max_len` tokens of each of `batch` samples."""
         return KVCache.init(
             batch,
             max_len,
@@ -209,12 +209,13 @@ class OPT(nnx.Module):
     @property
     def row_bytes(self) -> int:
         """Bytes of activations of one packed row within a layer."""
-        stream = 3 * self.config.hidden_size * 4  # float32: before and after an addition, addend
+        # The stream before and after an addition, and the addend, all in float32.
+        stream = 3 * self.config.hidden_size * 4
         inner = (3 * self.config.hidden_size + self.config.ffn_dim) * self.dtype.itemsize
         return stream + inner
 
     def astype(self, dtype) -> "OPT":
-        """The same weights, rounded or widened, in a model of this type."""
+        """Returns a model with the same weights, converted to this dtype."""
         make = lambda: OPT(self.config, rngs=nnx.Rngs(0), dtype=dtype)
         graph, _ = nnx.split(nnx.eval_shape(make))
         return nnx.merge(graph, jax.tree.map(lambda x: x.astype(dtype), nnx.state(self)))
@@ -223,9 +224,9 @@ class OPT(nnx.Module):
     def from_pretrained(
         cls, path_or_repo_id: str | PathLike, *, dtype=jnp.bfloat16, revision: str | None = None
     ) -> "OPT":
-        """Load a Hugging Face checkpoint: see `emsjax.models.checkpoint.load`."""
+        """Loads a Hugging Face checkpoint: see `emsjax.models.checkpoint.load`."""
         return checkpoint.load(cls, path_or_repo_id, dtype=dtype, revision=revision)
 
     def save_pretrained(self, path: str | PathLike) -> None:
-        """Write a folder that transformers loads: see `emsjax.models.checkpoint.save`."""
+        """Writes a folder that transformers can load: see `emsjax.models.checkpoint.save`."""
         checkpoint.save(self, path)
