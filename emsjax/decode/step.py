@@ -51,12 +51,12 @@ def advance(
     draft, drafter_state, view = propose(run, state, ready)
     bits = random_bits(state.keys, state.lengths, draft, state.sampling)
     counts = jnp.where(ready, draft.counts + 1, 0)
-    last = take_in_rows(state.tokens, state.lengths[:, None] - 1)  # no prompt is empty
+    last = take_in_rows(state.tokens, state.lengths[:, None] - 1)
     block = jnp.concatenate([last, draft.tokens], axis=1)  # [b, k1]
     plan = _plan_rows(run, state, counts, num_sequences)
 
     def body(num_rows: int, *, feeds_prompts: bool):
-        # Pack: the rows of all samples lie on one axis, padded up to this static number.
+        # Pack: all rows lie on one axis. A sample verifies its draft or is fed its prompt.
         starts, prompt_counts = state.cache.lengths, plan.prompt_counts
         rows = run.layout.pack(starts, counts + prompt_counts, num_rows)
         token_ids = rows.gather(block)
@@ -76,7 +76,7 @@ def advance(
 
         # Verify: how much of each draft is accepted, and the target's own next token.
         hidden, verified = out.hidden, rows
-        if feeds_prompts:  # prompt rows need no logits
+        if feeds_prompts:  # prompt rows need no logits: the others are packed once more
             verified = pack(starts, counts, plan.sizes[0][-1])
             moved = take(rows.offsets - verified.offsets, verified.samples)
             place = jnp.arange(verified.segment_ids.shape[0]) + moved
@@ -86,18 +86,19 @@ def advance(
         # Commit: only accepted rows are written, each sample at its own offset.
         path = verdict.path(rows, prompt_counts)
         cache = state.cache.commit(out.fresh, rows, path, run.kernels.update)
-        observed = drafter_state
-        if run.taps:
-            seen = ObservedRows(token_ids, path.segment_ids(rows), rows.positions)
-            observed = run.drafter.observe(drafter_state, seen, out.taps)
-            check_state("the drafter's", "observe", drafter_state, observed)
-        return (verdict, cache, observed) if run.taps else (verdict, cache)
+        if not run.taps:  # the drafter's state stays out of branches that do not change it
+            return verdict, cache
+        seen = ObservedRows(token_ids, path.segment_ids(rows), rows.positions)
+        observed = run.drafter.observe(drafter_state, seen, out.taps)
+        check_state("the drafter's", "observe", drafter_state, observed)
+        return verdict, cache, observed
 
     verify_sizes, prompt_sizes = plan.sizes
     bodies = [functools.partial(body, n, feeds_prompts=False) for n in verify_sizes]
     bodies += [functools.partial(body, n, feeds_prompts=True) for n in prompt_sizes]
     verdict, cache, *observed = lax.switch(plan.index, bodies)
 
+    # The drafter and the policy learn what was accepted.
     lengths = state.lengths + verdict.num_emitted
     if run.drafter is not None:
         drafter_state = observed[0] if run.taps else drafter_state
