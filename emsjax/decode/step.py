@@ -39,10 +39,8 @@ def advance(
     """Draft, verify and commit once for every sample that decodes.
 
     Args:
-        num_sequences: sequences per prompt, if prompts may not be cached yet; None: all are.
-
-    Returns:
-        The next state, and what the step did.
+        num_sequences: sequences per prompt, if slots are refilled and prompts may not be cached
+            yet; None: all prompts are cached.
     """
     k = state.counters.max_draft_tokens
 
