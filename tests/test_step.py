@@ -126,14 +126,16 @@ class Watching(emsjax.Drafter):
     def init(self, prompts, prompt_lengths, max_len):
         size = (prompts.shape[0], max_len)
         width = self.model.config.hidden_size
-        return jnp.full(size, -1, jnp.int32), jnp.full((*size, width), jnp.nan)
+        times = jnp.zeros(size, jnp.int32)  # how often each position was observed
+        return jnp.full(size, -1, jnp.int32), jnp.full((*size, width), jnp.nan), times
 
     def observe(self, state, rows, taps):
-        tokens, hidden = state
+        tokens, hidden, times = state
         at = (rows.segment_ids, rows.positions)
         return (
             tokens.at[at].set(rows.token_ids, mode="drop"),
             hidden.at[at].set(taps[0].astype(hidden.dtype), mode="drop"),
+            times.at[at].add(1, mode="drop"),
         )
 
     def propose(self, state, tokens, lengths, draft_lengths, keys, sampling):
@@ -189,12 +191,13 @@ def test_observed_hidden_states_equal_those_of_a_fresh_forward(taps, refilled):
         new = row["tokens"][row["prompt_lengths"] : row["lengths"]]
         np.testing.assert_array_equal(new, right.tokens[row["sequence_ids"], : len(new)])
     state = held.state
-    seen_tokens, seen_hidden = state.drafter_state
+    seen_tokens, seen_hidden, times = state.drafter_state
     lengths = state.lengths - 1
     for slot in range(len(lengths)):
         length = int(lengths[slot])
         tokens = state.tokens[slot, :length]
         np.testing.assert_array_equal(seen_tokens[slot, :length], tokens)
+        assert (times[slot, :length] == 1).all()  # rejected rows are never observed
         rows = pack(jnp.zeros(1, jnp.int32), jnp.array([length], jnp.int32), length)
         out = model(tokens, rows, model.init_cache(1, 64), attention=kernels.attention, taps=taps)
         np.testing.assert_allclose(seen_hidden[slot, :length], out.taps[0], atol=1e-4)
