@@ -92,7 +92,7 @@ class Engine:
                     f"than max_len {self.longest}"
                 )
             entries, source = sequences_of(requests), None
-            requests = dataclasses.replace(requests, max_len=0)  # checked above
+            requests = dataclasses.replace(requests, max_len=round_up(self.longest, WIDTH))
         else:
             _, requests = check_unseen(self.run, self.longest, **options)
             source = Source(enumerate(prompts), self.run.model.config, requests, key, self.longest)
