@@ -4,6 +4,7 @@ Triton kernels are compiled if the device runs them, otherwise interpreted.
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -170,6 +171,33 @@ def test_masked_entries_of_the_cache_are_not_read(
     for cache in inputs[3:5]:
         cache[~mask] = np.nan
     check(implementation, inputs, bound, programs=programs, cache_mask=mask)
+
+
+@every_implementation_and_split
+@pytest.mark.parametrize("bound", [10, None], ids=["decode", "unbounded"])
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+def test_a_row_that_is_not_finite_reaches_only_rows_that_see_it(
+    implementation, programs, bound, tree
+):
+    counts, bad = [10, 2, 0, 9], 4  # a row in the middle of the first sample's
+    inputs = case(counts, [BLOCK + 1, 0, 3, 2 * BLOCK])
+    first = np.repeat([0, 10, 12], [10, 2, ROWS - 12])  # row of each row's sample
+    sees = np.arange(10) <= (np.arange(ROWS) - first)[:, None]
+    sees[5:10, bad] &= not tree  # in the tree it is a leaf
+    masks = {"ancestors": sees} if tree else {}
+    attention = compiled(implementation, bound, programs)
+    clean = attention(*inputs, **masks)
+    for argument, number in itertools.product((0, 1, 2), (np.nan, np.inf, -np.inf)):
+        arrays = [x.copy() for x in inputs]
+        arrays[argument][bad, :, 3] = number
+        out = np.asarray(attention(*arrays, **masks))
+        reached = np.arange(ROWS) == bad
+        if argument > 0 and not tree:  # a query belongs to its own row alone
+            reached[bad:10] = True
+        unreached = np.asarray(clean)[~reached]
+        np.testing.assert_array_equal(out[~reached], unreached, f"{argument} {number}")
+        if argument == 2 or np.isnan(number):
+            assert np.isnan(out[reached]).any(axis=-1).all(), (argument, number)
 
 
 @settings(max_examples=30)

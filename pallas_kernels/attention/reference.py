@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.attention.confine import confine
+
 
 def ragged_attention(
     query: Array,  # [r, h, d], or [r, h + 2k, d] with keys and values
@@ -51,6 +53,7 @@ def ragged_attention(
         for cache in (key_cache, value_cache)
     )  # [r, l, k, d]
     key, value = (jnp.where(real[:, None, None], x, 0) for x in (key, value))
+    key, value = confine(key, value)
     group = query.shape[1] // kv_heads  # query heads that share a K/V head
     keys, values = (jnp.repeat(x, group, axis=2) for x in (keys, values))  # [r, l, h, d]
     key, value = (jnp.repeat(x, group, axis=1) for x in (key, value))  # [r, h, d]

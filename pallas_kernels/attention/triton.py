@@ -22,6 +22,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.attention import work_items
 from pallas_kernels.attention.combine import combine
+from pallas_kernels.attention.confine import confine
 from pallas_kernels.attention.tilings import Launch, Tiling, dims_of, launch_for, padded
 from pallas_kernels.attention.work_items import FIELDS
 from pallas_kernels.common.implementations import matmul_precision, stages_that_fit
@@ -162,7 +163,7 @@ def _kernel(
             ref.at[row[:, None], first + head if first else head, dims]
             for ref, first in zip(kv_refs, first_heads, strict=True)
         ]
-        return [load(place, row.shape[0]) for place in places]
+        return confine(*(load(place, row.shape[0]) for place in places))
 
     def load_cached(ref, sample, entry, defined):
         return load(ref.at[sample, entry[:, None], head, dims], entry.shape[0], defined)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from pallas_kernels.attention.confine import confine
 from pallas_kernels.attention.work_items import extents
 from pallas_kernels.common.implementations import matmul_precision
 from pallas_kernels.common.indexing import take
@@ -47,6 +48,7 @@ def ragged_attention(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     real = (segment_ids < batch)[:, None, None]
     fresh = [jnp.where(real, x, 0).astype(key_cache.dtype) for x in (query, key, value)]
+    fresh[1:] = confine(*fresh[1:])
     path = _all_samples_at_once if tile <= MAX_DECODE_ROWS else _tile_by_tile
     tensors = (*fresh, key_cache, value_cache)
     committed = jnp.arange(max_len) < cache_lengths[:, None]  # [b, l]
