@@ -1,12 +1,8 @@
 """Checks of user input; each raises a ValueError that names the argument and the limit."""
 
-from collections.abc import Callable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
 
 def check_at_least(name: str, value: Any, minimum: int) -> int:
@@ -71,55 +67,3 @@ def per_prompt(name: str, value: Any, num_prompts: int) -> list[Any]:
             f"{num_prompts} prompts"
         )
     return values
-
-
-def check_state(whose: str, method: str, before: Any, after: Any) -> None:
-    """Raises ValueError unless `after`, which `method` returned, has the structure, shapes and
-    types of the state `before`, as the device loop needs."""
-    rule = f"{whose} state must keep its structure, shapes and types"
-    old, new = jax.tree.structure(before), jax.tree.structure(after)
-    if old != new:
-        raise ValueError(f"{rule}: {method} returned {new} instead of {old}")
-    kind = lambda x: f"{jax.typeof(x).dtype}{list(jnp.shape(x))}"
-    leaves = jax.tree_util.tree_leaves_with_path(before)
-    for (path, was), leaf in zip(leaves, jax.tree.leaves(after), strict=True):
-        if kind(was) != kind(leaf):
-            at = f" at {jax.tree_util.keystr(path)}" if path else ""
-            raise ValueError(f"{rule}: {method} returned {kind(leaf)} instead of {kind(was)}{at}")
-
-
-def check_array(
-    name: str, value: Any, kind: Any, fits: Callable[[tuple], bool], what: str
-) -> Array:
-    """`value` as an array.
-
-    Args:
-        kind: a scalar type such as `jnp.integer`.
-        fits: whether a shape is right.
-        what: the right kind and shape, in words.
-
-    Raises:
-        ValueError: no array, or one of another kind or shape.
-    """
-    if not hasattr(value, "dtype") or not hasattr(value, "shape"):
-        raise ValueError(f"{name} must be {what}: got {type(value).__name__}")
-    if not jnp.issubdtype(value.dtype, kind) or not fits(value.shape):
-        raise ValueError(f"{name} must be {what}: got {value.dtype}{list(value.shape)}")
-    return jnp.asarray(value)
-
-
-def check_alike(output: Any, query: Array) -> Array:
-    """The output of a user's attention for these queries.
-
-    Raises:
-        ValueError: no array, or one of another shape or dtype than the queries'.
-    """
-    is_array = hasattr(output, "dtype") and hasattr(output, "shape")
-    kind = lambda x: f"{x.dtype}{list(x.shape)}"
-    found = kind(output) if is_array else type(output).__name__
-    if found != kind(query):
-        raise ValueError(
-            "attention_implementation must return [rows, heads, head_dim] in the query's dtype, "
-            f"{kind(query)}, not {found}"
-        )
-    return output

@@ -36,8 +36,10 @@ class Completion:
         sequence: index of the sequence among the prompt's sequences, from 0.
         tokens: emitted tokens, including the end token.
         logprobs: log-probability of each token, as in `GenerateOutput`.
-        finish_reason: "eos" or "length", or "refused" if the prompt cannot be decoded.
-        num_steps, num_drafted, num_accepted, accepted_histogram, finish_seconds: as in `Stats`.
+        finish_reason: "eos", "length" or "error" as in `GenerateOutput`, or "refused" if the prompt
+            cannot be decoded.
+        num_steps, num_drafted, num_accepted, num_invalid, accepted_histogram, finish_seconds: as in
+            `Stats`.
         error: why the prompt was refused; None otherwise.
     """
 
@@ -49,6 +51,7 @@ class Completion:
     num_steps: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
+    num_invalid: int = 0
     accepted_histogram: Int32[np.ndarray, "k1"] | None = None
     finish_seconds: float = 0.0
     error: str | None = None
@@ -263,10 +266,11 @@ def completion(row: Row, num_sequences: int) -> Completion:
         sequence,
         row["tokens"][new],
         row["logprobs"][new],
-        finish_reasons(row["ended"], row["active"]).item(),
+        finish_reasons(row["end"], row["active"]).item(),
         num_steps=int(row["num_steps"]),
         num_drafted=int(row["num_drafted"]),
         num_accepted=int(row["num_accepted"]),
+        num_invalid=int(row["num_invalid"]),
         accepted_histogram=row["accepted_histogram"],
         finish_seconds=float(row["finish_seconds"]),
     )

@@ -11,6 +11,8 @@ tokens then have distribution p exactly (arXiv 2211.17192, theorem 1; arXiv 2302
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
+SUM_TOLERANCE = 1e-3
+
 
 def acceptance_probability(
     target_probs: Float[Array, "*n v"], draft_probs: Float[Array, "*n v"]
@@ -40,6 +42,19 @@ def residual_distribution(
     excess = jnp.maximum(target_probs - draft_probs, 0)
     total = jnp.sum(excess, axis=-1, keepdims=True)
     return jnp.where(total > 0, excess / jnp.where(total > 0, total, 1), target_probs)
+
+
+def is_distribution(probs: Float[Array, "*n v"]) -> Bool[Array, "*n"]:
+    """Whether the numbers are probabilities: none is negative, and they sum to 1.
+
+    The sum may be off by `SUM_TOLERANCE`, which covers probabilities that were rounded. NaN and
+    infinite numbers are not probabilities.
+
+    >>> print(is_distribution(jnp.array([[0.5, 0.5], [0.5, 0.4], [1.5, -0.5]])))
+    [ True False False]
+    """
+    total = jnp.sum(probs, axis=-1, dtype=jnp.float32)
+    return (jnp.min(probs, axis=-1) >= 0) & (jnp.abs(total - 1) <= SUM_TOLERANCE)
 
 
 def accepted_counts(

@@ -51,6 +51,7 @@ CHECKED = [
     "engine.output",
     "models.layers",
     "models.opt",
+    "returned",
     "verification",
 ]
 COMMANDS = re.compile("test_(cli|cli_.*|demo_recipe|docs|peers|plotting|readme|.*benchmarks?)")

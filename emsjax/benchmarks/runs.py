@@ -160,7 +160,7 @@ class LoopRun(TimedRun):
         return dataclasses.replace(
             state,
             active=state.sequence_ids >= 0,
-            ended=jnp.zeros_like(state.ended),
+            end=jnp.zeros_like(state.end),
             drafter_state=drafter_state,
             policy_state=policy_state,
             counters=jax.tree.map(jnp.zeros_like, state.counters),

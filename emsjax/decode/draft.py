@@ -6,19 +6,27 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from emsjax.checks import check_array, check_state
-from emsjax.decode.base import Draft, Drafter, DraftLength, StepView
+from emsjax.decode.base import Draft, Drafter, StepView
 from emsjax.decode.run import Run
+from emsjax.returned import available_lengths, check_state, checked_draft
 from emsjax.sampling import Purpose, position_keys
-from emsjax.verification import usable_counts
+from emsjax.verification import is_distribution, leading, usable_counts
 
 
 class Proposal(NamedTuple):
-    """A step's draft, the drafter's state after proposing it, and the view the policy saw."""
+    """A step's draft, and what goes with it.
+
+    Attributes:
+        draft: the tokens to verify.
+        drafter_state: the drafter's state after proposing them.
+        view: what the policy saw.
+        num_invalid: tokens per sample that were dropped as their `probs` are no distributions.
+    """
 
     draft: Draft
     drafter_state: Any
     view: StepView
+    num_invalid: Int32[Array, "b"]
 
 
 def propose(run: Run, state: Any, ready: Bool[Array, "b"]) -> Proposal:
@@ -36,9 +44,9 @@ def propose(run: Run, state: Any, ready: Bool[Array, "b"]) -> Proposal:
     remaining = state.length_limits - state.lengths
     limits = jnp.where(ready, jnp.minimum(remaining - 1, state.counters.max_draft_tokens), 0)
     if drafter is None:
-        batch = state.lengths.shape[0]
-        draft = Draft(jnp.zeros((batch, 0), jnp.int32), jnp.zeros(batch, jnp.int32))
-        return Proposal(draft, (), StepView(ready, state.lengths, limits, drafted=False))
+        none = jnp.zeros_like(state.lengths)
+        view = StepView(ready, state.lengths, limits, drafted=False)
+        return Proposal(Draft(jnp.zeros((len(none), 0), jnp.int32), none), (), view, none)
     view = StepView(ready, state.lengths, limits, drafted=bool(drafter.free))
 
     def allowed(view: StepView) -> Int32[Array, "b"]:
@@ -63,24 +71,11 @@ def propose(run: Run, state: Any, ready: Bool[Array, "b"]) -> Proposal:
         view = view._replace(available=counts)
         counts = allowed(view)
     # A sample that is not ready verifies nothing, even if its drafter has proposed tokens.
-    draft = Draft(draft.tokens, jnp.where(ready, counts, 0), draft.probs)
-    return Proposal(draft, drafter_state, view)
-
-
-def available_lengths(policy: DraftLength, state: Any, view: StepView) -> Int32[Array, "b"]:
-    """The policy's lengths, capped by the number of tokens that each sample could use.
-
-    Raises:
-        ValueError: the lengths are not integers, or not one for each sample.
-    """
-    lengths = policy.lengths(state, view)
-    shape, dtype = jnp.shape(lengths), jnp.result_type(lengths)
-    if not jnp.issubdtype(dtype, jnp.integer) or shape not in ((), view.available.shape):
-        raise ValueError(
-            f"{policy.name}.lengths must return integers [b] = "
-            f"{view.available.shape}, not {dtype}{list(shape)}"
-        )
-    return jnp.clip(jnp.asarray(lengths).astype(jnp.int32), 0, view.available)
+    counts = valid = jnp.where(ready, counts, 0)
+    if draft.probs is not None:  # a token counts only if what it was drawn from is a distribution
+        valid = jnp.minimum(counts, leading(is_distribution(draft.probs)))
+    draft = Draft(draft.tokens, valid, draft.probs)
+    return Proposal(draft, drafter_state, view, counts - valid)
 
 
 def checked_proposal(
@@ -105,25 +100,3 @@ def checked_proposal(
     draft, after = found
     check_state("the drafter's", "propose", state, after)
     return checked_draft(draft, len(tokens), drafter.max_draft_tokens, vocab_size), after
-
-
-def checked_draft(draft: Draft, batch: int, max_draft_tokens: int, vocab_size: int) -> Draft:
-    """Checks the draft and converts its integers to the loop's types.
-
-    A narrower draft is refused too: a step has the row buckets of the draft's width, while
-    policies price the buckets of the limit.
-
-    Raises:
-        ValueError: an array has another shape or kind.
-    """
-    check = lambda name, *rule: check_array(f"Draft.{name}", getattr(draft, name), *rule)
-    block = (batch, max_draft_tokens)
-    what = f"integers [b, k] = {block}, k = max_draft_tokens"
-    tokens = check("tokens", jnp.integer, lambda shape: shape == block, what)
-    what = f"integers [b] = {(batch,)}"
-    counts = check("counts", jnp.integer, lambda shape: shape == (batch,), what)
-    if (probs := draft.probs) is not None:
-        fits = lambda shape: len(shape) == 3 and shape[:2] == block and shape[2] <= vocab_size
-        what = f"None, or floating [b, k, v] = {(*block, vocab_size)}; v may be smaller"
-        probs = check("probs", jnp.floating, fits, what)
-    return Draft(tokens.astype(jnp.int32), counts.astype(jnp.int32), probs)

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from jaxtyping import Array, Bool, Float, Int32
 
 import pallas_kernels
-from emsjax.checks import check_alike
 from emsjax.decode.pack import PackedRows
+from emsjax.returned import check_alike
 from pallas_kernels.attention import IMPLEMENTATIONS as ATTENTIONS
 from pallas_kernels.cache_update import IMPLEMENTATIONS as UPDATES
 from pallas_kernels.common.implementations import choose

@@ -21,8 +21,8 @@ from emsjax.decode.run import Run
 from emsjax.decode.state import DecodeState, Sequences, admit
 from pallas_kernels.common.indexing import take
 
-PER_SLOT = ("tokens", "logprobs", "lengths", "prompt_lengths", "ended", "sequence_ids")
-COUNTED = ("num_steps", "num_drafted", "num_accepted", "accepted_histogram")
+PER_SLOT = ("tokens", "logprobs", "lengths", "prompt_lengths", "end", "sequence_ids")
+COUNTED = ("num_steps", "num_drafted", "num_accepted", "num_invalid", "accepted_histogram")
 
 
 @jax.tree_util.register_dataclass
@@ -31,8 +31,8 @@ class Finished:
     """Sequences that have finished in a call of the loop, at places 0..count - 1.
 
     Attributes:
-        tokens, logprobs, lengths, prompt_lengths, ended, sequence_ids: as in `DecodeState`.
-        num_steps, num_drafted, num_accepted, accepted_histogram: as in `Counters`.
+        tokens, logprobs, lengths, prompt_lengths, end, sequence_ids: as in `DecodeState`.
+        num_steps, num_drafted, num_accepted, num_invalid, accepted_histogram: as in `Counters`.
         count: number of finished sequences.
         stored: slots whose last sequence is or was stored here, or that had none.
         busy: slots that served a sequence, summed over all steps.
@@ -42,11 +42,12 @@ class Finished:
     logprobs: Float[Array, "f t"]
     lengths: Int32[Array, "f"]
     prompt_lengths: Int32[Array, "f"]
-    ended: Bool[Array, "f"]
+    end: Int32[Array, "f"]
     sequence_ids: Int32[Array, "f"]
     num_steps: Int32[Array, "f"]
     num_drafted: Int32[Array, "f"]
     num_accepted: Int32[Array, "f"]
+    num_invalid: Int32[Array, "f"]
     accepted_histogram: Int32[Array, "f k1"]
     count: Int32[Array, ""]
     stored: Bool[Array, "b"]

@@ -23,6 +23,7 @@ class Counters:
     num_steps: Int32[Array, "b"]  # steps the sample took part in
     num_drafted: Int32[Array, "b"]  # draft tokens fed to the target
     num_accepted: Int32[Array, "b"]
+    num_invalid: Int32[Array, "b"]  # draft tokens whose `probs` are no distributions
     accepted_histogram: Int32[Array, "b k1"]  # steps by number of accepted tokens, 0..k
     model_calls: Int32[Array, ""]
     real_rows: Int32[Array, ""]
@@ -33,7 +34,7 @@ class Counters:
         per_sample = lambda: jnp.zeros(batch, jnp.int32)
         total = lambda: jnp.zeros((), jnp.int32)
         histogram = jnp.zeros((batch, max_draft_tokens + 1), jnp.int32)
-        return cls(per_sample(), per_sample(), per_sample(), histogram, total(), total(), total())
+        return cls(*(per_sample() for _ in range(4)), histogram, *(total() for _ in range(3)))
 
     @property
     def max_draft_tokens(self) -> int:
@@ -59,7 +60,7 @@ class DecodeState:
         prompt_lengths: tokens of each prompt.
         length_limits: the length at which a sample stops.
         active: samples that still decode.
-        ended: samples that emitted an end token.
+        end: why a sample ended before its limit: see `End`.
         sequence_ids: the sequence each slot serves; -1 for an idle slot.
         end_token_ids: tokens that end a sequence.
         keys: the random key of each slot's sequence.
@@ -75,7 +76,7 @@ class DecodeState:
     prompt_lengths: Int32[Array, "b"]
     length_limits: Int32[Array, "b"]
     active: Bool[Array, "b"]
-    ended: Bool[Array, "b"]
+    end: Int32[Array, "b"]
     sequence_ids: Int32[Array, "b"]
     end_token_ids: Int32[Array, "m"]
     keys: Key[Array, "b"]
@@ -147,7 +148,7 @@ class Sequences:
             "prompt_lengths": self.prompt_lengths,
             "length_limits": self.prompt_lengths + self.max_new_tokens,
             "active": self.sequence_ids >= 0,
-            "ended": jnp.zeros(self.sequence_ids.shape, bool),
+            "end": jnp.zeros(self.sequence_ids.shape, jnp.int32),
             "sequence_ids": self.sequence_ids,
             "keys": self.keys,
             "sampling": self.sampling,

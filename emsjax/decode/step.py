@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
-from emsjax.checks import check_state
 from emsjax.decode.base import ObservedRows
 from emsjax.decode.draft import propose
 from emsjax.decode.pack import pack
@@ -29,7 +28,8 @@ from emsjax.decode.refill import (
 from emsjax.decode.row_counts import prompt_row_counts
 from emsjax.decode.run import Run
 from emsjax.decode.state import Counters, DecodeState, StepInfo, is_ready
-from emsjax.decode.verify import random_bits, verify
+from emsjax.decode.verify import End, random_bits, verify
+from emsjax.returned import check_state
 from pallas_kernels.common.indexing import take, take_in_rows
 
 
@@ -46,7 +46,7 @@ def advance(
 
     # Draft: each sample has its own number of tokens, 0 allowed.
     ready = state.active if num_sequences is None else is_ready(state)
-    draft, drafter_state, view = propose(run, state, ready)
+    draft, drafter_state, view, num_invalid = propose(run, state, ready)
     bits = random_bits(state.keys, state.lengths, draft, state.sampling)
     counts = jnp.where(ready, draft.counts + 1, 0)
     last = take_in_rows(state.tokens, state.lengths[:, None] - 1)
@@ -116,12 +116,12 @@ def advance(
         tokens=_append(state.tokens, verdict.tokens, state.lengths, emitted),
         logprobs=_append(state.logprobs, verdict.logprobs, state.lengths, emitted),
         lengths=lengths,
-        active=state.active & ~verdict.ended & (lengths < state.length_limits),
-        ended=state.ended | verdict.ended,
+        active=state.active & (verdict.end == End.NONE) & (lengths < state.length_limits),
+        end=jnp.where(ready, verdict.end, state.end),
         cache=cache,
         drafter_state=drafter_state,
         policy_state=policy_state,
-        counters=_count(state.counters, info, ready, plan.prompt_counts),
+        counters=_count(state.counters, info, ready, plan.prompt_counts, num_invalid),
     )
     return new_state, info
 
@@ -206,7 +206,7 @@ def _append(buffer, block, lengths, counts):
     )
 
 
-def _count(old: Counters, info: StepInfo, ready, prompt_counts) -> Counters:
+def _count(old: Counters, info: StepInfo, ready, prompt_counts, num_invalid) -> Counters:
     """The counters after a step."""
     decoding = ready.astype(jnp.int32)
     hit = jnp.arange(old.accepted_histogram.shape[1]) == info.num_accepted[:, None]
@@ -216,6 +216,7 @@ def _count(old: Counters, info: StepInfo, ready, prompt_counts) -> Counters:
         num_steps=old.num_steps + decoding,
         num_drafted=old.num_drafted + info.num_drafted,
         num_accepted=old.num_accepted + info.num_accepted,
+        num_invalid=old.num_invalid + num_invalid,
         accepted_histogram=old.accepted_histogram + hit.astype(jnp.int32),
         model_calls=old.model_calls + 1,
         real_rows=old.real_rows + real_rows,

@@ -3,6 +3,7 @@
 `emsjax.verification` has the mathematics; this module adds the random draws, for packed rows.
 """
 
+import enum
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +23,14 @@ from emsjax.verification import (
 from pallas_kernels.common.indexing import take, take_in_rows
 
 
+class End(enum.IntEnum):
+    """Why a sequence ended before its limit."""
+
+    NONE = 0
+    TOKEN = 1  # it emitted an end token
+    ERROR = 2  # the target's logits are not finite, so there is no next token
+
+
 class Verdict(NamedTuple):
     """The tokens that a step adds to each sample.
 
@@ -29,16 +38,16 @@ class Verdict(NamedTuple):
         tokens: the first num_emitted[s] of each row are emitted; the others are arbitrary.
         logprobs: log-probabilities of the tokens under the target's own sampling distribution.
         num_accepted: draft tokens that were accepted.
-        num_emitted: accepted tokens and the target's own, cut after an end token; 0 for
-            samples that did not take part.
-        ended: samples whose last emitted token is an end token.
+        num_emitted: accepted tokens and the target's own, cut after an end token and before
+            logits that are not finite; 0 for samples that did not take part.
+        end: whether and why each sample ended: see `End`.
     """
 
     tokens: Int32[Array, "b k1"]
     logprobs: Float[Array, "b k1"]
     num_accepted: Int32[Array, "b"]
     num_emitted: Int32[Array, "b"]
-    ended: Bool[Array, "b"]
+    end: Int32[Array, "b"]
 
     def path(self, rows: PackedRows, prompt_counts: Int32[Array, "b"]) -> AcceptedPath:
         """The rows to commit: as many as were emitted, and all rows of prompts.
@@ -53,7 +62,9 @@ class RowVerdict(NamedTuple):
 
     accepted: Bool[Array, "..."]  # whether the row's draft token is, if all before are
     tokens: Int32[Array, "..."]  # the row's emitted token if all draft tokens before are accepted
-    logprobs: Float[Array, "..."]  # of the emitted token, under the target's distribution
+    # Of the emitted token, under the target's distribution. Finite exactly if that is one: NaN,
+    # infinity or no token at all among the logits makes it NaN or infinite.
+    logprobs: Float[Array, "..."]
 
 
 class RandomBits(NamedTuple):
@@ -116,9 +127,12 @@ def verify(
     k = draft.tokens.shape[1]
     verdict = rows.scatter(judge(logits, rows, draft, bits, state.sampling), k + 1)
     num_accepted = accepted_counts(verdict.accepted[:, :k], draft.counts)
-    num_emitted = jnp.where(rows.counts > 0, num_accepted + 1, 0)
+    finite = jnp.isfinite(take_in_rows(verdict.logprobs, num_accepted[:, None])[:, 0])
+    num_emitted = jnp.where(rows.counts > 0, num_accepted + finite.astype(jnp.int32), 0)
     num_emitted, ended = first_end(verdict.tokens, num_emitted, state.end_token_ids)
-    return Verdict(verdict.tokens, verdict.logprobs, num_accepted, num_emitted, ended)
+    end = jnp.where(finite | (rows.counts == 0), End.NONE, End.ERROR)
+    end = jnp.where(ended, End.TOKEN, end).astype(jnp.int32)
+    return Verdict(verdict.tokens, verdict.logprobs, num_accepted, num_emitted, end)
 
 
 def judge(
@@ -146,8 +160,8 @@ def judge(
             accepted = tokens == drafted
         else:
             accepted, tokens = _reject(logits, rows, draft, drafted, bits, sampling)
-    log_probs = jax.nn.log_softmax(logits)
-    return RowVerdict(accepted, tokens, take_in_rows(log_probs, tokens[:, None])[:, 0])
+    log_probs = take_in_rows(jax.nn.log_softmax(logits), tokens[:, None])[:, 0]
+    return RowVerdict(accepted & jnp.isfinite(log_probs), tokens, log_probs)
 
 
 def _reject(logits, rows, draft: Draft, drafted, bits: RandomBits, sampling):

@@ -7,7 +7,11 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float32, Int32
 
+from emsjax.decode.refill import COUNTED
+from emsjax.decode.verify import End
 from emsjax.engine.requests import Requests
+
+REASONS = {End.TOKEN: "eos", End.ERROR: "error"}
 
 
 class PaddingRatio(NamedTuple):
@@ -50,6 +54,8 @@ class Stats:
         num_steps: verification steps until the sequence finished.
         num_drafted: draft tokens fed to the target.
         num_accepted: draft tokens that were accepted.
+        num_invalid: draft tokens that were dropped because the `probs` that they were drawn from
+            are no distributions: see `emsjax.verification.is_distribution`.
         num_emitted: new tokens.
         accepted_histogram: number of steps for each number of accepted draft tokens, 0..k.
         finish_seconds: time from the start of decoding of the sequence's batch to the sequence's
@@ -63,6 +69,7 @@ class Stats:
     num_steps: Int32[np.ndarray, "s"]
     num_drafted: Int32[np.ndarray, "s"]
     num_accepted: Int32[np.ndarray, "s"]
+    num_invalid: Int32[np.ndarray, "s"]
     num_emitted: Int32[np.ndarray, "s"]
     accepted_histogram: Int32[np.ndarray, "s k1"]
     finish_seconds: Float32[np.ndarray, "s"]
@@ -100,7 +107,8 @@ class GenerateOutput:
         lengths: number of emitted tokens per sequence, including the end token.
         logprobs: log-probability of each emitted token under the distribution it was chosen from
             (at temperature 0 the unwarped softmax); 0 after the end.
-        finish_reasons: "eos", "length" or "time" for each sequence.
+        finish_reasons: for each sequence "eos", "length", "time", or "error": the model's logits
+            after its last token are not finite.
         stats: see `Stats`.
         num_sequences: sequences per prompt.
     """
@@ -141,8 +149,8 @@ def assemble(
     width = int(requests.max_new_tokens.max())
     at = np.minimum(prompt_lengths[:, None] + np.arange(width), tokens.shape[1] - 1)
     real = np.arange(width) < emitted[:, None]
-    reasons = finish_reasons(gather("ended"), gather("active")).tolist()
-    counted = ("num_steps", "num_drafted", "num_accepted", "accepted_histogram", "finish_seconds")
+    reasons = finish_reasons(gather("end"), gather("active")).tolist()
+    counted = (*COUNTED, "finish_seconds")
     stats = Stats(
         **{name: gather(name) for name in counted},
         num_emitted=emitted,
@@ -163,9 +171,10 @@ def assemble(
     )
 
 
-def finish_reasons(ended, active) -> np.ndarray:
+def finish_reasons(end, active) -> np.ndarray:
     """Returns why decoding stopped, for one sequence or for an array of sequences."""
-    return np.where(ended, "eos", np.where(active, "time", "length"))
+    early = np.array([REASONS.get(reason, "") for reason in End])
+    return np.where(end == End.NONE, np.where(active, "time", "length"), early[end])
 
 
 def _ratio(part: int, whole: int) -> float:

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from emsjax.checks import check_at_least, check_state
+from emsjax.checks import check_at_least
 from emsjax.decode.base import DraftLength, StepView
-from emsjax.decode.draft import available_lengths
 from emsjax.decode.row_counts import row_buckets, smallest_bucket
 from emsjax.decode.state import admitted_policy_state
 from emsjax.engine.adapt import as_policy, check_policy
 from emsjax.policies.costs import LEAST_GAIN, TILE_ROWS, StepCosts
 from emsjax.policies.survival import AcceptanceCounts, check_estimates
+from emsjax.returned import available_lengths, check_state
 from pallas_kernels.common.indexing import take
 
 LIMIT = TILE_ROWS - 1  # a draft and the last emitted token before it fill a tile
