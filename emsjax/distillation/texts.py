@@ -16,7 +16,7 @@ def read_texts(path: Path, template: str) -> list[str]:
     Raises:
         ValueError: the first bad line with its number, a bad template, or no texts.
     """
-    fields, texts = template_fields(template), []
+    fields, texts = template_fields(template, "--text-template"), []
     content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     for number, line in enumerate(content.split(b"\n"), start=1):
         if not line.strip():
