@@ -76,9 +76,9 @@ KINDS = (
     Kind(
         "Decoding steps",
         benchmark("step"),
-        "One step of the device loop (draft, forward, verify, commit), all drafts rejected. The "
-        "floor reads every weight and every committed key and value once, or computes where that "
-        "takes longer.",
+        "One step of the device loop (draft, pack, forward, verify, commit), all drafts rejected. "
+        "The floor reads every weight and every committed key and value once, or computes where "
+        "that takes longer.",
         device_tables.step,
     ),
     Kind(

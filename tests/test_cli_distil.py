@@ -237,7 +237,7 @@ def test_texts_that_cannot_be_trained_on_are_named(
         (["--weight-decay", "inf"], "--weight-decay must be finite and >= 0, not inf"),
         (["--target", "./none"], "--target: none is not a folder"),
         (["--data", "none.jsonl"], "none.jsonl"),
-        (["--text-template", "{"], "{"),
+        (["--text-template", "{"], "--text-template '{'"),
     ],
 )
 def test_what_cannot_be_trained_is_named_before_any_work(

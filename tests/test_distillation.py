@@ -595,6 +595,6 @@ def test_a_checkpoint_of_more_steps_is_rejected(whole_run, packed, tmp_path):
     compiled, *_ = whole_run
     checkpoints = distillation.Checkpoints(tmp_path)
     distillation.train(compiled, packed, 3, checkpoints=checkpoints)
-    with pytest.raises(ValueError, match="steps must be at least 3, those of the checkpoint: 2"):
+    with pytest.raises(ValueError, match="steps must be at least 3, as in the checkpoint, not 2"):
         distillation.train(compiled, packed, 2, checkpoints=checkpoints)
     checkpoints.close()

@@ -43,7 +43,6 @@ class Asked:
     Attributes:
         max_draft_tokens: the longest fixed length.
         max_new_tokens: None: the number of each workload.
-        attention: the implementation; None: the device's default.
         draws: batches per figure, each with acceptance drawn anew; None: enough for `SEQUENCES`
             sequences, within `DRAWS`.
     """
@@ -52,7 +51,6 @@ class Asked:
     workloads: Sequence[str]
     max_draft_tokens: int
     max_new_tokens: int | None = None
-    attention: str | None = None
     draws: int | None = None
 
 
@@ -72,7 +70,7 @@ class Bench:
         asked: Asked,
     ):
         self.models, self.batch, self.costs, self.k = models, batch, costs, asked.max_draft_tokens
-        self.max_new_tokens, self.attention = asked.max_new_tokens, asked.attention
+        self.max_new_tokens = asked.max_new_tokens
         self.repeats = asked.draws or int(np.clip(SEQUENCES // batch, *DRAWS))
         self.longest = asked.max_new_tokens or max(
             workload.max_new_tokens for workload in models.workloads.values()
@@ -122,9 +120,8 @@ class Bench:
                 draft_length=policy,
                 max_new_tokens=self.longest,
                 eos_token_ids=(),
-                attention_implementation=self.attention,
             )
-            run = LoopRun(self.models.model, drafter, state, self.attention, policy)
+            run = LoopRun(self.models.model, drafter, state, None, policy)
             compile_loops(run, policies.values())
             self.runs[workload.source] = run
         return self.runs[workload.source]
@@ -138,7 +135,7 @@ class Bench:
             run.model,
             None,
             dataclasses.replace(state, counters=counters, **bare),
-            self.attention,
+            None,
         )
         expected = self.models.expected(plain.lengths, tokens)
         plain.advance(1)  # compiles

@@ -1,4 +1,4 @@
-"""`emsjax bench ems-sd`: the paper's experiment. Plain decoding, padding, its ablations, EMS-SD.
+"""`emsjax bench ems-sd`: EMS-SD beside plain decoding, padding and its ablations, as in the paper.
 
 At each batch size all methods decode the same prompts with the same drafts in one process. Times
 exclude prefill and end when all samples have finished, or when the first one has (all slots are

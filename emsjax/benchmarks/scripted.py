@@ -230,8 +230,8 @@ def replay(
 
     Args:
         text: the target's output: [t], the same for all samples, or [batch, t].
-        max_draft_tokens: longer drafts are cut to it; None: the profile's limit.
-        seed: of the random draws.
+        max_draft_tokens: longer drafts are cut to this many tokens; None: the profile's limit.
+        seed: seed of the random draws.
         source: a drafter that does its work in every step, for `max_draft_tokens` tokens if it has
             no limit of its own; None: drafting costs nothing.
 

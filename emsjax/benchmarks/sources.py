@@ -48,7 +48,7 @@ class Scripted:
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """Prompts from a file; every round decodes all of them."""
+    """Prompts from a file; every round decodes the same full batches of them."""
 
     model: OPT
     drafter: Any

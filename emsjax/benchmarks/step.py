@@ -1,11 +1,11 @@
 """`emsjax bench step`: the time of a decoding step beside the least that the device allows.
 
-A step consists of draft, forward, verify and commit in the library's own device loop, here with
-random bfloat16 weights and drafts that are always rejected: at a shape BxR every step feeds R rows
-of each of B samples and emits one token per sample. The state is reset before every run, so that
-all runs have the same contexts. The time of a step is a tenth of the difference between runs of 13
-and of 3 steps. The floor counts the work that no step can avoid: every product takes the time to
-read its weights or to compute, whichever is longer, and the committed keys and values are read
+A step consists of draft, pack, forward, verify and commit in the library's own device loop, here
+with random bfloat16 weights and drafts that are always rejected: at a shape BxR every step feeds R
+rows of each of B samples and emits one token per sample. The state is reset before every run, so
+that all runs have the same contexts. The time of a step is a tenth of the difference between runs
+of 13 and of 3 steps. The floor counts the work that no step can avoid: every product takes the time
+to read its weights or to compute, whichever is longer, and the committed keys and values are read
 once.
 
 The JSON file has the `rates` and an entry of `shapes` for each shape: the runs' times in ms by

@@ -51,9 +51,9 @@ def measure(trainer: Trainer, config, sequences: int, length: int, rates: Rates)
         return loss
 
     for _ in range(WARM_UP + STEPS):
-        begin = time.perf_counter()
+        start = time.perf_counter()
         jax.block_until_ready(advance())
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(time.perf_counter() - start)
     median = float(np.median(seconds[WARM_UP:]))
     flops = training_flops(config, sequences, length) / median
     entry = {

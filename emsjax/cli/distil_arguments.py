@@ -31,7 +31,7 @@ def add_distil_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         type=Path,
         metavar="DIR",
-        help="folder for the draft model: new, or of an interrupted run",
+        help="folder for the draft model: a new one, or that of an interrupted run",
     )
     add("--layers", **number, help="number of layers of the draft model, cut out of the target")
     add(

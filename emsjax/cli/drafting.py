@@ -10,6 +10,7 @@ from rich.console import Console
 from emsjax.cli.generate_arguments import RunOptions
 from emsjax.terminal.models import load_config
 from emsjax.terminal.options import flag
+from emsjax.terminal.reporting import line
 
 
 def load_drafter(options: RunOptions, target, tokenizer_size: int, positions: int):
@@ -79,10 +80,10 @@ def draft_policy(options: RunOptions, resolved: Mapping, resumed: bool, console:
     chosen = resolved.get("draft_length")
     if chosen is None:
         return None
-    line = f"Draft lengths: {chosen['why']}"
+    text = f"Draft lengths: {chosen['why']}"
     if resumed:
-        line += ", as when the run began"
+        text += ", as when the run began"
     elif options.draft_length == "auto" and chosen["policy"] == "bass":
-        line += f"; `{profile_command(options)}` measures this device for better ones"
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
+        text += f"; `{profile_command(options)}` measures this device for better ones"
+    line(console, text)
     return profile_store.policy(chosen)

@@ -21,6 +21,7 @@ from emsjax.records.input import Record, Records, survey
 from emsjax.records.output import open_results, read_resolved, read_results
 from emsjax.records.prompts import Missing, Prompts, check_prompts
 from emsjax.terminal.models import load_config, load_tokenizer
+from emsjax.terminal.reporting import line
 
 LOG_SECONDS = 60  # between lines
 
@@ -54,7 +55,7 @@ def run(
     total = known.count * options.num_sequences
     done, _ = read_results(output_path, configuration, known.ids, options.num_sequences)
     if len(done) == total:
-        console.print(f"{output_path} is complete: {total} results.", highlight=False)
+        line(console, f"{output_path} is complete: {total} results.")
         return
 
     config = load_config(options.model, options.revision)
@@ -63,10 +64,10 @@ def run(
     limits = (config.max_position_embeddings, config.vocab_size)
     longest, truncated = check_prompts(prompts, options.max_new_tokens, *limits)
     if truncated:
-        console.print(
+        line(
+            console,
             f"{truncated} of {known.count} prompts are cut to {options.max_prompt_tokens} tokens: "
             'their lines have "truncated".',
-            highlight=False,
         )
     resolved = read_resolved(output_path) if len(done) else resolve(options, config, profile_path)
     from emsjax.models.opt import OPT
@@ -80,7 +81,7 @@ def run(
         done = results.done
         policy = draft_policy(options, results.resolved, len(done) > 0, console)
         if len(done):
-            console.print(f"Going on after {len(done)} results.", highlight=False)
+            line(console, f"Going on after {len(done)} results.")
         tally, left = Tally(time.perf_counter()), total - len(done)
         log = Log(console, left)
         missing = Missing(prompts, done, options.num_sequences)
@@ -95,10 +96,10 @@ def run(
                     results.append(output_line(record, completion, tokenizer, options))
                     progress.update(task, advance=1, speed=tally.speed)
                     log.add(tally.speed)
-    console.print(
+    line(
+        console,
         f"{left} results, {tally.emitted} tokens, {tally.speed}, "
         f"mean acceptance length {tally.emitted / max(tally.steps, 1):.2f}",
-        highlight=False,
     )
 
 
@@ -137,7 +138,7 @@ class Log:
         now = time.monotonic()
         if not self.console.is_terminal and now - self.last >= LOG_SECONDS:
             self.last = now
-            self.console.print(f"{self.count} of {self.total} results, {speed}", highlight=False)
+            line(self.console, f"{self.count} of {self.total} results, {speed}")
 
 
 def make_progress(console: Console) -> Progress:

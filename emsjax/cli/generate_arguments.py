@@ -8,8 +8,8 @@ from typing import Any
 
 from emsjax.terminal.options import add_model_arguments, flag, positive_int
 
-POLICIES = ("auto", "bass", "goodput")  # values of --draft-length beside numbers
-OWN_POLICY = {"draft_length": "auto", "profile": None}  # options of every drafter
+POLICIES = ("auto", "bass", "goodput")  # values of --draft-length other than numbers
+OWN_POLICY = {"draft_length": "auto", "profile": None}  # options of every drafter except none
 DRAFTER_OPTIONS = {  # the options of each drafter, with their defaults
     "none": {},
     "prompt-lookup": {
@@ -174,7 +174,7 @@ def complete_drafter_options(given: dict[str, Any]) -> None:
         if given[name] and name not in own:
             owners = [drafter for drafter, options in DRAFTER_OPTIONS.items() if name in options]
             raise ValueError(f"{flag(name)} is an option of --drafter {' or '.join(owners)}")
-    if (given["draft_length"] or "").isdecimal():  # no room for more
+    if (given["draft_length"] or "").isdecimal():  # more would never be used
         given["max_draft_tokens"] = given["max_draft_tokens"] or max(1, int(given["draft_length"]))
     for name, default in own.items():
         given[name] = given[name] or default

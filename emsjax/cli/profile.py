@@ -5,14 +5,12 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from emsjax.benchmarks.device_profile import fitting_measurement, measure_and_store
 from emsjax.device import dtype_name
 from emsjax.terminal.models import load_config
-from emsjax.terminal.reporting import check_writable, line, make_console, progress
+from emsjax.terminal.reporting import check_writable, line, make_console, make_table, progress
 
 
 def run(options: argparse.Namespace, command: str) -> None:
@@ -47,11 +45,10 @@ def run(options: argparse.Namespace, command: str) -> None:
 def report(measured: Mapping[str, Any], console: Console) -> None:
     """Print how well the cost model fits, and the draft lengths that follow from it."""
     fit, by_batch, draft_ms = measured["fit"], measured["table"], measured["costs"]["draft_ms"]
-    table = Table(box=SIMPLE_HEAD, show_edge=False)
-    for heading in ("batch", "alpha_b\nms/token", "beta_b\nms", "largest\nerror"):
-        table.add_column(heading, justify="right")
+    columns = ["batch", "alpha_b\nms/token", "beta_b\nms", "largest\nerror"]
     if drafts := measured["subject"]["draft_model"] is not None:
-        table.add_column("draft step\nms", justify="right")
+        columns.append("draft step\nms")
+    table = make_table(None, columns)
     for batch, of in fit["synergy"]["verify"].items():
         cells = [f"{of['alpha_ms']:.4f}", f"{of['beta_ms']:.3f}", f"{of['max_error']:.1%}"]
         table.add_row(str(batch), *cells, *([f"{draft_ms[batch]:.3f}"] if drafts else []))

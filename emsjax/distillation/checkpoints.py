@@ -77,7 +77,7 @@ def train(
     if checkpoints is not None:
         first, state, losses = checkpoints.restore(state)
         if first > steps:
-            raise ValueError(f"steps must be at least {first}, those of the checkpoint: {steps}")
+            raise ValueError(f"steps must be at least {first}, as in the checkpoint, not {steps}")
     # Losses are not fetched one by one, so that the device does not have to wait.
     new, reported, begin, tokens = [], time.monotonic(), time.monotonic(), 0
     for step in range(first, steps):

@@ -32,9 +32,9 @@ Command:
 ```
 
 ## What it gains
-The second halves of the {held_out} held-out texts were decoded greedily, {new_tokens} tokens each
-with {draft_tokens} draft tokens per step, on {device} (jax {jax}). "Before" is the model before
-training.
+The first halves of the {held_out} held-out texts were continued greedily by up to {new_tokens}
+tokens each, with {draft_tokens} draft tokens per step, on {device} (jax {jax}). "Before" is the
+model before training.
 
 | | plain | before | after |
 | --- | --- | --- | --- |

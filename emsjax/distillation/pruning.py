@@ -251,17 +251,20 @@ def cut_attention(small: OPTLayer, large: OPTLayer, basis, stream, own_stream) -
 
 
 def cut_feed_forward(small: OPTLayer, large: OPTLayer, basis, stream, own_stream) -> None:
-    """Fill the feed-forward part of `small` with the neurons that write most, as above."""
+    """Fill the feed-forward part of `small` with the neurons that write most.
+
+    The arguments are those of `cut_attention`.
+    """
     wanted = outputs(large.fc1, read(large, large.final_layer_norm, stream))
-    said = ACTIVATIONS[large.config.activation_function](wanted)
-    neurons = largest(strength(said, large.fc2.kernel[...] @ basis), small.config.ffn_dim)
+    activations = ACTIVATIONS[large.config.activation_function](wanted)
+    neurons = largest(strength(activations, large.fc2.kernel[...] @ basis), small.config.ffn_dim)
     fit(
         small.fc1,
         in_basis(large, large.final_layer_norm, large.fc1, basis)[:, neurons],
         read(small, small.final_layer_norm, own_stream),
         wanted[:, neurons],
     )
-    write(small.fc2, large.fc2, basis, said, neurons)
+    write(small.fc2, large.fc2, basis, activations, neurons)
 
 
 def read(layer: OPTLayer, norm: nnx.LayerNorm, stream: Float[Array, "n e"]) -> Float[Array, "n e"]:
@@ -295,17 +298,17 @@ def fit(linear: nnx.Linear, kernel, x: Float[Array, "n i"], wanted: Float[Array,
         linear.bias[...] = jnp.mean(wanted, axis=0) - jnp.mean(x @ kernel, axis=0)
 
 
-def strength(said: Float[Array, "n i"], out: Float[Array, "i w"]) -> Float[Array, "i"]:
-    """Variance that each entry contributes to the output."""
-    return jnp.var(said, axis=0) * jnp.sum(out**2, axis=1)
+def strength(x: Float[Array, "n i"], out: Float[Array, "i w"]) -> Float[Array, "i"]:
+    """Variance that each entry of x contributes to the output x @ out."""
+    return jnp.var(x, axis=0) * jnp.sum(out**2, axis=1)
 
 
-def write(small: nnx.Linear, large: nnx.Linear, basis, said: Float[Array, "n i"], kept) -> None:
-    """Copy the kept rows, and add the mean output of the others to the bias."""
+def write(small: nnx.Linear, large: nnx.Linear, basis, x: Float[Array, "n i"], kept) -> None:
+    """Copy the kept rows of the kernel, and add the mean output of the others to the bias."""
     out = large.kernel[...] @ basis
     small.kernel[...] = out[kept]
     if large.bias is not None:
-        mean = jnp.mean(said, axis=0)
+        mean = jnp.mean(x, axis=0)
         small.bias[...] = large.bias[...] @ basis + mean @ out - mean[kept] @ out[kept]
 
 

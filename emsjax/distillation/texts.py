@@ -1,4 +1,4 @@
-"""Texts of a JSON Lines file as documents: token ids, with an end token behind."""
+"""Texts of a JSON Lines file as documents: token ids, with an end token after each."""
 
 import codecs
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ def read_texts(path: Path, template: str) -> list[str]:
     Raises:
         ValueError: the first bad line with its number, a bad template, or no texts.
     """
-    fields, texts = template_fields(template), []
+    fields, texts = template_fields(template, "--text-template"), []
     content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     for number, line in enumerate(content.split(b"\n"), start=1):
         if not line.strip():
@@ -39,11 +39,11 @@ def tokenize(
     """The documents of the texts, int32 [t] each.
 
     Args:
-        tokenizer: of transformers.
-        texts: any number.
-        source: of the texts, for messages.
-        vocab_size: of the model.
-        end_token_ids: the first of them ends every document; empty: nothing does.
+        tokenizer: a tokenizer of transformers.
+        texts: the texts of one file.
+        source: the name of that file, for messages.
+        vocab_size: the model's vocabulary size.
+        end_token_ids: the first of them ends every document; if empty, no end token is added.
 
     Raises:
         ValueError: a text of fewer than two tokens, or with tokens that the model does not know.

@@ -198,15 +198,15 @@ class Trainer:
                 f"{model.config.vocab_size}: they must be the same"
             )
         mesh = Mesh(jax.local_devices() if devices is None else devices, ("data",))
-        self.everywhere = NamedSharding(mesh, PartitionSpec())
-        self.dealt_out = NamedSharding(mesh, PartitionSpec("data"))
+        self.replicated = NamedSharding(mesh, PartitionSpec())
+        self.sharded = NamedSharding(mesh, PartitionSpec("data"))
         self.devices = mesh.size
         self.optimizer = optimizer
         self.master, params = nnx.split(model.astype(jnp.float32))
-        self.params = jax.device_put(params, self.everywhere)
+        self.params = jax.device_put(params, self.replicated)
         self.target = None
         if target is not None:
-            self.target = jax.device_put(target.astype(dtype), self.everywhere)
+            self.target = jax.device_put(target.astype(dtype), self.replicated)
         graph, loss_of = nnx.graphdef(model.astype(dtype)), functools.partial(mean_loss, losses)
 
         def loss_fn(params, target, batch):
@@ -224,7 +224,7 @@ class Trainer:
     def initial(self) -> TrainState:
         """The state before the first step."""
         # Copies, because a step reuses the memory of the given state.
-        inner = jax.device_put(self.optimizer.init(self.params), self.everywhere)
+        inner = jax.device_put(self.optimizer.init(self.params), self.replicated)
         return TrainState(jax.tree.map(jnp.copy, self.params), inner)
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Float[Array, ""]]:
@@ -239,7 +239,7 @@ class Trainer:
                 f"{self.devices} devices"
             )
         with jax.numpy_dtype_promotion("standard"):  # optax and jax.nn need it
-            return self._step(state, self.target, jax.device_put(batch, self.dealt_out))
+            return self._step(state, self.target, jax.device_put(batch, self.sharded))
 
     def model(self, state: TrainState) -> OPT:
         """The trained model, in float32."""

@@ -44,7 +44,7 @@ class Records:
 
     def __init__(self, path: Path, template: str | None):
         self.path, self.template = path, template
-        self.fields = template_fields(template)
+        self.fields = template_fields(template, "--prompt-template")
         if path.exists() and not path.is_file():
             raise ValueError(f"{path} is not a regular file: it is read more than once")
         self.version = _version(path.stat())
@@ -156,8 +156,12 @@ def make_record(value: Any, template: str | None, fields: list[str], line: int) 
     return Record(record_id, prompt, line)
 
 
-def template_fields(template: str | None) -> list[str]:
+def template_fields(template: str | None, option: str) -> list[str]:
     """Names of the fields that the prompt is built from.
+
+    Args:
+        template: None: the field "prompt".
+        option: the option that gave the template, for messages.
 
     Raises:
         ValueError: no field, or a field in another form than `{name}`.
@@ -167,8 +171,8 @@ def template_fields(template: str | None) -> list[str]:
     try:
         parts = list(string.Formatter().parse(template))
     except ValueError as error:
-        raise ValueError(f"--prompt-template {template!r}: {error}") from error
+        raise ValueError(f"{option} {template!r}: {error}") from error
     named = [(name, spec or conversion) for _, name, spec, conversion in parts if name is not None]
     if not named or any(extra or not name.isidentifier() for name, extra in named):
-        raise ValueError(f"--prompt-template {template!r} must name fields as {{name}}")
+        raise ValueError(f"{option} {template!r} must name fields as {{name}}")
     return [name for name, _ in named]

@@ -15,8 +15,8 @@ class Prompts:
 
     Args:
         records: `truncated` is set on those whose prompts are cut.
-        tokenizer: of transformers; its `truncation_side` is the end that is cut off.
-        max_tokens: longer prompts are cut to it; None: no prompt is cut.
+        tokenizer: a tokenizer of transformers; its `truncation_side` is the end that is cut off.
+        max_tokens: longer prompts are cut to this many tokens; None: no prompt is cut.
 
     Raises:
         ValueError: in an iteration, a prompt without tokens.
@@ -98,7 +98,7 @@ class Missing:
 
     def __init__(self, prompts: Prompts, done: Container, num_sequences: int):
         self.prompts, self.done, self.num_sequences = prompts, done, num_sequences
-        self.records: dict[int, tuple[Record, int]] = {}  # by index; with results to come
+        self.records: dict[int, tuple[Record, int]] = {}  # those with results to come, by index
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
         """Index and prompt of each record with a missing sequence."""

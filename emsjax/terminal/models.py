@@ -19,7 +19,7 @@ def load_config(model: str, revision: str | None) -> OPTConfig:
 def load_tokenizer(model: str, revision: str | None, keep: str = "first"):
     """The model's tokenizer, which truncates prompts to their first or last tokens.
 
-    It truncates text only, so a start token is kept whichever end of the prompt is.
+    It truncates text only, so a start token is kept whichever end of the prompt is kept.
     """
     from transformers import AutoTokenizer
 

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 DTYPES = ("float32", "bfloat16", "float16")
 DEFAULT_DTYPE = "default: float32 on a CPU, bfloat16 on GPUs that support it, otherwise float16"
-DISTILLATION_LOSSES = {"forward-kl": 0.9, "cross-entropy": 0.1}  # of `emsjax distil`, by default
+DISTILLATION_LOSSES = {"forward-kl": 0.9, "cross-entropy": 0.1}  # the default of `emsjax distil`
 
 
 class OneLineErrorParser(argparse.ArgumentParser):

@@ -74,7 +74,7 @@ def line(console: Console, text: str) -> None:
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def make_table(title: str, columns: Sequence[str]) -> Table:
+def make_table(title: str | None, columns: Sequence[str]) -> Table:
     table = Table(title=title, box=SIMPLE_HEAD, show_edge=False)
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
