@@ -234,7 +234,7 @@ def floor_table(modules: Mapping[str, Module], rooms: Graph) -> list[str]:
 
 
 def decode_lines(modules: Mapping[str, Module]) -> int:
-    return sum(of.num_lines for of in modules.values() if room_of(of.name) == "decode")
+    return sum(module.num_lines for module in modules.values() if room_of(module.name) == "decode")
 
 
 def check(root: Path, say: Callable[[str], None] = print) -> list[str]:

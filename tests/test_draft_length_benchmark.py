@@ -345,5 +345,5 @@ def test_policies_are_described_beside_the_best_fixed_length():
         "of that: goodput 0.980, bass 2.000"
     )
     for which, line in (("tokens_per_s", live), ("live_tokens_per_s", whole)):
-        untimed = {name: of | {which: None} for name, of in entry["policies"].items()}
+        untimed = {name: figures | {which: None} for name, figures in entry["policies"].items()}
         assert bench.describe(entry | {"policies": untimed}) == [line]
