@@ -103,7 +103,7 @@ def test_every_token_counts_once_in_evaluation(length):
     assert (counted[1:, :4] == 0).all()
 
 
-def test_held_out_bits_are_those_of_each_byte(library, tmp_path):
+def test_held_out_bits_are_divided_by_bytes(library, tmp_path):
     corpus.prepare(tmp_path / "out", vocab_size=300, library=library)
     data = corpus.load(tmp_path / "out")
     model = recipe.build("draft", vocab_size=300, window=64)

@@ -46,7 +46,7 @@ def plain(model, prompts):
     return emsjax.generate(model, prompts, max_new_tokens=NEW, eos_token_ids=())
 
 
-def test_astype_equals_loading_in_that_dtype(model):
+def test_astype_equals_loading_in_that_dtype():
     narrow = emsjax.OPT.from_pretrained(DRAFT, dtype=jnp.float32).astype(jnp.bfloat16)
     loaded = emsjax.OPT.from_pretrained(DRAFT, dtype=jnp.bfloat16)
     assert jax.tree.structure(narrow) == jax.tree.structure(loaded)
@@ -56,7 +56,7 @@ def test_astype_equals_loading_in_that_dtype(model):
 
 
 def test_scores_equal_the_log_probabilities_of_decoding(model, prompts, plain):
-    """With more prefixes than are scored at once, and of all lengths."""
+    """There are more prefixes than are scored at once, of many lengths."""
     for at in (0, NEW - 1):
         prefixes = [np.append(p, t[:at]) for p, t in zip(prompts, plain.tokens, strict=True)]
         logits = float32_logits(model, prefixes)

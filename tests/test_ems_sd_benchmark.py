@@ -349,7 +349,7 @@ def test_the_figure_has_a_line_for_each_method():
         plotting.ems_sd_figure({"entries": []})
 
 
-def test_names_of_batch_sizes_do_not_overlap():
+def test_labels_of_batch_sizes_do_not_overlap():
     speed = {"tokens_per_s": {"speed_up": 1}, "live_tokens_per_s": {"speed_up": 1}}
     entries = [{"batch": batch, "methods": {"ems": speed}} for batch in ems_sd.BATCH_SIZES]
     figure = plotting.ems_sd_figure({"entries": entries})

@@ -20,8 +20,8 @@ from emsjax.policies import goodput
 from emsjax.policies.survival import AcceptanceCounts
 
 PRIOR = (goodput.PRIOR_RATE, goodput.PRIOR_WEIGHT)
-# Batch, k and buckets. The buckets are finer than real ones of so few rows, and some are too small
-# for the batch.
+# Buckets by batch size and k. They are finer than the real ones for so few rows, and some are too
+# small for the batch.
 SHAPES = {
     (1, 3): (1, 3, 4),
     (2, 3): (2, 4, 5, 8),
@@ -274,8 +274,8 @@ def drafted_by_step(drafted, script, policy, steps) -> np.ndarray:
     for _ in range(steps):
         state, info = step(small(), drafter, state, policy)
         counts.append(info.num_drafted)
-    for tokens, said, length in zip(state.tokens, script, state.lengths, strict=True):
-        np.testing.assert_array_equal(tokens[:length], said[:length])
+    for tokens, expected, length in zip(state.tokens, script, state.lengths, strict=True):
+        np.testing.assert_array_equal(tokens[:length], expected[:length])
     return np.array(counts)
 
 

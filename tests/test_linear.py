@@ -61,7 +61,7 @@ def check_product(rows, outputs, dtype, *, relu, biased, options):
 @every_dtype
 @pytest.mark.parametrize(
     ("rows", "inputs", "outputs"),
-    # Narrow tiles, and as many columns as those of each number of rows are for.
+    # 256 columns take narrow tiles; 2944 are enough for the tiling of each number of rows.
     [(5, 512, 256), (5, 256, 2944), (24, 256, 2944), (40, 256, 2944), (100, 256, 2944)],
 )
 def test_sums_add_up_to_the_product(options, dtype, rows, inputs, outputs):

@@ -116,7 +116,7 @@ def test_a_badge_opens_the_notebook_itself(path):
     assert f"/{run.REPOSITORY}/blob/{run.BRANCH}/notebooks/{path.name})" in first
 
 
-def test_the_repository_is_defined_in_one_place(tmp_path, monkeypatch):
+def test_the_repository_is_defined_in_one_place(monkeypatch):
     monkeypatch.setattr(run, "REPOSITORY", "some/where")
     monkeypatch.setattr(run, "INSTALL", run.INSTALL.replace("emsjax/emsjax", "some/where"))
     for path in PATHS:

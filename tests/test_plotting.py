@@ -18,7 +18,7 @@ from emsjax.decode.layout import Layout
 from emsjax.decode.pack import AcceptedPath, pack
 
 WORKLOADS, BATCHES = ("llma", "poor", "mixed"), (1, 24)
-# What the legend calls them, by what the results do; an unknown one keeps its name.
+# Labels in the legend, by names in the results; an unknown policy is labelled with its name.
 POLICIES = {
     "bass": "BassHeuristic (bass)",
     "synergy": "BatchSizeTable (synergy)",
@@ -154,7 +154,7 @@ def test_the_bench_saves_its_figure(bench, tmp_path, name, start):
     ("name", "part"),
     [("a.txt", "must end in one of"), ("a", "must end in"), ("none/a.png", "cannot be written")],
 )
-def test_a_bad_name_is_refused_before_the_work(bench, tmp_path, capsys, name, part):
+def test_a_bad_name_is_refused_before_the_work(bench, capsys, name, part):
     measured, run = bench
     assert run(name) == 2
     shown = capsys.readouterr().err

@@ -17,8 +17,6 @@ from emsjax.demo import demo
 from emsjax.engine.output import PaddingRatio
 
 COMPARED = ["prompt lookup", "draft model", "lookup, 4 samples"]  # in the demo
-
-
 MAX_WORDS = 1000
 
 
