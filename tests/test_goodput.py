@@ -1,6 +1,5 @@
 """Goodput is compared with all combinations of lengths, by hand and in the device loop."""
 
-import dataclasses
 import functools
 import itertools
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from toy import VOCAB, ScriptedDrafter, ragged_prompts, script_of, tiny_model
+from toy import VOCAB, Asking, ScriptedDrafter, ragged_prompts, script_of, tiny_model
 
 import emsjax
 from emsjax.decode.base import StepView
@@ -132,23 +131,6 @@ def test_buckets_are_filled(shape, situation, monkeypatch):
     longest = problem.available.max() if situation.drafted else lengths.max()
     everything = np.minimum(problem.available, longest)
     assert problem.num_active + lengths.sum() in SHAPES[shape] or (lengths == everything).all()
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Asking:
-    """A policy with constant lengths."""
-
-    wanted: jax.Array
-
-    def init(self, batch, max_draft_tokens):
-        return ()
-
-    def lengths(self, state, view):
-        return self.wanted
-
-    def update(self, state, view, num_drafted, num_accepted):
-        return state
 
 
 @each_shape
