@@ -224,17 +224,6 @@ def test_the_triton_kernels_lower_for_cuda(rows, monkeypatch):
     lower_for_cuda(narrow, (rows, 2560, "float32"), x, *[vector] * 3)
 
 
-@pytest.mark.parametrize("call", ["linear", "linear_sums", "add_layer_norm"])
-def test_an_error_names_an_unknown_implementation(call):
-    x = jnp.zeros((4, 128))
-    arguments = {"add_layer_norm": (x, x, None, None, None)}.get(call, (x, jnp.zeros((128, 128))))
-    options = {"epsilon": 1e-5} if call == "add_layer_norm" else {}
-    with pytest.raises(ValueError, match="implementation must be None or one of"):
-        jax.jit(functools.partial(getattr(pallas_kernels, call), implementation="fast", **options))(
-            *arguments
-        )
-
-
 @pytest.mark.parametrize(
     ("rows", "inputs", "outputs"), [(129, 128, 128), (4, 96, 128), (4, 64, 80)]
 )
