@@ -121,9 +121,8 @@ def two_row_counts(monkeypatch, fresh_loops):
     """Steps have one row per sample or all rows, to compile less for large batches."""
     two = lambda batch, k1: tuple(sorted({batch, batch * k1}))
     monkeypatch.setattr("emsjax.decode.layout.row_buckets", two)
-    monkeypatch.setattr(
-        "emsjax.decode.layout.MAX_WIDTHS", 1
-    )  # row counts of padded steps, besides one row per sample
+    # Row counts of padded steps, besides one row per sample.
+    monkeypatch.setattr("emsjax.decode.layout.MAX_WIDTHS", 1)
 
 
 @pytest.fixture(autouse=True)

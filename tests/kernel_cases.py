@@ -32,9 +32,9 @@ def case(
     Args:
         counts: fresh rows of each sample.
         lengths: committed entries of each sample.
-        order: of the samples among the rows; None: ascending.
+        order: the order of the samples among the rows; None: ascending.
         rows: number of rows, padding included.
-        width: of the caches; None: MAX_LEN.
+        width: length of the caches; None: MAX_LEN.
         group: query heads per K/V head.
     """
     rng, batch, width = np.random.default_rng(seed), len(counts), width or MAX_LEN

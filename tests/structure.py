@@ -20,7 +20,6 @@ PUBLIC_ENTRIES = (
     "emsjax.generate",
     "emsjax.stream",
     "emsjax.init_state",
-    "emsjax.step",
     "emsjax.vanilla.generate",
     "emsjax.testing.assert_lossless",
     "emsjax.testing.assert_same_distribution",
@@ -111,7 +110,7 @@ def room_graph(graph: Graph) -> dict[str, set[str]]:
 
 
 def reachable(graph: Graph, start: str) -> set[str]:
-    """What `start` imports, directly or through others; itself only if it lies on a circle."""
+    """What `start` imports, directly or through others; itself only if it lies on a cycle."""
     found: set[str] = set()
     waiting = list(graph[start])
     while waiting:
@@ -121,7 +120,7 @@ def reachable(graph: Graph, start: str) -> set[str]:
     return found
 
 
-def circles(graph: Graph) -> list[list[str]]:
+def cycles(graph: Graph) -> list[list[str]]:
     """The groups of nodes that import each other, directly or through others."""
     below = {name: reachable(graph, name) for name in graph}
     groups = {
@@ -133,13 +132,13 @@ def circles(graph: Graph) -> list[list[str]]:
 
 
 def floors(graph: Graph) -> dict[str, int]:
-    """The floor of each node; the nodes of a circle share one."""
-    circle_of = {name: set(group) for group in circles(graph) for name in group}
+    """The floor of each node; the nodes of a cycle share one."""
+    cycle_of = {name: set(group) for group in cycles(graph) for name in group}
     found: dict[str, int] = {}
 
     def floor(name: str) -> int:
         if name not in found:
-            group = circle_of.get(name, {name})
+            group = cycle_of.get(name, {name})
             below = set().union(*(graph[member] for member in group)) - group
             level = 1 + max(map(floor, below), default=0)
             found.update(dict.fromkeys(group, level))
@@ -234,7 +233,7 @@ def floor_table(modules: Mapping[str, Module], rooms: Graph) -> list[str]:
 
 
 def decode_lines(modules: Mapping[str, Module]) -> int:
-    return sum(of.num_lines for of in modules.values() if room_of(of.name) == "decode")
+    return sum(module.num_lines for module in modules.values() if room_of(module.name) == "decode")
 
 
 def check(root: Path, say: Callable[[str], None] = print) -> list[str]:
@@ -249,8 +248,8 @@ def check(root: Path, say: Callable[[str], None] = print) -> list[str]:
     exceeded = []
     if (count := max(floors(rooms).values(), default=0)) > MAX_FLOORS:
         exceeded.append(f"floors: {count}, at most {MAX_FLOORS}")
-    exceeded += [f"circle of rooms: {', '.join(group)}" for group in circles(rooms)]
-    exceeded += [f"circle of modules: {', '.join(group)}" for group in circles(graph)]
+    exceeded += [f"cycle of rooms: {', '.join(group)}" for group in cycles(rooms)]
+    exceeded += [f"cycle of modules: {', '.join(group)}" for group in cycles(graph)]
     if decode_lines(modules) > MAX_DECODE_LINES:
         exceeded.append(f"{PACKAGE}/decode: more than {MAX_DECODE_LINES} lines")
     everything = modules | read_modules(root, KERNELS)

@@ -232,7 +232,7 @@ def test_wrong_implementation_stops_the_run(factor, one_case, monkeypatch, tmp_p
     assert not output.exists()
 
 
-def test_cudnns_error_is_recorded_not_raised(one_case, monkeypatch, tmp_path, capsys):
+def test_cudnns_error_is_recorded_not_raised(one_case, monkeypatch, tmp_path):
     monkeypatch.setattr(benchmark, "implementations", lambda: ("xla", "cudnn"))
     output = tmp_path / "figures.json"
     assert benchmark.main(["--quick", "--output", str(output)]) == 0

@@ -209,11 +209,11 @@ def test_sampled_tokens_are_the_same_for_any_batch_size(tiny_model, draft_models
 
 BAD_LINES = {
     "malformed": ('{"id": 2, "prompt": "b"', "line 2: not JSON", "delimiter, column 24"),
-    "no JSON": ("not json", "line 2: not JSON: 'not json' (Expecting value, column 1)"),
-    "long and no JSON": ("x" * 99, f"line 2: not JSON: '{'x' * 40}...' ("),
+    "not JSON": ("not json", "line 2: not JSON: 'not json' (Expecting value, column 1)"),
+    "long and not JSON": ("x" * 99, f"line 2: not JSON: '{'x' * 40}...' ("),
     "nested": ("[" * 100_000, "line 2: JSON that is nested too deeply"),
     "byte-order mark": (b'\xef\xbb\xbf{"id": 2}', "line 2: not JSON"),
-    "no object": ("[1]", "line 2", "object"),
+    "not an object": ("[1]", "line 2", "object"),
     "not UTF-8": (b'{"id": 2, "prompt": "\xff"}', "line 2", "utf-8"),
     "lone surrogate": (r'{"id": 2, "prompt": "\ud800"}', "line 2", "surrogates"),
     "no id": ('{"prompt": "b"}', "line 2", '"id"'),

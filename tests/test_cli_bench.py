@@ -61,8 +61,8 @@ def fake_entries(monkeypatch):
 
     def measure(self, name):
         measured.append((name, self.batch))
-        of = {"tokens_per_s": 10.0, "live_tokens_per_s": 12.0, "mean_acceptance_length": 1.5}
-        of["identical"] = True
+        figures = {"tokens_per_s": 10.0, "live_tokens_per_s": 12.0, "mean_acceptance_length": 1.5}
+        figures["identical"] = True
         names = [*(f"fixed {n}" for n in range(self.k + 1)), *ADAPTIVE]
         return {
             "workload": name,
@@ -95,7 +95,7 @@ def test_results_describe_the_run_and_every_policy_outputs_the_text(stored, tmp_
     assert sorted(pairs) == [("llma", 2), ("mixed", 2)]
     for entry in results["entries"]:
         assert list(entry["policies"]) == POLICIES
-        assert all(of["identical"] for of in entry["policies"].values())
+        assert all(figures["identical"] for figures in entry["policies"].values())
         assert entry["repeats"] == 2
 
     shown = capsys.readouterr()
@@ -155,8 +155,8 @@ def test_one_wrong_token_is_a_failure(stored, monkeypatch, fake_entries):
 
         def wrong(self, name, which=which):
             entry = whole(self, name)
-            of = entry["plain"] if which == "plain" else entry["policies"][which]
-            of["identical"] = name != "llma"
+            figures = entry["plain"] if which == "plain" else entry["policies"][which]
+            figures["identical"] = name != "llma"
             return entry
 
         monkeypatch.setattr(draft_length.Bench, "measure", wrong)

@@ -190,13 +190,12 @@ def test_texts_of_another_file_may_be_held_out(tiny_model, data, tmp_path, monke
     assert_error(capsys, main(again), "held_out_data_sha256")
 
 
-def test_without_matplotlib_everything_else_is_written(tmp_path, whole, monkeypatch, capsys):
+def test_without_matplotlib_everything_else_is_written(tmp_path, whole, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    folder, said = tmp_path, []
-    record = record_of(whole)
-    command.finish(folder, record, said.append)
+    said, record = [], record_of(whole)
+    command.finish(tmp_path, record, said.append)
     assert "no figure: plots need matplotlib" in said[0]
-    assert record_of(folder) == record
+    assert record_of(tmp_path) == record
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ def test_results_of_another_input_are_left_unchanged(tiny_model, paths, fake, ca
         (lambda lines: ['{"id": "stranger"}\n', *lines], "'stranger'"),
         (lambda lines: ["notes\n", *lines], "line 1"),
     ],
-    ids=["no id", "no id at the end", "repeated id", "unknown id", "no JSON"],
+    ids=["no id", "no id at the end", "repeated id", "unknown id", "not JSON"],
 )
 def test_an_output_edited_by_hand_is_left_unchanged(tiny_model, paths, fake, capsys, tamper, part):
     write_records(paths.input)

@@ -529,9 +529,9 @@ def test_continuations_are_those_of_the_target(target):
             if document[:length] == text[at : at + length].tolist()
         )
         places.append(place)
-        prompt, said = document[: lengths[place[0]]], document[lengths[place[0]] :]
+        prompt, continuation = document[: lengths[place[0]]], document[lengths[place[0]] :]
         out = emsjax.generate(target, [prompt], max_new_tokens=6)
-        assert said == out.tokens[0, : out.lengths[0]].tolist()
+        assert continuation == out.tokens[0, : out.lengths[0]].tolist()
     for first in (0, 3, 6):  # each document once before any is used twice
         assert {i for i, _ in places[first : first + 3]} == {0, 1, 2}
     assert all(at == 0 for _, at in places[:3])

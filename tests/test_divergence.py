@@ -46,7 +46,7 @@ def plain(model, prompts):
     return emsjax.generate(model, prompts, max_new_tokens=NEW, eos_token_ids=())
 
 
-def test_astype_equals_loading_in_that_dtype(model):
+def test_astype_equals_loading_in_that_dtype():
     narrow = emsjax.OPT.from_pretrained(DRAFT, dtype=jnp.float32).astype(jnp.bfloat16)
     loaded = emsjax.OPT.from_pretrained(DRAFT, dtype=jnp.bfloat16)
     assert jax.tree.structure(narrow) == jax.tree.structure(loaded)
@@ -56,7 +56,7 @@ def test_astype_equals_loading_in_that_dtype(model):
 
 
 def test_scores_equal_the_log_probabilities_of_decoding(model, prompts, plain):
-    """With more prefixes than are scored at once, and of all lengths."""
+    """There are more prefixes than are scored at once, of many lengths."""
     for at in (0, NEW - 1):
         prefixes = [np.append(p, t[:at]) for p, t in zip(prompts, plain.tokens, strict=True)]
         logits = float32_logits(model, prefixes)
@@ -92,25 +92,26 @@ def test_the_first_differing_token_is_reported(model, prompts, plain):
     tokens[8, 0] = (tokens[8, 0] + 7) % 60
     actual = dataclasses.replace(plain, tokens=tokens)
     found = first_divergences(model, prompts, plain, actual)
-    assert [(of.sequence, of.position) for of in found] == [(1, 3), (8, 0)]
-    for of in found:
-        assert of.expected == plain.tokens[of.sequence, of.position]
-        assert of.token == tokens[of.sequence, of.position]
-        prefix = np.append(prompts[of.sequence], plain.tokens[of.sequence, : of.position])
+    assert [(one.sequence, one.position) for one in found] == [(1, 3), (8, 0)]
+    for one in found:
+        assert one.expected == plain.tokens[one.sequence, one.position]
+        assert one.token == tokens[one.sequence, one.position]
+        prefix = np.append(prompts[one.sequence], plain.tokens[one.sequence, : one.position])
         (scores,) = float32_logits(model, [prefix])
-        assert of.margin == pytest.approx(scores[of.expected] - scores[of.token], rel=1e-4)
-        assert of.largest == pytest.approx(np.abs(scores).max(), rel=1e-4)
-        assert of.likeliest[0] == of.expected
-        assert of.lead == pytest.approx(np.diff(np.sort(scores)[-2:])[0], rel=1e-3)
-        assert scores[of.likeliest[0]] - scores[of.likeliest[1]] == pytest.approx(of.lead, rel=1e-3)
+        assert one.margin == pytest.approx(scores[one.expected] - scores[one.token], rel=1e-4)
+        assert one.largest == pytest.approx(np.abs(scores).max(), rel=1e-4)
+        assert one.likeliest[0] == one.expected
+        assert one.lead == pytest.approx(np.diff(np.sort(scores)[-2:])[0], rel=1e-3)
+        first, second = (scores[token] for token in one.likeliest)
+        assert first - second == pytest.approx(one.lead, rel=1e-3)
     assert first_divergences(model, prompts, plain, plain) == []
 
 
 def test_a_near_tie_is_relative_to_the_largest_logit():
-    of = functools.partial(Divergence, 0, 0, 1, 2, likeliest=(1, 2), lead=0.5)
-    assert of(margin=1.0, largest=64.0).is_near_tie
-    assert not of(margin=1.01, largest=64.0).is_near_tie
-    assert of(margin=0.0, largest=0.0).is_near_tie
+    divergence = functools.partial(Divergence, 0, 0, 1, 2, likeliest=(1, 2), lead=0.5)
+    assert divergence(margin=1.0, largest=64.0).is_near_tie
+    assert not divergence(margin=1.01, largest=64.0).is_near_tie
+    assert divergence(margin=0.0, largest=0.0).is_near_tie
 
 
 def bench(path, *options):

@@ -163,9 +163,9 @@ def test_every_committed_file_has_its_device_commit_and_figures(tables):
         for commit in commits or {results["commit"]}:
             assert re.search(rf"`benchmarks/{path.name}`: .*; commit .*`{commit}`", page)
     step = json.loads((examples.ROOT / "benchmarks" / "h200-step.json").read_bytes())
-    for of in step["shapes"]:
-        shape = f"| {of['batch']} x {of['rows_per_sample']} "
-        assert f"{shape}| {of['best_ms']:.2f} | {of['median_ms']:.2f} |" in page
+    for entry in step["shapes"]:
+        shape = f"| {entry['batch']} x {entry['rows_per_sample']} "
+        assert f"{shape}| {entry['best_ms']:.2f} | {entry['median_ms']:.2f} |" in page
 
 
 def test_tables_are_rectangular(tables):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy import ScriptedDrafter, ragged_prompts, script_of, tiny_model
+from toy import Asking, ScriptedDrafter, ragged_prompts, script_of, tiny_model
 
 import emsjax
 from emsjax.decode.base import StepView
@@ -160,23 +160,6 @@ def test_a_drafter_that_draws_its_tokens_cannot_be_free():
     drafter = Drawing(jnp.zeros((3, 65), jnp.int32))
     with pytest.raises(ValueError, match=r"draws its tokens \(Draft.probs\) cannot be `free`"):
         emsjax.generate(tiny_model(num_hidden_layers=1), PROMPTS, drafter, max_new_tokens=9)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Asking:
-    """A user's policy whose lengths may be out of range."""
-
-    wanted: jax.Array  # [b]
-
-    def init(self, batch, max_draft_tokens):
-        return ()
-
-    def lengths(self, state, view):
-        return self.wanted
-
-    def update(self, state, view, num_drafted, num_accepted):
-        return state
 
 
 @pytest.mark.parametrize("free", [False, True], ids=["model", "free"])

@@ -22,7 +22,7 @@ from emsjax.decode.step import decode_loop
 from emsjax.policies.costs import FORMAT, synergy_lengths
 
 BATCH, K, NEW_TOKENS, REPEATS = 2, 3, 8, 2
-ROWS = BATCH * (K + 1)  # the only bucket of so few
+ROWS = BATCH * (K + 1)  # the only bucket for so few rows
 COSTS = emsjax.StepCosts.of({1: 1.0, ROWS: 1.5, 16: 3.0}, 0.001, {1: 0.9, 8: 1.2})
 TABLE = {1: 3, 2: 1}
 ALL_TOKENS = BATCH * NEW_TOKENS * REPEATS
@@ -141,7 +141,8 @@ def test_the_counters_of_a_figure_are_consistent(measured, name):
     assert list(entry["policies"]) == NAMES
     for figure in entry["policies"].values():
         assert figure["identical"]
-        # Each step of a sample feeds one row more than it drafts, and emits one more than stand.
+        # Each step of a sample feeds one row more than it drafts and emits one token more than it
+        # accepts.
         assert figure["rows"] == figure["sample_steps"] + figure["drafted"]
         assert figure["rows"] + figure["padding_rows"] == ROWS * figure["steps"]
         emitted = figure["sample_steps"] + figure["accepted"]
@@ -164,7 +165,7 @@ def test_without_drafts_the_steps_are_those_of_plain_decoding(measured, name):
     assert (none["drafted"], none["accepted"]) == (0, 0)
     assert none["steps"] == NEW_TOKENS * REPEATS
     assert none["rows"] == none["sample_steps"] == ALL_TOKENS
-    live = workloads.SCRIPTED[name].live  # and nobody has finished before the others
+    live = workloads.SCRIPTED[name].live  # and all samples finish in the same step
     assert none["live_tokens"] == (ALL_TOKENS if live else 0)
 
 
@@ -345,5 +346,5 @@ def test_policies_are_described_beside_the_best_fixed_length():
         "of that: goodput 0.980, bass 2.000"
     )
     for which, line in (("tokens_per_s", live), ("live_tokens_per_s", whole)):
-        untimed = {name: of | {which: None} for name, of in entry["policies"].items()}
+        untimed = {name: figures | {which: None} for name, figures in entry["policies"].items()}
         assert bench.describe(entry | {"policies": untimed}) == [line]

@@ -256,7 +256,7 @@ def exact_distribution(model, prompt):
 
 
 def chi_square(model, drafter, sequences=SEQUENCES):
-    """Statistic and degrees of freedom of the emitted tokens against the exact distribution."""
+    """Statistic and bound of the emitted tokens against the exact distribution."""
     prompt = [1, 3, 0, 2, 1, 3]
     observed = np.zeros((CELLS,) * TOKENS)
     for key in jax.random.split(jax.random.key(11), sequences // AT_ONCE):
@@ -270,11 +270,16 @@ def chi_square(model, drafter, sequences=SEQUENCES):
             key=key,
         )
         np.add.at(observed, tuple(out.tokens.T), 1)
-    expected = sequences * exact_distribution(model, prompt)
+    return statistic_and_bound(observed, sequences * exact_distribution(model, prompt))
+
+
+def statistic_and_bound(observed, expected):
+    """The chi-square statistic of counts, and a bound that fewer than one seed in 1,000 exceeds."""
     possible = expected > 0
     assert observed[~possible].sum() == 0
     statistic = ((observed - expected)[possible] ** 2 / expected[possible]).sum()
-    return statistic, possible.sum() - 1
+    freedom = possible.sum() - 1  # the statistic's mean; its variance is twice as large
+    return statistic, freedom + 3.5 * np.sqrt(2 * freedom)
 
 
 @pytest.mark.usefixtures("two_row_counts")
@@ -285,10 +290,8 @@ def test_the_first_tokens_have_exactly_the_targets_distribution(drafter):
         "model": emsjax.DraftModel(four_tokens(1), 2),
         "prompt lookup": emsjax.PromptLookup(match_length=1, max_draft_tokens=2),
     }
-    statistic, freedom = chi_square(model, drafters.get(drafter))
-    # The statistic has mean `freedom` and variance 2 x freedom. It is above this bound for
-    # fewer than one seed in a thousand.
-    assert statistic < freedom + 3.5 * np.sqrt(2 * freedom)
+    statistic, bound = chi_square(model, drafters.get(drafter))
+    assert statistic < bound
 
 
 @jax.tree_util.register_static
@@ -345,19 +348,16 @@ def test_a_policy_learns_nothing_about_the_next_token_from_a_rejected_draft():
         np.add.at(observed, tuple(np.where(out.tokens[:, :1] == 3, 3, out.tokens[:, :2]).T), 1)
     expected = sequences * exact_distribution(model, prompt).sum(axis=2)
     expected[3] = expected[3].sum() * (np.arange(CELLS) == 3)  # nothing follows the end token
-    possible = expected > 0
-    assert observed[~possible].sum() == 0
-    statistic = ((observed - expected)[possible] ** 2 / expected[possible]).sum()
-    freedom = possible.sum() - 1
-    assert statistic < freedom + 3.5 * np.sqrt(2 * freedom)
+    statistic, bound = statistic_and_bound(observed, expected)
+    assert statistic < bound
 
 
 @pytest.mark.usefixtures("two_row_counts")
 def test_the_chi_square_test_rejects_a_verifier_without_the_residual(monkeypatch):
     monkeypatch.setattr("emsjax.decode.verify.residual_distribution", lambda p, q: p)
     drafter = emsjax.DraftModel(four_tokens(1), 1)  # not compiled by another test
-    statistic, freedom = chi_square(four_tokens(0), drafter, SEQUENCES // 5)
-    assert statistic > 2 * (freedom + 3.5 * np.sqrt(2 * freedom))
+    statistic, bound = chi_square(four_tokens(0), drafter, SEQUENCES // 5)
+    assert statistic > 2 * bound
 
 
 @pytest.mark.usefixtures("unchecked_annotations")

@@ -52,7 +52,7 @@ def entry(source):
 
 def test_all_methods_output_the_text(entry):
     assert list(entry["methods"]) == list(METHODS)
-    assert all(of["identical"] for of in entry["methods"].values())
+    assert all(figures["identical"] for figures in entry["methods"].values())
     assert (entry["batch"], entry["prompts"]) == (BATCH, BATCH)
     assert 8 <= entry["mean_prompt_tokens"] <= 12
 
@@ -106,21 +106,21 @@ def test_counts_are_those_of_generate(source, entry):
 
 def test_figures_follow_from_the_runs(source, entry):
     greedy = entry["methods"]["greedy"]
-    for of in entry["methods"].values():
-        speeds = [run["tokens"] / run["seconds"] for run in of["runs"]]
-        assert of["tokens_per_s"]["min"] == pytest.approx(min(speeds))
-        assert of["tokens_per_s"]["median"] == pytest.approx(np.mean(speeds))  # of two
-        assert of["tokens_per_s"]["max"] == pytest.approx(max(speeds))
+    for figures in entry["methods"].values():
+        speeds = [run["tokens"] / run["seconds"] for run in figures["runs"]]
+        assert figures["tokens_per_s"]["min"] == pytest.approx(min(speeds))
+        assert figures["tokens_per_s"]["median"] == pytest.approx(np.mean(speeds))  # of two
+        assert figures["tokens_per_s"]["max"] == pytest.approx(max(speeds))
         for which in ("tokens_per_s", "live_tokens_per_s"):
-            ratio = of[which]["median"] / greedy[which]["median"]
-            assert of[which]["speed_up"] == pytest.approx(ratio)
+            ratio = figures[which]["median"] / greedy[which]["median"]
+            assert figures[which]["speed_up"] == pytest.approx(ratio)
         seconds, steps = (
-            sum(run[name] for run in of["runs"]) for name in ("live_seconds", "live_steps")
+            sum(run[name] for run in figures["runs"]) for name in ("live_seconds", "live_steps")
         )
-        assert of["step_ms"] == pytest.approx(1e3 * seconds / steps)
-        assert of["of_floor"] == pytest.approx(of["step_ms"] / of["floor_ms"])
-        assert of["memory_bytes"] > 0
-        assert of["compile_s"] > 0
+        assert figures["step_ms"] == pytest.approx(1e3 * seconds / steps)
+        assert figures["of_floor"] == pytest.approx(figures["step_ms"] / figures["floor_ms"])
+        assert figures["memory_bytes"] > 0
+        assert figures["compile_s"] > 0
     # All samples have one row in each step, and on average half of the new tokens.
     context = np.mean([run["live_cached_tokens"] / NEW / BATCH for run in greedy["runs"]])
     assert context == pytest.approx(entry["mean_prompt_tokens"] + NEW / 2 - 1, abs=0.01)
@@ -168,8 +168,9 @@ def test_the_command_writes_prints_and_resumes(tmp_path, capsys, monkeypatch):
     assert "whole run" in shown
     assert "ems" in shown
     assert "…" not in shown  # no cell is cut off
-    of = results["entries"][0]["methods"]["ems"]
-    assert (results["settings"]["rates"], of["of_floor"], of["utilisation"]) == (None, None, None)
+    figures = results["entries"][0]["methods"]["ems"]
+    assert results["settings"]["rates"] is None
+    assert figures["of_floor"] is figures["utilisation"] is None
 
     measured = []
 
@@ -224,17 +225,17 @@ def test_what_cannot_be_measured_is_named(options, error, capsys):
 def test_the_options_set_the_acceptance_of_drafts():
     parser = make_parser("")
 
-    def of(*options):
+    def asked_for(*options):
         parsed = parser.parse_args(["bench", "ems-sd", "--shape", "tiny", *options])
         make, _ = scripted(parsed)
         workload = make().workload
         return workload.source, workload.profile
 
-    assert of() == ("prompt-lookup", CopyAcceptance())
-    assert of("--miss", "0.1") == ("prompt-lookup", CopyAcceptance(miss=0.1))
-    assert of("--draft", "draft-model") == ("model", TokenAcceptance(0.8, 4))
+    assert asked_for() == ("prompt-lookup", CopyAcceptance())
+    assert asked_for("--miss", "0.1") == ("prompt-lookup", CopyAcceptance(miss=0.1))
+    assert asked_for("--draft", "draft-model") == ("model", TokenAcceptance(0.8, 4))
     asked = ("--rate", "0.5", "--draft-tokens", "2")
-    assert of("--draft", "draft-model", *asked) == ("model", TokenAcceptance(0.5, 2))
+    assert asked_for("--draft", "draft-model", *asked) == ("model", TokenAcceptance(0.5, 2))
 
 
 @pytest.fixture
@@ -268,10 +269,10 @@ def test_a_model_decodes_a_file_of_texts(bench_texts, articles, tmp_path, draft)
     assert bench_texts(*asked, *drafts) == 0
     (entry,) = json.loads(output.read_bytes())["entries"]
     assert entry["prompts"] == 4  # two batches of two; one is left over
-    for of in entry["methods"].values():
-        assert of["identical"]
-        assert len(of["runs"]) == 2
-        assert of["runs"][0]["tokens"] == of["runs"][1]["tokens"] <= 4 * 6
+    for figures in entry["methods"].values():
+        assert figures["identical"]
+        assert len(figures["runs"]) == 2
+        assert figures["runs"][0]["tokens"] == figures["runs"][1]["tokens"] <= 4 * 6
 
 
 def test_each_model_is_loaded_at_its_revision(articles, tmp_path, tiny_model, monkeypatch):
@@ -348,7 +349,7 @@ def test_the_figure_has_a_line_for_each_method():
         plotting.ems_sd_figure({"entries": []})
 
 
-def test_names_of_batch_sizes_do_not_overlap():
+def test_labels_of_batch_sizes_do_not_overlap():
     speed = {"tokens_per_s": {"speed_up": 1}, "live_tokens_per_s": {"speed_up": 1}}
     entries = [{"batch": batch, "methods": {"ems": speed}} for batch in ems_sd.BATCH_SIZES]
     figure = plotting.ems_sd_figure({"entries": entries})

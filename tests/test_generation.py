@@ -91,9 +91,8 @@ def stepped(model, drafter, state, steps, poison=False):
             beyond = jnp.arange(state.cache.max_len) >= state.cache.lengths[:, None]
             spoil = lambda x, beyond=beyond: jnp.where(beyond[..., None, None], jnp.nan, x)
             layers = jax.tree.map(spoil, state.cache.layers)
-            state = state.__class__(
-                **{**vars(state), "cache": emsjax.decode.cache.KVCache(layers, state.cache.lengths)}
-            )
+            cache = dataclasses.replace(state.cache, layers=layers)
+            state = dataclasses.replace(state, cache=cache)
         state = advance(model, drafter, state)
     return state
 
@@ -187,7 +186,7 @@ def test_the_configs_end_token_is_the_default():
 
 
 @pytest.mark.usefixtures("few_row_counts", "two_row_counts")
-def test_groups_and_copies_give_the_same_tokens():
+def test_refilled_slots_and_several_sequences_give_the_same_tokens():
     model, prompts = tiny_model(), ragged_prompts([5, 9, 20, 3, 14])
     references = [prompt[::-1] for prompt in prompts]
     drafter = emsjax.PromptLookup(match_length=1, references=references)

@@ -1,6 +1,5 @@
 """Goodput is compared with all combinations of lengths, by hand and in the device loop."""
 
-import dataclasses
 import functools
 import itertools
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from toy import VOCAB, ScriptedDrafter, ragged_prompts, script_of, tiny_model
+from toy import VOCAB, Asking, ScriptedDrafter, ragged_prompts, script_of, tiny_model
 
 import emsjax
 from emsjax.decode.base import StepView
@@ -20,8 +19,8 @@ from emsjax.policies import goodput
 from emsjax.policies.survival import AcceptanceCounts
 
 PRIOR = (goodput.PRIOR_RATE, goodput.PRIOR_WEIGHT)
-# Batch, k and buckets. The buckets are finer than real ones of so few rows, and some are too small
-# for the batch.
+# Buckets by batch size and k. They are finer than the real ones for so few rows, and some are too
+# small for the batch.
 SHAPES = {
     (1, 3): (1, 3, 4),
     (2, 3): (2, 4, 5, 8),
@@ -132,23 +131,6 @@ def test_buckets_are_filled(shape, situation, monkeypatch):
     longest = problem.available.max() if situation.drafted else lengths.max()
     everything = np.minimum(problem.available, longest)
     assert problem.num_active + lengths.sum() in SHAPES[shape] or (lengths == everything).all()
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Asking:
-    """A policy with constant lengths."""
-
-    wanted: jax.Array
-
-    def init(self, batch, max_draft_tokens):
-        return ()
-
-    def lengths(self, state, view):
-        return self.wanted
-
-    def update(self, state, view, num_drafted, num_accepted):
-        return state
 
 
 @each_shape
@@ -274,8 +256,8 @@ def drafted_by_step(drafted, script, policy, steps) -> np.ndarray:
     for _ in range(steps):
         state, info = step(small(), drafter, state, policy)
         counts.append(info.num_drafted)
-    for tokens, said, length in zip(state.tokens, script, state.lengths, strict=True):
-        np.testing.assert_array_equal(tokens[:length], said[:length])
+    for tokens, expected, length in zip(state.tokens, script, state.lengths, strict=True):
+        np.testing.assert_array_equal(tokens[:length], expected[:length])
     return np.array(counts)
 
 

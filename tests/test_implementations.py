@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 from kernel_cases import lower_for_cuda
 
@@ -34,11 +35,22 @@ def test_implementations_of_an_operation_take_the_same_arguments(package, functi
     assert all(other.parameters == first.parameters for other in others)
 
 
-@pytest.mark.parametrize("call", [pallas_kernels.ragged_attention, pallas_kernels.update_kv_cache])
+X, WEIGHT = np.zeros((4, 128), np.float32), np.zeros((128, 128), np.float32)
+CALLS = [
+    functools.partial(pallas_kernels.ragged_attention, *[None] * 8),
+    functools.partial(pallas_kernels.update_kv_cache, *[None] * 6),
+    functools.partial(pallas_kernels.update_kv_caches, *[None] * 6),
+    functools.partial(pallas_kernels.linear, X, WEIGHT),
+    functools.partial(pallas_kernels.linear_sums, X, WEIGHT),
+    functools.partial(pallas_kernels.add_layer_norm, X, X, *[None] * 3, epsilon=1e-5),
+    functools.partial(pallas_kernels.sampling_cutoff, X, None, None),
+]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.func.__name__)
 def test_an_error_names_an_unknown_implementation(call):
-    arguments = [None] * (8 if call is pallas_kernels.ragged_attention else 6)
     with pytest.raises(ValueError, match=r"implementation must be None or one of .* not 'fast'"):
-        call(*arguments, implementation="fast")
+        call(implementation="fast")
 
 
 def test_an_implementation_that_the_device_cannot_run_raises_an_error(monkeypatch):

@@ -509,8 +509,6 @@ LAUNCHES = [  # batch, bound of rows per sample, masks
     ],
 )
 def test_the_triton_attention_lowers_for_cuda(dtype, head_dim, batch, bound, masks, monkeypatch):
-    for name, tiling in TILINGS.items():
-        monkeypatch.setattr(tilings, name, tiling)
     lower_attention(dtype, head_dim, batch, bound, masks, 1, monkeypatch)
 
 

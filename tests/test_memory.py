@@ -15,7 +15,6 @@ from emsjax.decode.pack import pack
 from emsjax.decode.row_counts import chunk_rows, row_buckets
 from emsjax.device import available_bytes
 from emsjax.engine import memory
-from emsjax.engine import slots as serving
 from emsjax.engine.memory import MemoryPlan
 from emsjax.models import checkpoint
 
@@ -59,7 +58,7 @@ def test_a_run_that_does_not_fit_names_the_sum_and_the_largest_batch(monkeypatch
     four = MemoryPlan.for_run(model, slots=4, prompt_slots=4, refilled=True, **sizes)
     monkeypatch.setattr(memory, "available_bytes", lambda _: four.total - four.weights)
     with monkeypatch.context() as patch:
-        patch.setattr(serving, "begin_group", None)  # nothing may be allocated
+        patch.setattr("emsjax.engine.slots.begin_group", None)  # nothing may be allocated
         with pytest.raises(ValueError, match=r"KV caches .* largest batch_size that fits is 4"):
             emsjax.generate(model, prompts, max_new_tokens=4)
         with pytest.raises(ValueError, match="largest batch_size that fits is 4"):

@@ -74,7 +74,7 @@ def problems(notebook, path) -> list[str]:
     if [cell["execution_count"] for cell in cells] != list(range(1, len(cells) + 1)):
         found.append("not executed from top to bottom")
     exported = {*emsjax.__all__, *pallas_kernels.__all__, *plotting.__all__}
-    exported |= {name for name, of in vars(verification).items() if callable(of)}
+    exported |= {name for name, value in vars(verification).items() if callable(value)}
     for number, cell in enumerate(cells, start=1):
         if shows_something(cell) != bool(cell["outputs"]) and number > 1:
             found.append(f"cell {number}: its outputs do not match what it shows")
@@ -116,7 +116,7 @@ def test_a_badge_opens_the_notebook_itself(path):
     assert f"/{run.REPOSITORY}/blob/{run.BRANCH}/notebooks/{path.name})" in first
 
 
-def test_the_repository_is_defined_in_one_place(tmp_path, monkeypatch):
+def test_the_repository_is_defined_in_one_place(monkeypatch):
     monkeypatch.setattr(run, "REPOSITORY", "some/where")
     monkeypatch.setattr(run, "INSTALL", run.INSTALL.replace("emsjax/emsjax", "some/where"))
     for path in PATHS:

@@ -34,13 +34,13 @@ def test_both_sides_feed_the_same_rows(tmp_path, capsys):
     results = json.loads(path.read_bytes())
     (entry,) = results["batches"]
     assert (results["commit"], entry["batch"]) == ("abc", 6)
-    best = lambda side: np.array([of["times"][side]["best_ms"] for of in entry["points"]])
-    shares = np.array([of["share"] for of in entry["points"]])
+    best = lambda side: np.array([point["times"][side]["best_ms"] for point in entry["points"]])
+    shares = np.array([point["share"] for point in entry["points"]])
     assert shares.sum() == pytest.approx(1)
     ratio = shares @ best("bucketed") / (shares @ best("exact"))
     assert entry["ratio"] == pytest.approx(ratio)
-    for of in entry["points"]:
-        assert of["bucket"] == min(n for n in entry["buckets"] if n >= of["rows"])
+    for point in entry["points"]:
+        assert point["bucket"] == min(n for n in entry["buckets"] if n >= point["rows"])
     assert "bucketed / exact rows" in capsys.readouterr().out
 
 
@@ -113,15 +113,15 @@ def test_training_is_timed_with_and_without_a_target(tmp_path, capsys):
     assert BENCHMARKS["training"].main(options) == 0
     results = json.loads(path.read_bytes())
     assert results["commit"] == "abc"
-    assert [list(of["losses"]) for of in results["entries"]] == [
+    assert [list(entry["losses"]) for entry in results["entries"]] == [
         ["cross-entropy"],
         ["forward-kl", "cross-entropy"],
     ]
     flops = training.training_flops(MODELS["tiny"], 2, 16)
-    for of in results["entries"]:
-        median = np.median(of["steps_s"])
-        assert of["tokens_per_s"] == pytest.approx(32 / median)
-        assert of["tflop_per_s"] == pytest.approx(flops / median / 1e12)
+    for entry in results["entries"]:
+        median = np.median(entry["steps_s"])
+        assert entry["tokens_per_s"] == pytest.approx(32 / median)
+        assert entry["tflop_per_s"] == pytest.approx(flops / median / 1e12)
         rate = results["rates"]["matmul_tflop_per_s"]
-        assert of["share"] == pytest.approx(of["tflop_per_s"] / rate)
+        assert entry["share"] == pytest.approx(entry["tflop_per_s"] / rate)
     assert len(capsys.readouterr().out.splitlines()) == 2

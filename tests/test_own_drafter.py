@@ -11,7 +11,7 @@ from toy import ragged_prompts, tiny_model
 import emsjax
 from emsjax.drafters.replay import Replay
 
-pytestmark = pytest.mark.usefixtures("unchecked_annotations")  # nor are a user's
+pytestmark = pytest.mark.usefixtures("unchecked_annotations")  # as for users
 NEW = 8
 PROMPTS = ragged_prompts([5, 9])
 SAMPLED = {"sampling": emsjax.Sampling(0.9), "key": jax.random.key(0)}
@@ -155,7 +155,7 @@ class Half:
         return ()
 
 
-NO_DRAFTERS = {
+INVALID_DRAFTERS = {
     "a name": (lambda: "prompt-lookup", r"\(emsjax\.Drafter\); 'str' has none"),
     "a model": (tiny_model, "'OPT' has none"),
     "a class": (
@@ -166,7 +166,7 @@ NO_DRAFTERS = {
 }
 
 
-@pytest.mark.parametrize(("drafter", "message"), NO_DRAFTERS.values(), ids=NO_DRAFTERS)
+@pytest.mark.parametrize(("drafter", "message"), INVALID_DRAFTERS.values(), ids=INVALID_DRAFTERS)
 def test_an_object_that_is_not_a_drafter_is_rejected_before_any_work(drafter, message):
     options = {"max_new_tokens": NEW, "batch_size": 1}
     for decode in (emsjax.generate, emsjax.stream):

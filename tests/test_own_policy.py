@@ -54,7 +54,7 @@ class Forgotten:
     init, lengths = Plain.init, Plain.lengths
 
 
-NO_POLICIES = {
+INVALID_POLICIES = {
     "a number": (3, r"such as emsjax\.FixedLength\(3\), not int$"),
     "a name": ("goodput", "not str$"),
     "a class": (emsjax.BassHeuristic, "not the class BassHeuristic$"),
@@ -64,7 +64,7 @@ NO_POLICIES = {
 
 
 @pytest.mark.parametrize("drafter", [None, LOOKUP], ids=["plain", "lookup"])
-@pytest.mark.parametrize(("policy", "message"), NO_POLICIES.values(), ids=NO_POLICIES)
+@pytest.mark.parametrize(("policy", "message"), INVALID_POLICIES.values(), ids=INVALID_POLICIES)
 def test_an_object_that_is_not_a_policy_is_rejected_before_any_work(policy, message, drafter):
     for prompts in (PROMPTS, iter(PROMPTS)):
         with pytest.raises(ValueError, match=f"^draft_length must be a .*{message}"):

@@ -152,7 +152,7 @@ def test_only_the_librarys_own_attention_receives_queries_keys_and_values_as_one
     assert seen == [[(5, 2, 4)] * 3] + [[(5, 6, 4), None, None]] * 2
 
 
-def test_equal_kernels_compile_once():
+def test_kernels_chosen_alike_are_equal_and_hash_alike():
     assert resolve_kernels("xla") == resolve_kernels("xla") == resolve_kernels(None)
     assert resolve_kernels("xla") != resolve_kernels("reference")
     assert hash(resolve_kernels("xla")) == hash(resolve_kernels("xla"))

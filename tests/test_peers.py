@@ -1,4 +1,4 @@
-"""`emsjax bench peers`: both libraries say the same, draft, and are timed alike."""
+"""`emsjax bench peers`: both libraries output the same tokens, draft, and are timed alike."""
 
 import dataclasses
 import itertools

@@ -18,7 +18,7 @@ from emsjax.decode.layout import Layout
 from emsjax.decode.pack import AcceptedPath, pack
 
 WORKLOADS, BATCHES = ("llma", "poor", "mixed"), (1, 24)
-# What the legend calls them, by what the results do; an unknown one keeps its name.
+# Labels in the legend, by names in the results; an unknown policy is labelled with its name.
 POLICIES = {
     "bass": "BassHeuristic (bass)",
     "synergy": "BatchSizeTable (synergy)",
@@ -62,22 +62,23 @@ def test_every_workload_and_batch_has_a_panel_with_all_its_figures(results):
         lines = {line.get_label(): line for line in axes.get_lines()}
         fixed = lines.pop("fixed length")
         assert list(fixed.get_xdata()) == [0, 1, 2]
-        of = {name: of["tokens_per_s"] for name, of in entry["policies"].items()}
-        assert list(fixed.get_ydata()) == [of[f"fixed {n}"] for n in range(3)]
+        policies = entry["policies"].items()
+        speeds = {name: figures["tokens_per_s"] for name, figures in policies}
+        assert list(fixed.get_ydata()) == [speeds[f"fixed {n}"] for n in range(3)]
         levels = {name: line.get_ydata()[0] for name, line in lines.items()}
         plain = {"plain decoding": entry["plain"]["tokens_per_s"]}
-        assert levels == plain | {label: of[name] for name, label in POLICIES.items()}
+        assert levels == plain | {label: speeds[name] for name, label in POLICIES.items()}
         assert axes.get_xlabel() == "draft length (tokens)"
         assert axes.get_ylabel() == "speed (tokens/s)"
         low, high = axes.get_ylim()
         assert low == 0
-        assert high > max(of.values())
+        assert high > max(speeds.values())
 
 
 def test_entries_timed_only_while_all_samples_are_live_are_drawn_so(results):
     entry = results["entries"][0]
-    for of in entry["policies"].values():
-        of |= {"tokens_per_s": None, "live_tokens_per_s": of["tokens_per_s"]}
+    for figures in entry["policies"].values():
+        figures |= {"tokens_per_s": None, "live_tokens_per_s": figures["tokens_per_s"]}
     first, *others = plotting.draft_length_figure(results).axes
     assert first.get_ylabel() == "speed, all live (tokens/s)"
     assert list(first.get_lines()[0].get_ydata()) == [1101, 1100, 1102]
@@ -126,7 +127,8 @@ def bench(tmp_path, monkeypatch):
         measured.append(results)
         live = {"live_tokens_per_s": None, "mean_acceptance_length": 1.0}
         for entry in (entry_of("llma", 1), entry_of("poor", 1)):
-            entry["policies"] = {name: of | live for name, of in entry["policies"].items()}
+            policies = entry["policies"].items()
+            entry["policies"] = {name: figures | live for name, figures in policies}
             results["entries"].append(entry)
 
     monkeypatch.setattr(draft_length, "run", run)
@@ -152,7 +154,7 @@ def test_the_bench_saves_its_figure(bench, tmp_path, name, start):
     ("name", "part"),
     [("a.txt", "must end in one of"), ("a", "must end in"), ("none/a.png", "cannot be written")],
 )
-def test_a_bad_name_is_refused_before_the_work(bench, tmp_path, capsys, name, part):
+def test_a_bad_name_is_refused_before_the_work(bench, capsys, name, part):
     measured, run = bench
     assert run(name) == 2
     shown = capsys.readouterr().err
@@ -247,9 +249,9 @@ def caches():
     assert isinstance(before["padded"], SharedIndexCache)
     fresh = (jnp.ones((16, 3, 1)),)
     after = {}
-    for name, of in before.items():
+    for name, held in before.items():
         path = AcceptedPath.prefix(ROWS[name], jnp.array(KEPT))
-        after[name] = of.commit(fresh, ROWS[name], path, resolve_kernels(None).update)
+        after[name] = held.commit(fresh, ROWS[name], path, resolve_kernels(None).update)
     return before, after
 
 

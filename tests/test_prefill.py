@@ -13,16 +13,18 @@ from emsjax.decode.prefill import prefill
 LENGTHS = [9, 0, 33, 1, 20]
 
 
+def filler():
+    """A new function, which is traced with the present value of MAX_CHUNK_ROWS."""
+    return lambda *args: prefill(*args, kernels=resolve_kernels(None))
+
+
 def filled(lengths, already=0):
-    """Cache and tokens after prefilling to `already` tokens, then to `lengths`."""
+    """The cache after prefilling to `already` tokens, then to `lengths`."""
     model, batch = tiny_model(), len(lengths)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (batch, 64)), jnp.int32)
     cache = model.init_cache(batch, 64)
     for target in (np.minimum(lengths, already), lengths):
-        fill = lambda model, cache, tokens, target: prefill(
-            model, cache, tokens, target, kernels=resolve_kernels(None)
-        )
-        cache = jax.jit(fill)(model, cache, tokens, jnp.asarray(target, jnp.int32))
+        cache = jax.jit(filler())(model, cache, tokens, jnp.asarray(target, jnp.int32))
     return cache
 
 
@@ -42,11 +44,8 @@ def test_chunks_do_not_change_the_cache(rows, monkeypatch):
 
 def test_activations_of_long_prompts_are_as_large_as_one_chunk():
     model, batch, width = tiny_model(), 24, 2048
-    fill = lambda model, cache, tokens, lengths: prefill(
-        model, cache, tokens, lengths, kernels=resolve_kernels(None)
-    )
     tokens, lengths = jnp.zeros((batch, width), jnp.int32), jnp.full(batch, 1919, jnp.int32)
-    text = str(jax.make_jaxpr(fill)(model, model.init_cache(batch, width), tokens, lengths))
+    text = str(jax.make_jaxpr(filler())(model, model.init_cache(batch, width), tokens, lengths))
     assert f"f32[{row_counts.MAX_CHUNK_ROWS},{model.config.hidden_size}]" in text
     assert f"[{batch * width}," not in text
     assert f",{VOCAB}]" not in text  # no logits are computed

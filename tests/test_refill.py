@@ -43,7 +43,7 @@ def drafters():
         "prompt lookup": emsjax.PromptLookup(match_length=1),
         "references": emsjax.PromptLookup(match_length=1, references=[p[::-1] for p in prompts]),
         "draft model": emsjax.DraftModel(tiny_model(num_hidden_layers=1), 3),
-        "no pytree": CARELESS,
+        "not a pytree": CARELESS,
     }
 
 

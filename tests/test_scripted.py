@@ -49,7 +49,7 @@ def generate(drafter, model=None, **options) -> emsjax.GenerateOutput:
     return emsjax.generate(model or model_of_text(), ragged_prompts(LENGTHS), drafter, **options)
 
 
-def assert_says_text(out):
+def assert_outputs_text(out):
     for prompt_length, new, tokens in zip(LENGTHS, NEW_TOKENS, out.tokens, strict=True):
         np.testing.assert_array_equal(tokens[:new], text_of()[prompt_length:][:new])
 
@@ -88,7 +88,7 @@ def test_text_may_be_shorter_than_the_models_positions():
 
 
 def test_plain_decoding_outputs_the_text_after_every_prompt():
-    assert_says_text(generate(None))
+    assert_outputs_text(generate(None))
 
 
 def shares(values) -> np.ndarray:

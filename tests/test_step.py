@@ -172,24 +172,32 @@ def test_drafts_from_the_targets_hidden_states_are_always_accepted(name):
     assert out.stats.num_drafted.sum() > 20
 
 
-@pytest.mark.parametrize("taps", [(0,), (1,), (2,)])
+@pytest.mark.parametrize(
+    ("taps", "num_sequences"), [((0,), 1), ((1,), 1), ((2,), 1), ((2,), 2)], ids=str
+)
 @pytest.mark.parametrize("refilled", [False, True])
-def test_observed_hidden_states_equal_those_of_a_fresh_forward(taps, refilled):
-    """States are observed in prefill, in refill and after verification, of accepted rows only."""
+def test_observed_hidden_states_equal_those_of_a_fresh_forward(taps, num_sequences, refilled):
+    """States are observed in prefill, in refill and after verification, of accepted rows only.
+
+    Sequences of one prompt do not share its cache, as each slot's prompt has to be observed.
+    """
     model, prompts, kernels = tiny_model(), ragged_prompts(LENGTHS), resolve_kernels(None)
     right = emsjax.generate(model, prompts, max_new_tokens=9)
     drafter = Watching(model, jnp.arange(VOCAB, dtype=jnp.int32), taps=taps)
-    run, requests = check(make_run(model, drafter), prompts, max_new_tokens=9)
+    asked = {"max_new_tokens": 9, "num_sequences": num_sequences}
+    run, requests = check(make_run(model, drafter), prompts, **asked)
+    count = num_sequences * len(LENGTHS)
     if refilled:
         held = slots.Slots(run, requests, 4)
         rows = list(held.serve(slots.sequences_of(requests)))
-        assert len(rows) == len(LENGTHS)
     else:
-        held = slots.Slots.filled(run, requests, np.arange(6), 6, requests.max_len)
+        held = slots.Slots.filled(run, requests, np.arange(count), count, requests.max_len)
         rows = held.finish(None)
+    assert len(rows) == count
     for row in rows:
         new = row["tokens"][row["prompt_lengths"] : row["lengths"]]
-        np.testing.assert_array_equal(new, right.tokens[row["sequence_ids"], : len(new)])
+        prompt = row["sequence_ids"] // num_sequences
+        np.testing.assert_array_equal(new, right.tokens[prompt, : len(new)])
     state = held.state
     seen_tokens, seen_hidden, times = state.drafter_state
     lengths = state.lengths - 1

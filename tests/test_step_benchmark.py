@@ -80,9 +80,9 @@ def test_steps_feed_exactly_the_rows_of_their_shape(results):
 def test_times_floors_and_ratios_are_consistent(results):
     config = OPTConfig(**results["settings"]["config"])
     for entry in results["shapes"]:
-        runs = entry["runs_ms"]
-        assert [len(runs["3"]), len(runs["13"])] == [7, 7]
-        assert entry["best_ms"] == pytest.approx((min(runs["13"]) - min(runs["3"])) / 10)
+        times = entry["runs_ms"]
+        assert [len(times["3"]), len(times["13"])] == [7, 7]
+        assert entry["best_ms"] == pytest.approx((min(times["13"]) - min(times["3"])) / 10)
         shape = entry["batch"], entry["rows_per_sample"]
         floor = step.floor_ms(config, *shape, entry["mean_context"], REFERENCE)
         assert entry["floor_ms"]["reference"] == pytest.approx(floor)

@@ -1,4 +1,4 @@
-"""What a step takes: its model, how that is fitted to times, and what policies read of it."""
+"""Costs of a step: their arithmetic, their fit to measured times, and how policies read them."""
 
 import contextlib
 import dataclasses
@@ -41,7 +41,7 @@ def test_costs_are_linear_between_the_knots_and_beyond_the_last(x, expected):
     assert along(jnp.float32(x), knots, values) == expected
 
 
-def test_the_last_slope_counts_and_no_cost_falls_behind_it():
+def test_costs_beyond_the_last_knot_have_the_last_slope_and_never_fall():
     knots = jnp.array([1.0, 2.0, 4.0])
     last = lambda *values: along(jnp.array([4.0, 6.0]), knots, jnp.array(values)).tolist()
     assert last(1.0, 5.0, 6.0) == [6, 7]
@@ -155,7 +155,7 @@ def test_a_table_of_a_rate_has_the_fastest_lengths(rate):
 @pytest.mark.parametrize(
     ("histogram", "longest"),
     [([[3, 0, 0, 1, 2], [1, 0, 0, 0, 3]], 4), ([[6, 0, 0, 0, 0], [2, 1, 1, 0, 0]], 1)],
-    ids=["most stand", "most fall"],
+    ids=["most are accepted", "most are rejected"],
 )
 def test_a_table_of_a_run_has_the_fastest_lengths(histogram, longest):
     # A draft of 4 tokens in 6 of 10 steps. If all samples drafted, not more than 1 would pay at 8.
@@ -170,7 +170,7 @@ def test_a_table_of_a_run_has_the_fastest_lengths(histogram, longest):
 
 @pytest.mark.parametrize("rate", [None, 0.6])
 def test_a_table_for_free_drafts_leaves_out_what_the_draft_model_costs(rate):
-    # With no rate given, that of the profile.
+    # Without a given rate, the profile's is used.
     profile = PROFILE | {"table": PROFILE["table"] | {"acceptance_rate": 0.6}}
     found = entries(emsjax.BatchSizeTable.from_profile(profile, rate, free=True))
     accepted = [sum(0.6**i for i in range(1, s + 1)) for s in range(5)]
@@ -179,7 +179,7 @@ def test_a_table_for_free_drafts_leaves_out_what_the_draft_model_costs(rate):
 
 
 @pytest.mark.parametrize("written", [False, True], ids=["dict", "file"])
-def test_costs_survive_the_profile(written, tmp_path):
+def test_costs_are_read_back_from_a_profile(written, tmp_path):
     profile = json.loads(json.dumps(PROFILE))
     if written:
         profile = tmp_path / "profile.json"
@@ -198,7 +198,7 @@ READERS = [emsjax.StepCosts, emsjax.Goodput, emsjax.BatchSizeTable]
 
 
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.__name__)
-def test_what_is_no_profile_is_refused(reader, tmp_path):
+def test_a_file_that_is_not_a_profile_is_refused(reader, tmp_path):
     path = tmp_path / "other"
     for text, message in (
         ("rows", "other is not JSON"),
@@ -223,7 +223,7 @@ def test_what_is_no_profile_is_refused(reader, tmp_path):
 
 
 @pytest.mark.parametrize("rate", [1.1, -0.1, np.nan])
-def test_a_rate_that_is_no_probability_is_refused(rate):
+def test_a_rate_that_is_not_a_probability_is_refused(rate):
     with pytest.raises(ValueError, match=r"acceptance must be in 0\.\.1"):
         emsjax.BatchSizeTable.from_profile(PROFILE, rate)
 
@@ -254,7 +254,7 @@ def test_exact_times_are_fitted_exactly():
     assert errors["max_error"] < 1e-9
 
 
-def test_what_reading_a_cache_again_takes_is_fitted_exactly():
+def test_the_cost_of_reading_a_cache_again_is_fitted_exactly():
     row_ms, token_ms, reread = {16: 2.0, 32: 2.5, 64: 7.0}, 0.004, 0.4
     places = [(16, 100, 16), (16, 50, 16), (32, 100, 17), (64, 100, 16), (64, 100, 33)]
     times = [row_ms[rows] + token_ms * n * (1 + reread * ((m - 1) // 16)) for rows, n, m in places]
@@ -266,7 +266,7 @@ def test_what_reading_a_cache_again_takes_is_fitted_exactly():
     assert errors["max_error"] < 1e-6
 
 
-def test_where_caches_are_read_once_reading_them_again_costs_nothing():
+def test_the_cost_of_reading_again_is_0_if_all_caches_are_read_once():
     assert of_points(points_of({16: 2.0, 32: 2.5}, 0.004))[0].reread == 0
 
 
@@ -303,18 +303,18 @@ def test_more_rows_make_no_step_faster():
 @pytest.mark.parametrize(
     ("counts", "ms", "expected"), [((2,), [5.0], 5), ((2, 6), [5.0, 9.0], 35), ((1, 2), [3, 4], 34)]
 )
-def test_further_layers_cost_what_those_between_the_slices_do(counts, ms, expected):
+def test_further_layers_cost_as_much_as_those_between_the_slices(counts, ms, expected):
     assert measured.extrapolate(counts, ms, 32) == expected
 
 
-def test_a_synergy_of_its_own_model_is_fitted_exactly():
+def test_times_that_follow_the_synergy_model_are_fitted_exactly():
     verify = {1: (0.5, 4.0), 8: (1.5, 6.0)}
     points = [
         Point(batch, 64, 100, alpha * s + beta, s + 1)
         for batch, (alpha, beta) in verify.items()
         for s in (0, 1, 3)
     ]
-    # Times at other contexts are no times of this batch size's step.
+    # Times at another context are left out of the fit.
     points += [Point(batch, batch, 50, 99.0) for batch in verify]
     accepted = 0.9 * np.arange(5.0) ** 0.6
     found = measured.fit_synergy(points, accepted)
@@ -325,7 +325,7 @@ def test_a_synergy_of_its_own_model_is_fitted_exactly():
     assert found["accepted"] == pytest.approx({"c": 0.9, "gamma": 0.6, "max_error": 0}, abs=1e-9)
 
 
-def test_a_synergy_fit_says_how_far_it_is_off():
+def test_a_synergy_fit_reports_its_largest_error():
     points = [Point(1, rows, 9, ms, rows) for rows, ms in ((1, 4.0), (2, 4.0), (3, 6.0))]
     found = measured.fit_synergy(points, accepted_at_rate(0.7, 8))
     verify, accepted = found["verify"][1], found["accepted"]
@@ -361,7 +361,7 @@ def profile() -> dict:
 
 
 def test_points_are_steps_of_every_bucket_and_of_half_the_context(profile):
-    # One bucket of 4 rows a sample: so few rows cost the same.
+    # So few rows have one bucket, of 4 rows per sample.
     fed = [(point["batch"], point["rows"]) for point in profile["points"]]
     assert fed == [(1, 4), (1, 4), (2, 8), (2, 8)]
     for whole, half in (profile["points"][:2], profile["points"][2:]):
@@ -375,7 +375,7 @@ def test_points_are_steps_of_every_bucket_and_of_half_the_context(profile):
 
 
 def buckets_reached(shape, rows):
-    """By steps in which every sample of a batch of this shape has so many rows."""
+    """The buckets of steps in which every sample of a batch of this shape has so many rows."""
     buckets = np.array(row_buckets(*shape))
     return set(buckets[np.searchsorted(buckets, shape[0] * np.array(rows))])
 
@@ -415,7 +415,7 @@ def test_slices_run_long_where_there_is_room(positions, context, steps):
     assert deep.steps == steps
 
 
-def test_of_a_deep_model_two_slices_take_turns(monkeypatch):
+def test_two_slices_of_a_deep_model_take_turns(monkeypatch):
     turns, compiled = [], []
     compile_run = runs.StepRun.compile
 
@@ -478,7 +478,7 @@ def test_loops_compile_before_any_of_them_runs(monkeypatch):
 
 @contextlib.contextmanager
 def compilations():
-    """Durations of what compiles meanwhile."""
+    """Yields a list that collects the durations of compilations."""
     found = []
     note = lambda name, seconds, **_: found.append(seconds) if "backend_compile" in name else None
     jax.monitoring.register_event_duration_secs_listener(note)
@@ -533,16 +533,16 @@ def test_the_synergy_model_is_step_and_drafting_time_by_emitted_tokens():
 @pytest.mark.parametrize(
     ("gain", "first", "length"), [(-0.01, 0, 0), (0.01, 0, 2), (-0.01, 0.001, 1), (0.01, 0.001, 2)]
 )
-def test_drafts_with_which_steps_take_longer_must_gain_something(gain, first, length):
+def test_drafts_that_make_a_step_longer_must_gain_something(gain, first, length):
     costs = emsjax.StepCosts.of({16: 1.0, 24: 1.5 / (1 + LEAST_GAIN + gain)})
-    # 8 samples have 16 rows with one draft token each, and then no fewer without: 16 is the least.
+    # 16 rows is the smallest bucket: 8 samples fill it with one draft token each.
     found = synergy_lengths(costs, [8], 100, np.array([0, first, 0.5]), np.arange(3.0))
     assert found == {8: length}
 
 
 def test_in_the_synergy_model_long_drafts_read_the_cache_again():
     costs = emsjax.StepCosts.of({1: 2.0}, token_ms=0.01, reread=0.5)
-    # Of 2 samples with 100 cached tokens each a quarter drafts.
+    # There are 2 samples with 100 cached tokens each; on average a quarter of them drafts.
     ms = synergy_ms(costs, 2, 100, np.arange(34.0), np.arange(34.0) / 4)
     further = [0] * 16 + [1] * 16 + [2] * 2
     expected = [(4 + 0.25 * n) / (s + 1) for s, n in enumerate(further)]

@@ -263,7 +263,7 @@ def test_four_devices_output_the_same_tokens_as_one():
     )
     assert run.returncode == 0, run.stderr
     tokens, used = json.loads(run.stdout)
-    assert {int(prompt): said for prompt, said in tokens.items()} == {
+    assert {int(prompt): emitted for prompt, emitted in tokens.items()} == {
         i: whole.tokens[i, : whole.lengths[i]].tolist() for i in range(len(prompts))
     }
     assert used == [0, 1, 2, 3]

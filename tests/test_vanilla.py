@@ -185,8 +185,8 @@ def test_gaps_are_masked_and_there_is_room_for_them(seed):
         assert int(state.cache.num_masked) == masked + 3 * most - total
         np.testing.assert_array_equal(state.cache.mask.sum(axis=1), state.cache.lengths)
     for sample, prompt in enumerate(prompts):
-        said = state.tokens[sample, len(prompt) : len(prompt) + NEW]
-        np.testing.assert_array_equal(said, plain.tokens[sample])
+        emitted = state.tokens[sample, len(prompt) : len(prompt) + NEW]
+        np.testing.assert_array_equal(emitted, plain.tokens[sample])
 
 
 @pytest.mark.parametrize(("slots", "k1"), [(1, 8), (3, 8), (24, 8), (24, 1)])

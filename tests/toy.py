@@ -1,4 +1,4 @@
-"""A tiny random model and drafters of known behaviour."""
+"""A tiny random model, and drafters and a policy of known behaviour."""
 
 import dataclasses
 import functools
@@ -82,6 +82,23 @@ class CarelessDrafter:
         return emsjax.Draft(noise, counts), state + 1
 
     def commit(self, state, lengths):
+        return state
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Asking:
+    """A user's policy with constant lengths, which may be out of range."""
+
+    wanted: jax.Array  # [b]
+
+    def init(self, batch, max_draft_tokens):
+        return ()
+
+    def lengths(self, state, view):
+        return self.wanted
+
+    def update(self, state, view, num_drafted, num_accepted):
         return state
 
 
