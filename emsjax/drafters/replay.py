@@ -41,9 +41,9 @@ class Overriding(Drafter, abc.ABC):
     def for_prompts(self, prompt_indices: np.ndarray, num_prompts: int):
         if self.source is None:
             return self
-        source = self._source.for_prompts(prompt_indices, num_prompts)
-        same = source is self._source or source is self.source
-        return self if same else dataclasses.replace(self, source=source)
+        source = self._source
+        chosen = source.for_prompts(prompt_indices, num_prompts)
+        return self if chosen is source else dataclasses.replace(self, source=chosen)
 
     def check_target(self, config: ModelConfig, positions: int) -> None:
         if self.source is not None:
