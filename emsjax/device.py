@@ -1,4 +1,4 @@
-"""The dtype that suits the default device."""
+"""The dtype that suits the default device, and the memory that a device has free."""
 
 import os
 from typing import Any

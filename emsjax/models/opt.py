@@ -93,7 +93,7 @@ class OPT(nnx.Module):
     """A decoder-only OPT language model.
 
     The same forward serves prefill, catch-up of a draft model and verification: it
-    reads the cache, never writes it, and returns the fresh K/V to commit.
+    reads the cache, never writes it, and returns the fresh keys and values to commit.
 
     Args:
         config: the architecture.
@@ -131,7 +131,7 @@ class OPT(nnx.Module):
         max_rows_per_sample: int | None = None,
         taps: tuple[int, ...] = (),
     ) -> ModelOutput:
-        """Computes final hidden states of the packed rows, and every layer's fresh K/V.
+        """Computes final hidden states of the packed rows, and their q, k and v in every layer.
 
         The hidden states are float32 if layers normalise before each part.
 

@@ -20,7 +20,7 @@ class Tiling(NamedTuple):
     num_stages: int
 
     def holding(self, lanes: int) -> "Tiling":
-        """This tiling, or one with as many rows, a power of two, as hold this many lanes."""
+        """This tiling, with more rows if these lanes need them: the next power of two."""
         rows = max(self.rows, pl.next_power_of_2(lanes))
         return self._replace(rows=rows, num_warps=max(self.num_warps, rows // ROWS_PER_WARP))
 
@@ -32,7 +32,7 @@ class Launch(NamedTuple):
     few: Tiling | None  # for tiles with few rows in prefill; None in decoding
     group: int  # query heads that share a K/V head
     splits: int  # shares into which the keys of all samples are cut
-    max_tiles: int  # most tiles of any sample
+    max_tiles: int  # the most tiles that a sample may have
     one_block: bool  # whether tiling.rows keys hold the fresh rows of any sample
     scale: float  # factor of the scores
 
@@ -72,7 +72,7 @@ def launch_for(
         heads: query heads.
         cache_shape: [batch, max_len, kv_heads, head_dim].
         rows: packed rows.
-        most: rows of any sample.
+        most: the most rows that a sample may have.
         item_bytes: bytes of one number of the queries.
         scale: the factor of the scores.
     """
