@@ -36,7 +36,7 @@ from emsjax.models.weight_files import (
     read_json,
 )
 
-Model = TypeVar("Model", bound=nnx.Module)
+LoadedModel = TypeVar("LoadedModel", bound=nnx.Module)
 DTYPES = ("bfloat16", "float16", "float32")
 READABLE_DTYPES = (*DTYPES, "float64")
 MAX_SHARD_BYTES = 2 << 30
@@ -82,8 +82,8 @@ def weights_of(model: nnx.Module, *, torch_layout: bool) -> list[Parameter]:
 
 
 def load(
-    cls: type[Model], path_or_repo_id: str | PathLike, *, dtype, revision: str | None = None
-) -> Model:
+    cls: type[LoadedModel], path_or_repo_id: str | PathLike, *, dtype, revision: str | None = None
+) -> LoadedModel:
     """A model from a local folder or a repository of the Hugging Face hub.
 
     The first of these formats that exists is read, in one file or in shards:
