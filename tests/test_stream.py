@@ -159,7 +159,7 @@ def test_prompts_read_before_the_iterator_raises_are_completed_first():
         *(
             (
                 {"drafter": emsjax.PromptLookup(references=[[3, 4]] * count)},
-                "a drafter that holds something for each prompt needs a sequence",
+                "a drafter that holds data for each prompt needs a sequence",
             )
             for count in (1, 3)
         ),

@@ -45,7 +45,7 @@ DECODE_PADDED = Tiling(rows=16, keys=32, num_warps=2, num_stages=3)
 # where there is hardly a program for each multiprocessor.
 DECODE_SMALL = Tiling(rows=16, keys=64, num_warps=2, num_stages=4)
 DECODE_FEW_SMALL = Tiling(rows=16, keys=128, num_warps=4, num_stages=4)
-# A sample with more rows than so many tiles of DECODE.rows is a prefill: each tile reads the
+# A sample with more rows than this many tiles of DECODE.rows is a prefill: each tile reads the
 # sample's keys, and larger tiles read them less often.
 DECODE_TILES = 3
 DECODE_LANES = 64  # most lanes of a tile in decoding, where query heads share a K/V head
