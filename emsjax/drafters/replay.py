@@ -101,9 +101,9 @@ class Replay(Overriding):
 
     def override(self, lengths, draft_lengths) -> Draft:
         index = jnp.arange(self.max_draft_tokens)
-        right = _at(self.text, lengths[:, None] + index)
+        correct = _at(self.text, lengths[:, None] + index)
         wrong = index == _at(self.right, lengths[:, None])
-        tokens = jnp.where(wrong, (right + 1) % self.vocab_size, right)
+        tokens = jnp.where(wrong, (correct + 1) % self.vocab_size, correct)
         counts = _at(self.counts, lengths[:, None])[:, 0]
         return Draft(tokens, jnp.minimum(counts, draft_lengths))
 
