@@ -1,4 +1,4 @@
-"""The dtype that suits the default device."""
+"""The dtype that suits the default device, and the memory that a device has free."""
 
 import os
 from typing import Any
@@ -48,7 +48,7 @@ def available_bytes(device: jax.Device | None = None) -> int | None:
 
 
 def _available_host_bytes() -> int:
-    """What the system can hand out, file caches included where it says so."""
+    """Free memory of the host, including file caches where the system reports them."""
     try:
         with open("/proc/meminfo") as file:
             for line in file:

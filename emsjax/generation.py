@@ -16,7 +16,7 @@ from emsjax.decode.run import Run
 from emsjax.decode.state import DecodeState, StepInfo
 from emsjax.decode.step import advance
 from emsjax.engine.adapt import make_run
-from emsjax.engine.group import begin_group, prompts_served
+from emsjax.engine.group import begin_group, sequences_served
 from emsjax.engine.output import GenerateOutput, assemble
 from emsjax.engine.preparation import check, check_memory, for_prompts
 from emsjax.engine.requests import Requests
@@ -142,7 +142,7 @@ def in_groups(
 
 def group_run(run: Run, requests: Requests, group: np.ndarray, slots: int) -> Run:
     """Returns the run with the drafter for the prompts of one group of sequences."""
-    prompts = prompts_served(requests, group, slots) // requests.num_sequences
+    prompts = sequences_served(group, slots) // requests.num_sequences
     return for_prompts(run, prompts, requests.num_prompts)
 
 

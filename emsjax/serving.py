@@ -1,6 +1,8 @@
 """An engine that keeps its slots for callers with many requests."""
 
 import dataclasses
+import inspect
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
@@ -60,6 +62,7 @@ class Engine:
         requests = dataclasses.replace(requests, max_len=round_up(self.longest, WIDTH))
         count = check_at_least("batch_size", batch_size, 1)
         self.slots = make_slots(self.run, requests, count, devices)
+        self.last_call = lambda: None  # a weak reference to its results
 
     def stream(
         self,
@@ -97,8 +100,15 @@ class Engine:
             _, requests = check_unseen(self.run, self.longest, **options)
             source = Source(enumerate(prompts), self.run.model.config, requests, key, self.longest)
             entries = source.entries()
+        # The slots themselves notice a call only once its first result is asked for.
+        last = self.last_call()
+        if last is not None and inspect.getgeneratorstate(last) != inspect.GEN_CLOSED:
+            raise ValueError("the slots serve another call: read its results, or close it, first")
         reopen(self.slots, requests)
         rows = rows_of_all(self.slots, entries)
         if source is not None:
-            return source.completions(rows)
-        return completions_of(rows, requests.num_sequences)
+            results = source.completions(rows)
+        else:
+            results = completions_of(rows, requests.num_sequences)
+        self.last_call = weakref.ref(results)
+        return results

@@ -382,7 +382,7 @@ def test_a_repository_without_config_or_weights_is_an_error(hub, missing):
 @pytest.mark.parametrize("name", ["/nowhere/at/all", "./a", "~/b", "a/b/c", ""])
 def test_a_path_that_is_not_a_folder_is_not_looked_up_on_the_hub(monkeypatch, name):
     monkeypatch.setattr(huggingface_hub, "list_repo_files", None)
-    with pytest.raises(ValueError, match=f"^'{name}' is no folder$"):
+    with pytest.raises(ValueError, match=f"^'{name}' is not a folder$"):
         load(name)
 
 
@@ -393,10 +393,10 @@ def test_a_name_of_neither_a_folder_nor_a_repository_is_an_error(hub, name):
 
 
 def test_a_path_object_is_never_a_repository(hub, tmp_path):
-    with pytest.raises(ValueError, match=r"is no folder$"):
+    with pytest.raises(ValueError, match=r"is not a folder$"):
         load(Path("someone/tiny"))
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"is no folder$"):
+    with pytest.raises(ValueError, match=r"is not a folder$"):
         load(str(tmp_path / "file"))
 
 

@@ -59,7 +59,7 @@ INVALID_POLICIES = {
     "a name": ("goodput", "not str$"),
     "a class": (emsjax.BassHeuristic, "not the class BassHeuristic$"),
     "without a method": (Forgotten(), "not Forgotten, which has no update$"),
-    "unregistered": (Plain(), "pytree, and Plain is none: .*register_static.*register_dataclass"),
+    "unregistered": (Plain(), "pytree, and Plain is not: .*register_static.*register_dataclass"),
 }
 
 

@@ -84,5 +84,5 @@ def test_each_slot_searches_its_own_prompts_reference():
 
 @pytest.mark.usefixtures("unchecked_annotations")
 def test_references_that_are_not_token_ids_are_rejected():
-    with pytest.raises(ValueError, match="references must be a sequence of token ids of each"):
+    with pytest.raises(ValueError, match="references must be a list of token-id sequences"):
         emsjax.PromptLookup(references=5)

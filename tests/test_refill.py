@@ -229,7 +229,7 @@ def test_a_drafter_that_would_be_recompiled_for_every_prompt_is_rejected():
 
     model, prompts = tiny_model(), ragged_prompts([4, 5, 6])
     drafter = Plain(references=prompts)
-    with pytest.raises(ValueError, match=r"Plain holds something for each prompt.* a pytree"):
+    with pytest.raises(ValueError, match=r"Plain holds data for each prompt.* a pytree"):
         emsjax.generate(model, prompts, drafter, max_new_tokens=3, batch_size=2)
 
 

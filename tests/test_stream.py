@@ -159,7 +159,7 @@ def test_prompts_read_before_the_iterator_raises_are_completed_first():
         *(
             (
                 {"drafter": emsjax.PromptLookup(references=[[3, 4]] * count)},
-                "a drafter that holds something for each prompt needs a sequence",
+                "a drafter that holds data for each prompt needs a sequence",
             )
             for count in (1, 3)
         ),
@@ -310,6 +310,10 @@ def test_an_engine_compiles_its_loop_once():
 def test_an_engine_serves_one_call_at_a_time_and_drops_a_closed_call():
     model, prompts = tiny_model(), ragged_prompts(LENGTHS)
     engine = emsjax.Engine(model, batch_size=2, max_len=64)
+    unread = engine.stream(prompts, max_new_tokens=9)
+    with pytest.raises(ValueError, match="serve another call"):
+        engine.stream(prompts, max_new_tokens=9)
+    unread.close()
     first = engine.stream(prompts, max_new_tokens=9)
     next(first)
     with pytest.raises(ValueError, match="serve another call"):

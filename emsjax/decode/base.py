@@ -186,7 +186,7 @@ class Drafter:
         return state
 
     def commit(self, state: Any, lengths: Int32[Array, "b"]) -> Any:
-        """The state after verification, when tokens[s, :lengths[s]] were accepted."""
+        """The state after verification; sample s now has lengths[s] tokens."""
         return state
 
     def admit(

@@ -18,7 +18,7 @@ from emsjax.decode.pack import PackedRows, pack
 from emsjax.decode.row_counts import round_up_length, row_buckets, smallest_bucket
 from pallas_kernels.common.indexing import take
 
-MAX_WIDTHS = 11  # of a padded step
+MAX_WIDTHS = 11  # row counts of a padded step, besides one row per sample
 
 
 @dataclasses.dataclass(frozen=True)

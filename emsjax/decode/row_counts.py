@@ -19,7 +19,7 @@ HALVED_FROM = 64
 # `python -m emsjax.benchmarks.step --layers 4 --shapes 17x8,18x8,20x8,21x8,43x8,44x8,45x8,49x8`.
 MORE_FROM, MORE_TO, MORE = 128, 512, 8
 MAX_CHUNK_ROWS = 1024  # rows of a prefill chunk
-PROMPT_SIXTEENTHS = (3, 6, 10, 16)  # of the most rows, in steps that also feed prompts
+PROMPT_SIXTEENTHS = (3, 6, 10, 16)  # row counts of steps that also feed prompts, of the most
 
 
 def row_buckets(batch: int, max_rows_per_sample: int) -> tuple[int, ...]:

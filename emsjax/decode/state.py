@@ -93,7 +93,7 @@ class StepInfo:
     """What one step did: diagnostics, not needed by the next step.
 
     Attributes:
-        tokens: the first `num_emitted` of each row were emitted; the others are arbitrary.
+        tokens: sample s emitted the first num_emitted[s] of its row; the others are arbitrary.
         num_drafted: draft tokens that were fed, per sample.
         num_accepted: draft tokens that were accepted.
         num_emitted: new tokens of each sample; 0 for samples that had finished.

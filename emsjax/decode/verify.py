@@ -35,7 +35,7 @@ class Verdict(NamedTuple):
     """The tokens that a step adds to each sample.
 
     Attributes:
-        tokens: the first num_emitted[s] of each row are emitted; the others are arbitrary.
+        tokens: sample s emits the first num_emitted[s] of its row; the others are arbitrary.
         logprobs: log-probabilities of the tokens under the target's own sampling distribution.
         num_accepted: draft tokens that were accepted.
         num_emitted: accepted tokens and the target's own, cut after an end token and before
@@ -60,7 +60,7 @@ class Verdict(NamedTuple):
 class RowVerdict(NamedTuple):
     """The target's verdict on every row, independent of the other rows."""
 
-    accepted: Bool[Array, "..."]  # whether the row's draft token is, if all before are
+    accepted: Bool[Array, "..."]  # whether the row's draft token is, given all before it
     tokens: Int32[Array, "..."]  # the row's emitted token if all draft tokens before are accepted
     # Of the emitted token, under the target's distribution. Finite exactly if that is one: NaN,
     # infinity or no token at all among the logits makes it NaN or infinite.

@@ -52,7 +52,7 @@ class PromptLookup(Drafter):
         if references is not None:
             if not hasattr(references, "__len__"):
                 kind = type(references).__name__
-                raise ValueError(f"references must be a sequence of token ids of each, not {kind}")
+                raise ValueError(f"references must be a list of token-id sequences, not {kind}")
             texts = [as_token_ids(f"references[{i}]", text) for i, text in enumerate(references)]
             self.reference_lengths = np.array([len(text) for text in texts], np.int32)
             width = round_up_length(max(map(len, texts), default=1))
@@ -122,7 +122,7 @@ class PromptLookup(Drafter):
         if len(self.references) != len(tokens):
             raise ValueError(
                 f"the drafter holds {len(self.references)} references for {len(tokens)} samples: "
-                "give `step` what for_prompts returns for these"
+                "pass `step` the drafter that for_prompts returns for them"
             )
         texts = [(jnp.asarray(self.references), jnp.asarray(self.reference_lengths))]
         return [*texts, (tokens, own_lengths)] if self.search_generated else texts

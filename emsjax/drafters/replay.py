@@ -41,9 +41,9 @@ class Overriding(Drafter, abc.ABC):
     def for_prompts(self, prompt_indices: np.ndarray, num_prompts: int):
         if self.source is None:
             return self
-        source = self._source.for_prompts(prompt_indices, num_prompts)
-        same = source is self._source or source is self.source
-        return self if same else dataclasses.replace(self, source=source)
+        source = self._source
+        chosen = source.for_prompts(prompt_indices, num_prompts)
+        return self if chosen is source else dataclasses.replace(self, source=chosen)
 
     def check_target(self, config: ModelConfig, positions: int) -> None:
         if self.source is not None:
@@ -101,9 +101,9 @@ class Replay(Overriding):
 
     def override(self, lengths, draft_lengths) -> Draft:
         index = jnp.arange(self.max_draft_tokens)
-        said = _at(self.text, lengths[:, None] + index)
+        correct = _at(self.text, lengths[:, None] + index)
         wrong = index == _at(self.right, lengths[:, None])
-        tokens = jnp.where(wrong, (said + 1) % self.vocab_size, said)
+        tokens = jnp.where(wrong, (correct + 1) % self.vocab_size, correct)
         counts = _at(self.counts, lengths[:, None])[:, 0]
         return Draft(tokens, jnp.minimum(counts, draft_lengths))
 

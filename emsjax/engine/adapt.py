@@ -147,7 +147,7 @@ def check_policy(draft_length: Any) -> None:
         return
     if jax.tree_util.all_leaves([unwrapped(policy)]):
         raise ValueError(
-            f"draft_length must be a pytree, and {policy.name} is none: register the class with "
+            f"draft_length must be a pytree, and {policy.name} is not: register the class with "
             "jax.tree_util.register_static, or with register_dataclass if it holds arrays"
         )
     policy.check_settings()

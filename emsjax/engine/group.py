@@ -18,7 +18,7 @@ from emsjax.engine.requests import Requests, keys_at
 from pallas_kernels.common.indexing import take
 
 
-def prompts_served(requests: Requests, group: np.ndarray, slots: int) -> np.ndarray:
+def sequences_served(group: np.ndarray, slots: int) -> np.ndarray:
     """Sequence of each slot; slots beyond the group repeat the last sequence and stay idle."""
     return np.minimum(group[0] + np.arange(slots), group[-1])
 
@@ -35,7 +35,7 @@ def begin_group(
         group: consecutive sequence numbers.
         slots: number of slots, at least the number of sequences; slots left over are idle.
     """
-    served = prompts_served(requests, group, slots)
+    served = sequences_served(group, slots)
     prompt_of_slot = served // requests.num_sequences
     fork = requests.num_sequences > 1 and not run.taps
     first = prompt_of_slot[0]

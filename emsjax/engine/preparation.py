@@ -49,7 +49,14 @@ def for_prompts(run: Run, prompts: np.ndarray, num_prompts: int) -> Run:
 
 
 def holds_prompts(drafter: Drafter | None, num_prompts: int | None) -> bool:
-    """Returns whether the drafter holds data per prompt; None: for any number of prompts."""
+    """Returns whether the drafter holds data for each prompt.
+
+    Args:
+        num_prompts: number of prompts of the call; None: it is not known yet.
+
+    Raises:
+        ValueError: the drafter holds data for another number of prompts than `num_prompts`.
+    """
     if drafter is None:
         return False
     try:

@@ -48,15 +48,6 @@ class Requests:
         return int((lengths + self.max_new_tokens).max()) - 1
 
     @property
-    def sizes(self) -> dict[str, int]:
-        """The sizes that the memory of a run depends on."""
-        return {
-            "max_len": self.max_len,
-            "max_new_tokens": int(self.max_new_tokens.max()),
-            "num_sequences": self.num_sequences,
-        }
-
-    @property
     def total_sequences(self) -> int:
         return self.num_prompts * self.num_sequences
 

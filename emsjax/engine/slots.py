@@ -112,7 +112,7 @@ class Slots:
         self.per_prompt = holds_prompts(drafter, num_prompts)
         if self.per_prompt and not jax.tree.leaves(drafter):
             raise ValueError(
-                f"{type(unwrapped(drafter)).__name__} holds something for each prompt: to serve "
+                f"{type(unwrapped(drafter)).__name__} holds data for each prompt: to serve "
                 "slots that are refilled it must be a pytree"
             )
         self.prompts = np.zeros(self.count, np.int64)  # prompt that each slot serves

@@ -36,7 +36,7 @@ from emsjax.models.weight_files import (
     read_json,
 )
 
-Model = TypeVar("Model", bound=nnx.Module)
+LoadedModel = TypeVar("LoadedModel", bound=nnx.Module)
 DTYPES = ("bfloat16", "float16", "float32")
 READABLE_DTYPES = (*DTYPES, "float64")
 MAX_SHARD_BYTES = 2 << 30
@@ -82,8 +82,8 @@ def weights_of(model: nnx.Module, *, torch_layout: bool) -> list[Parameter]:
 
 
 def load(
-    cls: type[Model], path_or_repo_id: str | PathLike, *, dtype, revision: str | None = None
-) -> Model:
+    cls: type[LoadedModel], path_or_repo_id: str | PathLike, *, dtype, revision: str | None = None
+) -> LoadedModel:
     """A model from a local folder or a repository of the Hugging Face hub.
 
     The first of these formats that exists is read, in one file or in shards:
@@ -145,7 +145,7 @@ def check_dtype(dtype) -> None:
 def download(repo_id: str | PathLike, revision: str | None) -> Path:
     """Download the config and the files of one weight format; returns the cached folder."""
     if not isinstance(repo_id, str) or Path(repo_id).exists() or looks_like_path(repo_id):
-        raise ValueError(f"{str(repo_id)!r} is no folder")
+        raise ValueError(f"{str(repo_id)!r} is not a folder")
     problem = f"{repo_id!r} is neither a folder nor a repository of the Hugging Face hub"
     try:
         names = huggingface_hub.list_repo_files(repo_id, revision=revision)
@@ -178,7 +178,7 @@ def cached(repo_id: str, revision: str | None, error: Exception) -> Path:
         return Path(huggingface_hub.snapshot_download(repo_id, **options))
     except LocalEntryNotFoundError:
         raise ValueError(
-            f"{repo_id!r} is not in the cache, and the Hugging Face hub cannot be asked: {error}"
+            f"{repo_id!r} is not in the cache, and the Hugging Face hub cannot be reached: {error}"
         ) from error
 
 

@@ -93,7 +93,7 @@ class OPT(nnx.Module):
     """A decoder-only OPT language model.
 
     The same forward serves prefill, catch-up of a draft model and verification: it
-    reads the cache, never writes it, and returns the fresh K/V to commit.
+    reads the cache, never writes it, and returns the fresh keys and values to commit.
 
     Args:
         config: the architecture.
@@ -106,12 +106,7 @@ class OPT(nnx.Module):
         dtype = jnp.dtype(dtype)
         init = nnx.initializers.normal(config.init_std)
         options = {"dtype": dtype, "param_dtype": dtype, "rngs": rngs}
-        projection = {
-            **options,
-            "use_bias": False,
-            "kernel_init": init,
-            "precision": matmul_precision(dtype),
-        }
+        projection = {"bias": False, "init": init, "dtype": dtype, "rngs": rngs}
         width, size = config.word_embed_proj_dim, config.hidden_size
         positions = config.max_position_embeddings + POSITION_OFFSET
         self.config = config
@@ -119,8 +114,8 @@ class OPT(nnx.Module):
         self.embed_tokens = nnx.Embed(config.vocab_size, width, embedding_init=init, **options)
         self.embed_positions = nnx.Embed(positions, size, embedding_init=init, **options)
         projected, normalised = config.has_projections, config.has_final_layer_norm
-        self.project_in = nnx.Linear(width, size, **projection) if projected else None
-        self.project_out = nnx.Linear(size, width, **projection) if projected else None
+        self.project_in = new_linear(width, size, **projection) if projected else None
+        self.project_out = new_linear(size, width, **projection) if projected else None
         self.final_layer_norm = layer_norm(config, dtype, rngs) if normalised else None
         self.layers = nnx.List(
             OPTLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)
@@ -136,7 +131,7 @@ class OPT(nnx.Module):
         max_rows_per_sample: int | None = None,
         taps: tuple[int, ...] = (),
     ) -> ModelOutput:
-        """Computes final hidden states of the packed rows, and every layer's fresh K/V.
+        """Computes final hidden states of the packed rows, and their q, k and v in every layer.
 
         The hidden states are float32 if layers normalise before each part.
 

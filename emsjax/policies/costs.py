@@ -1,4 +1,4 @@
-"""Costs of a decoding step on a device: `emsjax profile` measures and policies use them."""
+"""Costs of a decoding step on a device, which `emsjax profile` measures and policies use."""
 
 import dataclasses
 import json

@@ -48,7 +48,7 @@ class Goodput(DraftLength):
             tokens per second; see `emsjax.policies.costs.LEAST_GAIN`.
 
     Raises:
-        ValueError: `limit` is not an integer or below 1, or `costs` is a profile. When decoding
+        ValueError: `limit` is not an integer of at least 1, or `costs` is a profile. When decoding
             begins: `prior_rate` is not between 0 and 1, `prior_weight` not above 0, `memory`
             outside 0..1, or `least_gain` below 0.
     """

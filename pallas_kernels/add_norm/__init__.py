@@ -45,7 +45,7 @@ def add_layer_norm(
     options = {"epsilon": epsilon, "dtype": dtype or x.dtype}
     reference = functools.partial(xla.add_layer_norm, **options)
     if choose(implementation, ("triton", "xla"), interpret) == "xla":
-        # Without the barrier XLA would recompute the sum that x is in each fusion that reads it.
+        # Without the barrier XLA would recompute x, a sum itself, in each fusion that reads it.
         return reference(lax.optimization_barrier(x), y, y_bias, scale, bias)
     kernel = functools.partial(triton.add_layer_norm, **options, interpret=interpret)
     return with_gradient_of(reference, kernel)(x, y, y_bias, scale, bias)

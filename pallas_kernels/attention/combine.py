@@ -14,7 +14,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.attention.tilings import dims_of
 
-COMBINED_HEADS = 4  # of one program
+COMBINED_HEADS = 4  # most heads of one program
 
 
 def combine(
@@ -32,7 +32,7 @@ def combine(
         shares: of each item, lane of its tile and K/V head: the weighted values, not yet divided,
             the largest scaled score, the sum of weights.
         like: shape and type of the results.
-        splits: most shares of a row.
+        splits: the most shares that a row can have.
         interpret: run in interpret mode, on any device.
     """
     rows, heads, _ = like.shape

@@ -20,7 +20,7 @@ class Tiling(NamedTuple):
     num_stages: int
 
     def holding(self, lanes: int) -> "Tiling":
-        """This tiling, or one with as many rows, a power of two, as hold this many lanes."""
+        """This tiling, with more rows if these lanes need them: the next power of two."""
         rows = max(self.rows, pl.next_power_of_2(lanes))
         return self._replace(rows=rows, num_warps=max(self.num_warps, rows // ROWS_PER_WARP))
 
@@ -32,7 +32,7 @@ class Launch(NamedTuple):
     few: Tiling | None  # for tiles with few rows in prefill; None in decoding
     group: int  # query heads that share a K/V head
     splits: int  # shares into which the keys of all samples are cut
-    max_tiles: int  # most tiles of any sample
+    max_tiles: int  # the most tiles that a sample may have
     one_block: bool  # whether tiling.rows keys hold the fresh rows of any sample
     scale: float  # factor of the scores
 
@@ -45,7 +45,7 @@ DECODE_PADDED = Tiling(rows=16, keys=32, num_warps=2, num_stages=3)
 # where there is hardly a program for each multiprocessor.
 DECODE_SMALL = Tiling(rows=16, keys=64, num_warps=2, num_stages=4)
 DECODE_FEW_SMALL = Tiling(rows=16, keys=128, num_warps=4, num_stages=4)
-# A sample with more rows than so many tiles of DECODE.rows is a prefill: each tile reads the
+# A sample with more rows than this many tiles of DECODE.rows is a prefill: each tile reads the
 # sample's keys, and larger tiles read them less often.
 DECODE_TILES = 3
 DECODE_LANES = 64  # most lanes of a tile in decoding, where query heads share a K/V head
@@ -72,7 +72,7 @@ def launch_for(
         heads: query heads.
         cache_shape: [batch, max_len, kv_heads, head_dim].
         rows: packed rows.
-        most: rows of any sample.
+        most: the most rows that a sample may have.
         item_bytes: bytes of one number of the queries.
         scale: the factor of the scores.
     """

@@ -66,7 +66,7 @@ def plan(
         block: a share is a whole number of blocks of this many keys.
         splits: keys of all samples are cut into about this many equal shares; 1: no
             sample's keys are cut. Short samples get fewer shares than long ones.
-        max_tiles: most tiles of any sample.
+        max_tiles: the most tiles that a sample may have.
         causal: rows see no fresh rows beyond their tile.
     """
     batch, rows = cache_lengths.shape[0], segment_ids.shape[0]

@@ -1,8 +1,8 @@
 """Segment-indexed attention in plain XLA operations, for devices without Pallas kernels.
 
-The cache is never gathered per row. Few rows per sample (decoding): one tile
-per sample, all tiles in one batched product over the cache as it lies. Many
-rows (prefill): tiles of up to `TILE` rows of one sample, one after the other.
+The cache is never gathered per row. With few rows per sample (decoding), each sample is one tile,
+and all tiles are computed in one batched product over the cache as it lies. With many rows
+(prefill), tiles of up to `TILE` rows of one sample are computed one after the other.
 
 Axis legend: r = packed rows, b = batch, l = cache length, h = query heads, k = K/V heads,
 g = query heads that share a K/V head, d = head_dim, q = rows of a tile, f = fresh rows that a

@@ -1,4 +1,4 @@
-"""The commit of a decoding step: the caches of all layers, through Triton and through XLA."""
+"""The commit of a decoding step: rows are written to the caches of all layers."""
 
 import functools
 from collections.abc import Sequence

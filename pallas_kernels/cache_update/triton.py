@@ -13,7 +13,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-ARRAYS_PER_PROGRAM = 8  # a program loads rows for so many caches at the same time
+ARRAYS_PER_PROGRAM = 8  # caches for which a program loads rows at the same time
 NUMBERS_PER_PROGRAM = 4096  # of each array, held in registers
 ARRAYS_PER_LAUNCH = 128  # an array takes three of a launch's parameters
 
