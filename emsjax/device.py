@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.implementations import runs_triton
+from pallas_kernels.common.implementations import default_device, runs_triton
 
 
 def best_dtype():
@@ -17,7 +17,7 @@ def best_dtype():
         Triton kernels (NVIDIA, compute capability 8.0 and newer) and on TPUs; float16 on other
         GPUs, such as a T4, which have no bfloat16.
     """
-    backend = jax.default_backend()
+    backend = default_device().platform
     if backend == "cpu":
         return jnp.float32
     return jnp.float16 if backend == "gpu" and not runs_triton() else jnp.bfloat16
@@ -35,9 +35,7 @@ def tree_bytes(tree: Any) -> int:
 
 def available_bytes(device: jax.Device | None = None) -> int | None:
     """Free memory of a device, or of the default one; None where it cannot be told."""
-    device = device or jax.config.jax_default_device
-    if device is None or isinstance(device, str):  # the name of a platform
-        device = jax.local_devices(backend=device)[0]
+    device = device or default_device()
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         # A reserve for fragmentation and for the libraries' own workspaces.

@@ -217,9 +217,12 @@ def step(
         The next state, and the step's `StepInfo`.
 
     Raises:
-        ValueError: `model` is not a model, the attention is unknown, a `free` drafter draws its
+        ValueError: `model` is not a model, prompts are to be fed in a padded layout, the
+            attention is unknown, a `free` drafter draws its
             tokens, or the attention, drafter or policy does not return what it should.
     """
+    if num_sequences is not None and layout != UNPADDED:
+        raise ValueError("num_sequences must be None in a padded layout, which cannot feed prompts")
     run = make_run(
         model,
         drafter,

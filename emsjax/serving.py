@@ -11,7 +11,7 @@ from emsjax.checks import check_at_least
 from emsjax.decode.base import Drafter, DraftLength, Model
 from emsjax.decode.row_counts import round_up
 from emsjax.engine.adapt import make_run
-from emsjax.engine.preparation import check, with_checked_drafter
+from emsjax.engine.preparation import check, holds_prompts, with_checked_drafter
 from emsjax.engine.replicas import make_slots, reopen, rows_of_all
 from emsjax.engine.requests import check_requests
 from emsjax.engine.slots import sequences_of
@@ -39,7 +39,7 @@ class Engine:
             of the caches; None: as many as the model has positions for.
 
     Raises:
-        ValueError: as `emsjax.stream`.
+        ValueError: as `emsjax.stream`; also if the drafter holds data for each prompt.
     """
 
     def __init__(
@@ -56,6 +56,11 @@ class Engine:
         run = make_run(
             model, drafter, draft_length, attention_implementation=attention_implementation
         )
+        if holds_prompts(run.drafter, None):
+            raise ValueError(
+                "a drafter that holds data for each prompt cannot serve other prompts: use "
+                "emsjax.stream"
+            )
         self.longest = longest_sequence(run, max_len)
         self.run = with_checked_drafter(run, self.longest - 1)
         requests = check_requests(model.config, [[0]], max_new_tokens=1)

@@ -156,8 +156,7 @@ def check_unseen(run: Run, longest: int, **options: Any) -> tuple[Run, Requests]
         raise ValueError("one key per sequence needs a sequence of prompts, not an iterator")
     if holds_prompts(run.drafter, None):
         raise ValueError(
-            "a drafter that holds data for each prompt needs a sequence of prompts, "
-            "not an iterator"
+            "a drafter that holds data for each prompt needs a sequence of prompts, not an iterator"
         )
     # A placeholder prompt is used to check the other arguments.
     requests = check_requests(run.model.config, [[0]], **options)

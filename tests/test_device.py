@@ -21,6 +21,6 @@ import emsjax
     ],
 )
 def test_each_device_gets_a_dtype_that_it_supports(monkeypatch, backend, capability, expected):
-    monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(compute_capability=capability)])
+    device = SimpleNamespace(platform=backend, compute_capability=capability)
+    monkeypatch.setattr(jax, "local_devices", lambda backend: [device])
     assert emsjax.best_dtype() == expected

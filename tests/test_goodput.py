@@ -176,6 +176,19 @@ def test_a_policy_is_not_updated_after_its_lengths_were_capped(limit):
     assert drafted[-1] == [7] * 4
 
 
+def test_a_policy_that_was_not_capped_learns_from_drafts_shorter_than_asked_for():
+    """A drafter may find fewer tokens than it was asked for."""
+    policy = emsjax.CostCapped(emsjax.BassHeuristic(initial=3), emsjax.StepCosts.of({1: 1.0}))
+    state = policy.init(2, 7)
+    limits = jnp.full(2, 7, jnp.int32)
+    view = StepView(jnp.ones(2, bool), jnp.full(2, 9, jnp.int32), limits, drafted=False)
+    lengths = policy.lengths(state, view)
+    none = jnp.zeros_like(lengths)
+    inner, _ = policy.update(state, view, lengths - 1, none)
+    expected = emsjax.BassHeuristic(initial=3).update(state[0], view, lengths - 1, none)
+    assert jax.tree.map(int, inner) == jax.tree.map(int, expected) != jax.tree.map(int, state[0])
+
+
 @pytest.mark.parametrize("drafted", [False, True])
 def test_drafting_that_did_not_pay_is_tried_again_and_kept_once_it_pays(drafted):
     costs = emsjax.StepCosts.of({16: 1.0, 32: 1.2, 144: 3.0}, draft_ms=0.1)

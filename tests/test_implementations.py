@@ -77,10 +77,9 @@ def test_lowering_a_kernel_does_not_search_for_a_missing_module(monkeypatch):
 
 def test_pipelines_fit_in_shared_memory(monkeypatch):
     assert stages_that_fit(3, 64 << 10) == 3  # without a GPU, or on an H200
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     for capability, stages in (("9.0", 3), ("8.0", 2), ("8.9", 1), ("12.0", 1)):
-        device = SimpleNamespace(compute_capability=capability)
-        monkeypatch.setattr(jax, "devices", lambda device=device: [device])
+        device = SimpleNamespace(platform="gpu", compute_capability=capability)
+        monkeypatch.setattr(jax, "local_devices", lambda backend, device=device: [device])
         assert stages_that_fit(3, 64 << 10) == stages
     assert stages_that_fit(3, 1 << 20) == 1
 
@@ -98,7 +97,8 @@ def test_pipelines_fit_in_shared_memory(monkeypatch):
     ],
 )
 def test_triton_runs_from_compute_capability_8(backend, capability, runs, monkeypatch):
-    device = SimpleNamespace(compute_capability=capability)
-    monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    monkeypatch.setattr(jax, "devices", lambda: [device])
+    device = SimpleNamespace(platform=backend, compute_capability=capability)
+    monkeypatch.setattr(jax, "local_devices", lambda backend: [device])
     assert runs_triton() == runs
+    with jax.default_device(jax.devices("cpu")[0]):
+        assert not runs_triton()

@@ -113,12 +113,16 @@ CHANGES = {
 
 @pytest.mark.parametrize("batch_size", [None, 1])
 @pytest.mark.parametrize(("change", "message"), CHANGES.values(), ids=CHANGES)
-@pytest.mark.parametrize("method", ["propose", "commit"])
+@pytest.mark.parametrize("method", ["propose", "commit", "observe", "admit"])
 def test_the_error_for_a_changed_state_names_the_method(method, change, message, batch_size):
     if method == "propose":
         drafter = own(lambda tokens, counts, state: (emsjax.Draft(tokens, counts), change(state)))
     else:
-        drafter = own(commit=lambda state, lengths: change(state))
+        drafter = Own()
+        setattr(drafter, method, lambda state, *rest: change(state))
+        drafter.taps = (0,) if method == "observe" else ()
+    if method == "admit":
+        batch_size = 1  # only refilled slots admit sequences
     rule = "the drafter's state must keep its structure, shapes and types"
     options = {"max_new_tokens": NEW, "batch_size": batch_size}
     with pytest.raises(ValueError, match=f"^{rule}: {method} returned .*{message}"):

@@ -109,6 +109,21 @@ class Calls(list):
     __hash__ = object.__hash__
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WatchingSource(CountingSource):
+    """A source that counts how often it observes the target."""
+
+    taps = (1,)
+
+    def observe(self, state, rows, taps):
+        jax.debug.callback(lambda: self.calls.append(0))
+        return state
+
+    def propose(self, state, tokens, lengths, draft_lengths, keys, sampling):
+        return emsjax.Draft(tokens[:, :7], draft_lengths), state
+
+
 def test_the_source_drafts_in_every_step():
     calls = Calls()
     out = generate(drafter_of(PROFILES["llma"], source=CountingSource(calls)))
@@ -150,6 +165,13 @@ def test_cost_compatibility_and_state_size_are_those_of_the_source():
     other = emsjax.DraftModel(tiny_model(vocab_size=VOCAB + 1), 7)
     with pytest.raises(ValueError, match="vocabulary has 62 ids"):
         generate(drafter_of(PROFILES["llma"], source=other))
+
+
+def test_a_source_observes_the_hidden_states_that_it_asks_for():
+    out = generate(drafter_of(PROFILES["llma"], source=WatchingSource(seen := Calls())))
+    jax.effects_barrier()
+    assert_outputs_text(out)
+    assert len(seen) == out.stats.model_calls + 1  # one chunk of prefill
 
 
 def test_a_source_receives_the_references_of_its_prompts():

@@ -12,6 +12,7 @@ from toy import VOCAB, ragged_prompts, tiny_model
 import emsjax
 from emsjax import vanilla
 from emsjax.decode.kernels import resolve_kernels
+from emsjax.decode.layout import Layout
 from emsjax.decode.pack import AcceptedPath, pack
 from emsjax.decode.step import decode_loop
 from emsjax.engine import slots
@@ -283,3 +284,18 @@ def test_a_processor_sees_the_tokens_before_each_row():
         out = decode(drafter)
         np.testing.assert_array_equal(out.tokens, plain.tokens)
         assert out.stats.num_accepted.sum() > 0
+
+
+def test_prompts_cannot_be_fed_in_a_padded_layout():
+    state = emsjax.init_state(tiny_model(), None, ragged_prompts([3]), max_new_tokens=2)
+    with pytest.raises(ValueError, match="num_sequences must be None in a padded layout"):
+        emsjax.step(
+            tiny_model(), None, state, layout=Layout(pad_inputs=True), num_sequences=jnp.int32(1)
+        )
+
+
+def test_a_tap_that_the_model_does_not_have_is_named():
+    model = tiny_model()
+    drafter = Watching(model, jnp.arange(VOCAB, dtype=jnp.int32), taps=(3,))
+    with pytest.raises(ValueError, match=r"taps must lie in 0..2 for this model, not 3"):
+        emsjax.generate(model, ragged_prompts([3]), drafter, max_new_tokens=2)

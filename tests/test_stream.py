@@ -323,6 +323,23 @@ def test_an_engine_serves_one_call_at_a_time_and_drops_a_closed_call():
     assert told(engine.stream(prompts, max_new_tokens=9)) == whole
 
 
+def test_an_engine_on_devices_waits_for_the_threads_of_a_closed_call():
+    model, prompts = tiny_model(), ragged_prompts(LENGTHS)
+    engine = emsjax.Engine(model, batch_size=2, max_len=64, devices=jax.local_devices()[:1])
+    whole = told(emsjax.stream(model, prompts, batch_size=2, max_new_tokens=9))
+    for _ in range(3):
+        first = engine.stream(prompts, max_new_tokens=9)
+        next(first)
+        first.close()
+        assert told(engine.stream(prompts, max_new_tokens=9)) == whole
+
+
+def test_an_engine_rejects_a_drafter_that_holds_data_for_each_prompt():
+    drafter = emsjax.PromptLookup(references=ragged_prompts(LENGTHS))
+    with pytest.raises(ValueError, match=r"holds data for each prompt .* use emsjax\.stream"):
+        emsjax.Engine(tiny_model(), drafter, batch_size=2)
+
+
 def test_an_engine_rejects_prompts_that_do_not_fit_before_any_work():
     engine = emsjax.Engine(tiny_model(), batch_size=2, max_len=16)
     with pytest.raises(ValueError, match="more than max_len 16"):

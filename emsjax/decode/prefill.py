@@ -11,6 +11,7 @@ from emsjax.decode.cache import KVCache
 from emsjax.decode.kernels import Kernels
 from emsjax.decode.pack import AcceptedPath, pack
 from emsjax.decode.row_counts import chunk_rows
+from emsjax.returned import check_state
 from pallas_kernels.common.indexing import take
 
 
@@ -50,7 +51,11 @@ def prefill_observed(
         out = model(token_ids, rows, cache, attention=kernels.attention, taps=taps)
         if taps:
             observed = ObservedRows(token_ids, rows.segment_ids, rows.positions)
-            drafter_state = drafter.observe(drafter_state, observed, out.taps)
+            before, drafter_state = (
+                drafter_state,
+                drafter.observe(drafter_state, observed, out.taps),
+            )
+            check_state("the drafter's", "observe", before, drafter_state)
         path = AcceptedPath.prefix(rows, rows.counts)
         return cache.commit(out.fresh, rows, path, kernels.update), drafter_state
 

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int32, Key
 from emsjax.decode.base import choose_slots, merge_fresh
 from emsjax.decode.cache import Cache, KVCache
 from emsjax.decode.run import Run
+from emsjax.returned import check_state
 from emsjax.sampling import Sampling
 from pallas_kernels.common.indexing import take
 
@@ -194,6 +195,7 @@ def admit(
     drafter_state, policy_state = state.drafter_state, state.policy_state
     if run.drafter is not None:
         drafter_state = run.drafter.admit(drafter_state, merged["tokens"], merged["lengths"], fresh)
+        check_state("the drafter's", "admit", state.drafter_state, drafter_state)
     if run.policy is not None:
         k = state.counters.max_draft_tokens
         policy_state = admitted_policy_state(run.policy, policy_state, fresh, k)
@@ -213,6 +215,7 @@ def admitted_policy_state(policy, state: Any, fresh: Bool[Array, "b"], k: int) -
     admitted = policy.admit(state, fresh)
     if admitted is None:  # the default
         return merge_fresh(fresh, policy.init(fresh.shape[0], k), state)
+    check_state("the policy's", "admit", state, admitted)
     return admitted
 
 

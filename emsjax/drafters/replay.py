@@ -45,6 +45,19 @@ class Overriding(Drafter, abc.ABC):
         chosen = source.for_prompts(prompt_indices, num_prompts)
         return self if chosen is source else dataclasses.replace(self, source=chosen)
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The layers whose hidden states the source observes."""
+        return () if self.source is None else self._source.taps
+
+    def observe(self, state, rows, taps):
+        return self._source.observe(state, rows, taps)
+
+    def with_processors(self, processors):
+        if self.source is None:
+            return self
+        return dataclasses.replace(self, source=self._source.with_processors(processors))
+
     def check_target(self, config: ModelConfig, positions: int) -> None:
         if self.source is not None:
             self._source.check_target(config, positions)

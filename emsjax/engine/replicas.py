@@ -3,6 +3,7 @@
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 
 import jax
@@ -12,6 +13,7 @@ from emsjax.engine.requests import Requests
 from emsjax.engine.slots import Entry, Row, Slots
 
 PUT_SECONDS = 0.2  # between two checks whether rows are still being consumed
+STOP_SECONDS = 60  # the longest wait for a closed call to stop; it stops between device calls
 ROWS_KEPT = 64  # rows per device that are buffered until they are consumed
 
 
@@ -59,7 +61,14 @@ def make_slots(
 
 
 def reopen(slots: Mapping[jax.Device | None, Slots], requests: Requests) -> None:
-    """Prepares the slots of all devices for other sequences: see `Slots.open`."""
+    """Prepares the slots of all devices for other sequences: see `Slots.open`.
+
+    Threads of a call that was closed may still be decoding; they are waited for.
+    """
+    latest = time.monotonic() + STOP_SECONDS
+    in_threads = [own for device, own in slots.items() if device is not None]
+    while any(own.serving for own in in_threads) and time.monotonic() < latest:
+        time.sleep(0.01)
     for device, own in slots.items():
         with jax.default_device(device) if device else contextlib.nullcontext():
             own.open(requests)

@@ -101,6 +101,13 @@ def add_norm(norm: nnx.LayerNorm, x: Float[Array, "r e"], y: Addend):
     return pallas_kernels.add_layer_norm(x, *y, *scale_and_bias(norm), **options)
 
 
+def check_taps(taps: tuple[int, ...], num_layers: int) -> None:
+    """Raises ValueError for a tap that is not 0 (the embeddings) to the number of layers."""
+    outside = [tap for tap in taps if not 0 <= tap <= num_layers]
+    if outside:
+        raise ValueError(f"taps must lie in 0..{num_layers} for this model, not {outside[0]}")
+
+
 # It is compiled by itself, so that layers of the same shapes are traced and lowered once.
 @functools.partial(jax.jit, static_argnames=("attention", "max_rows_per_sample"))
 def run_layer(

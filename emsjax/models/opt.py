@@ -18,6 +18,7 @@ from emsjax.models.config import ACTIVATIONS, POSITION_OFFSET, OPTConfig
 from emsjax.models.layers import (
     Addend,
     add_norm,
+    check_taps,
     linear,
     linear_addend,
     new_layer_norm,
@@ -147,6 +148,7 @@ class OPT(nnx.Module):
         """
         # `nnx.Embed` is not called, as it fills in values for ids and positions out of range.
         token_ids = jnp.clip(token_ids, 0, self.config.vocab_size - 1)
+        check_taps(taps, len(self.layers))
         x = take(self.embed_tokens.embedding[...], token_ids)
         x = x if self.project_in is None else self.project_in(x)
         last = self.config.max_position_embeddings - 1

@@ -204,7 +204,7 @@ class CostCapped(DraftLength):
     ):
         inner, counts = state
         # Acceptance of cut drafts does not apply to the other policy's own lengths.
-        own = jnp.all(num_drafted == self._wanted(inner, view))
+        own = jnp.all(self.lengths(state, view) == self._wanted(inner, view))
         updated = self._policy.update(inner, view, num_drafted, num_accepted)
         check_state("the policy's", "update", inner, updated)
         inner = jax.tree.map(lambda new, old: jnp.where(own, new, old), updated, inner)

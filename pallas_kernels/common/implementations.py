@@ -22,7 +22,7 @@ def choose(implementation: str | None, available: Collection[str], interpret: bo
     if implementation == "triton" and not (interpret or runs_triton()):
         raise ValueError(
             "implementation 'triton' needs an NVIDIA GPU of compute capability 8.0 or newer, "
-            f"and the default device is {jax.devices()[0].device_kind}: use 'xla' or interpret=True"
+            f"and the default device is {default_device().device_kind}: use 'xla' or interpret=True"
         )
     if implementation == "mosaic":
         check_mosaic(interpret)
@@ -36,7 +36,7 @@ def check_mosaic(interpret: bool) -> None:
     if not interpret and _compute_capability() != 9.0:
         raise ValueError(
             "implementation 'mosaic' needs an NVIDIA GPU of compute capability 9.0, and the "
-            f"default device is {jax.devices()[0].device_kind}: use 'xla' or interpret=True"
+            f"default device is {default_device().device_kind}: use 'xla' or interpret=True"
         )
 
 
@@ -55,12 +55,21 @@ def stages_that_fit(num_stages: int, bytes_per_stage: int) -> int:
     return max(1, min(num_stages, available // bytes_per_stage))
 
 
+def default_device() -> jax.Device:
+    """The device that computes if no argument lies on another: `jax.default_device`'s, if set."""
+    device = jax.config.jax_default_device
+    if device is None or isinstance(device, str):  # the name of a platform
+        device = jax.local_devices(backend=device)[0]
+    return device
+
+
 def _compute_capability() -> float | None:
     """The default device's compute capability; None if it is not an NVIDIA GPU."""
-    if jax.default_backend() != "gpu":
+    device = default_device()
+    if device.platform != "gpu":
         return None
     try:
-        return float(getattr(jax.devices()[0], "compute_capability", None))
+        return float(getattr(device, "compute_capability", None))
     except (TypeError, ValueError):
         return None
 
