@@ -11,8 +11,8 @@ from toy import ragged_prompts, tiny_model
 import emsjax
 import pallas_kernels
 from emsjax.sampling import Purpose, position_keys
-from emsjax.testing import assert_lossless, assert_same_distribution, lossless
-from emsjax.testing.divergence import Divergence
+from emsjax.testing import assert_lossless, assert_same_distribution, distribution, lossless
+from emsjax.testing.divergence import Divergence, first_divergences
 
 OPTIONS = {"max_new_tokens": 12, "eos_token_ids": ()}
 LOOKUP = emsjax.PromptLookup(1, 4, search_generated=True)
@@ -96,10 +96,10 @@ def test_attention_that_reads_undefined_values_is_detected_by_nan(model, prompts
     poisoned = lambda query, *arrays, **options: jnp.full_like(query, jnp.nan)
     with pytest.raises(AssertionError, match="3 of 3 sequences") as caught:
         assert_lossless(model, LOOKUP, prompts, poisoned, **OPTIONS)
-    assert str(caught.value).count("log-probability is NaN there") == 3
+    assert str(caught.value).count("logits are not finite there") == 3
     with pytest.raises(AssertionError) as caught:
         assert_lossless(model, LOOKUP, prompts, forgetful, **OPTIONS)
-    assert "NaN" not in str(caught.value)
+    assert "finite" not in str(caught.value)
 
 
 def test_sampled_tokens_are_compared_under_one_key(model, prompts):
@@ -171,6 +171,7 @@ class Draws:
     """Draws token 3, 4 or 5 and returns the claimed probabilities."""
 
     claimed: jax.Array  # [k, 3]
+    drawn: jax.Array = dataclasses.field(default_factory=lambda: DRAWN)  # [3]
 
     @property
     def max_draft_tokens(self):
@@ -180,14 +181,14 @@ class Draws:
         return ()
 
     def propose(self, state, tokens, lengths, draft_lengths, keys, sampling):
-        of_each = jax.vmap(lambda key: 3 + jax.random.choice(key, 3, p=DRAWN))
+        of_each = jax.vmap(lambda key: 3 + jax.random.choice(key, 3, p=self.drawn))
         drawn = [of_each(position_keys(keys, lengths + i, Purpose.DRAFT)) for i in range(2)]
         probs = jnp.zeros((2, 8)).at[:, 3:6].set(self.claimed)
         probs = jnp.broadcast_to(probs, (len(lengths), *probs.shape))
         return emsjax.Draft(jnp.stack(drawn, 1).astype(jnp.int32), draft_lengths, probs), state
 
 
-RIGHT, UNIFORM, REVERSED = DRAWN, jnp.full(3, 1 / 8), DRAWN[::-1]
+RIGHT, UNIFORM, REVERSED = DRAWN, jnp.full(3, 1 / 3), DRAWN[::-1]
 SAMPLED = {"sampling": emsjax.Sampling(0.9, top_k=7), "key": jax.random.key(3)}
 SAMPLED |= {"samples": 1024, "batch_size": 1024}  # refilled slots take longer to compile
 
@@ -210,13 +211,14 @@ def test_correct_drafters_keep_the_distribution(few_tokens, drafter):
 @pytest.mark.usefixtures("two_row_counts")
 @pytest.mark.parametrize(
     ("claimed", "position"),
-    [((UNIFORM, RIGHT), 0), ((REVERSED, RIGHT), 0), ((RIGHT, UNIFORM), 1)],
+    [((UNIFORM, RIGHT), 0), ((REVERSED, RIGHT), 0), ((RIGHT, REVERSED), 1)],
     ids=["uniform", "reversed", "later"],
 )
 def test_probabilities_other_than_those_of_the_draws_are_detected(few_tokens, claimed, position):
     where = f"position {position} of the new tokens has another distribution"
+    more = SAMPLED | {"samples": 4096, "batch_size": 4096}
     with pytest.raises(AssertionError, match=where) as caught:
-        assert_same_distribution(few_tokens, Draws(jnp.stack(claimed)), [5, 6, 5], **SAMPLED)
+        assert_same_distribution(few_tokens, Draws(jnp.stack(claimed)), [5, 6, 5], **more)
     assert any(f"token {token}:" in str(caught.value) for token in (3, 4, 5))
 
 
@@ -227,7 +229,7 @@ def test_correct_counts_are_rarely_rejected(tail):
     rng, refused = np.random.default_rng(0), 0
     for _ in range(1000):
         try:
-            lossless._check_counts(rng.multinomial(1000, probs), 1000 * probs, 0, 1e-4)
+            distribution._check_counts(rng.multinomial(1000, probs), 1000 * probs, 0, 1e-4)
         except AssertionError:
             refused += 1
     assert refused < 3
@@ -240,12 +242,12 @@ def test_one_likely_token_beside_rare_ones_is_compared(probability):
     observed = np.r_[990, np.full(10, 1), np.zeros(10, int)]
     level = 1e-3
     if probability == 0.995:
-        lossless._check_counts(observed, expected, 0, level)  # 10 where 5 are expected: 3 %
+        distribution._check_counts(observed, expected, 0, level)  # 10 where 5 are expected: 3 %
         return
     with pytest.raises(AssertionError, match="another distribution"):
-        lossless._check_counts(observed, expected, 0, level)
+        distribution._check_counts(observed, expected, 0, level)
     with pytest.raises(AssertionError, match="another distribution"):
-        lossless._check_counts(observed[::-1], expected, 0, level)
+        distribution._check_counts(observed[::-1], expected, 0, level)
 
 
 def test_too_few_samples_to_compare_are_rejected(few_tokens):
@@ -256,6 +258,73 @@ def test_too_few_samples_to_compare_are_rejected(few_tokens):
     assert 12 < enough <= 8 * 8
 
 
+@pytest.mark.usefixtures("two_row_counts")
+def test_the_number_of_samples_suffices_to_detect_probabilities_that_are_not_warped(few_tokens):
+    """Draws have a temperature of 0.5, and the claimed probabilities a temperature of 1."""
+    warped = DRAWN**2 / jnp.sum(DRAWN**2)
+    drafter = Draws(jnp.stack([DRAWN, DRAWN]), warped)
+    options = SAMPLED | {"samples": None}
+    assert_same_distribution(few_tokens, Draws(jnp.stack([warped, warped]), warped), [5], **options)
+    with pytest.raises(AssertionError, match="position 0 of the new tokens has another distrib"):
+        assert_same_distribution(few_tokens, drafter, [5], **options)
+
+
+def test_the_number_of_samples_detects_the_distance_it_is_chosen_for():
+    probs = np.random.default_rng(0).dirichlet(np.ones(20))
+    wrong = probs.copy()
+    half = np.cumsum(probs) < 0.5
+    wrong[half] *= 1 - 0.05 / probs[half].sum()
+    wrong[~half] *= 1 + 0.05 / probs[~half].sum()  # the distance is 0.05, spread evenly
+    level = 1e-3
+    samples = distribution.samples_to_detect(0.05, probs, level)
+    assert distribution.samples_to_detect(0.025, probs, level) > 3.9 * samples
+    rng, refused = np.random.default_rng(1), {"right": 0, "wrong": 0}
+    for name, of in (("right", probs), ("wrong", wrong)):
+        for _ in range(200):
+            try:
+                observed = rng.multinomial(samples, of)
+                distribution._check_counts(observed, samples * probs, 0, level)
+            except AssertionError:
+                refused[name] += 1
+    assert refused["right"] <= 2
+    assert refused["wrong"] >= 194
+
+
+@pytest.mark.usefixtures("two_row_counts")
+def test_a_drafter_whose_drafts_are_not_verified_or_accepted_is_not_judged(few_tokens):
+    drafter = Draws(jnp.stack([RIGHT, RIGHT]))
+    nothing = {"draft_length": emsjax.FixedLength(0)}
+    with pytest.raises(ValueError, match="nothing was drafted, so the drafter cannot be judged"):
+        assert_same_distribution(few_tokens, drafter, [5, 6, 5], **SAMPLED, **nothing)
+    # Only the likeliest token is sampled, after a prompt where that is not one of the drafts'.
+    likeliest = SAMPLED | {"sampling": emsjax.Sampling(0.9, top_k=1), "samples": 64}
+    prompts = [[i, j] for i in range(8) for j in range(8)]
+    greedy = emsjax.generate(few_tokens, prompts, max_new_tokens=3).tokens
+    prompt = prompts[np.flatnonzero(~np.isin(greedy, (3, 4, 5)).any(axis=1))[0]]
+    with pytest.raises(ValueError, match=r"none of [0-9]+ draft tokens was accepted"):
+        assert_same_distribution(few_tokens, drafter, prompt, **likeliest)
+
+
+@pytest.mark.usefixtures("two_row_counts")
+@pytest.mark.parametrize("factor", [0.5, 1.01, jnp.nan, -1.0])
+def test_numbers_that_are_not_a_distribution_are_named(few_tokens, factor):
+    drafter = Draws(jnp.stack([RIGHT, RIGHT * factor]))
+    with pytest.raises(
+        AssertionError, match=r"draft tokens were dropped, .* sum to 1 within 0\.001"
+    ):
+        assert_same_distribution(few_tokens, drafter, [5, 6, 5], **SAMPLED)
+
+
+def test_a_run_that_ends_earlier_differs_even_if_padding_looks_like_its_tokens(model, prompts):
+    plain = emsjax.generate(model, prompts, **OPTIONS)
+    zeros = np.zeros_like(plain.tokens)
+    expected = dataclasses.replace(plain, tokens=zeros)
+    actual = dataclasses.replace(expected, lengths=plain.lengths - np.array([0, 2, 0], np.int32))
+    (found,) = first_divergences(model, prompts, expected, actual)
+    assert (found.sequence, found.position) == (1, 10)
+    assert not found.is_near_tie
+
+
 def test_distributions_in_16_bit_types_are_not_compared(model):
     with pytest.raises(ValueError, match="in float32 only, not bfloat16"):
         assert_same_distribution(model.astype("bfloat16"), None, [5], **SAMPLED)
@@ -264,7 +333,7 @@ def test_distributions_in_16_bit_types_are_not_compared(model):
 def test_a_token_that_is_impossible_for_the_target_is_detected():
     expected, observed = np.array([500.0, 500.0, 0.0]), np.array([500, 499, 1])
     with pytest.raises(AssertionError, match=r"token 2: 1 times, expected 0\.0"):
-        lossless._check_counts(observed, expected, 0, 1e-6)
+        distribution._check_counts(observed, expected, 0, 1e-6)
 
 
 def test_greedy_tokens_have_no_distribution_to_compare(model):

@@ -32,8 +32,9 @@ class Divergence:
         sequence: index of the sequence.
         position: index of the token among the new ones, without the prompt.
         expected: the token of plain decoding.
-        token: the token of the other run.
-        margin: difference of their two logits, computed in float32 from the same weights.
+        token: the token of the other run; the padding token if that run has ended.
+        margin: difference of their two logits, computed in float32 from the same weights; infinite
+            if one of the runs has ended.
         largest: the largest absolute value among the float32 logits at this position.
         likeliest: the two tokens with the largest float32 logits.
         lead: difference of these two logits.
@@ -68,7 +69,10 @@ def first_divergences(
         expected: output of plain greedy decoding.
         actual: another output for the same prompts, limits and end tokens.
     """
-    differs = np.asarray(expected.tokens) != np.asarray(actual.tokens)
+    index = np.arange(expected.tokens.shape[1])
+    emitted = [index < np.asarray(out.lengths)[:, None] for out in (expected, actual)]
+    differs = (np.asarray(expected.tokens) != np.asarray(actual.tokens)) & emitted[0]
+    differs |= emitted[0] != emitted[1]
     parted = np.flatnonzero(differs.any(axis=1))
     positions = differs.argmax(axis=1)
     prefixes = [
@@ -82,10 +86,12 @@ def first_divergences(
     for i, scores in zip(parted, logits, strict=True):
         pair = expected.tokens[i, positions[i]], actual.tokens[i, positions[i]]
         margin = abs(float(scores[pair[0]]) - float(scores[pair[1]]))
-        of = (int(i), int(positions[i]), *map(int, pair))
+        if not all(run[i, positions[i]] for run in emitted):
+            margin = float("inf")
+        place = (int(i), int(positions[i]), *map(int, pair))
         best = np.argsort(-scores, kind="stable")[:2]
         largest, lead = float(np.abs(scores).max()), float(scores[best[0]] - scores[best[1]])
-        found.append(Divergence(*of, margin, largest, tuple(best.tolist()), lead))
+        found.append(Divergence(*place, margin, largest, tuple(best.tolist()), lead))
     return found
 
 
@@ -116,3 +122,12 @@ def last_logits(
     last = take_in_rows(tokens, lengths[:, None] - 1)[:, 0]
     out = model(last, rows, cache, attention=kernels.attention, max_rows_per_sample=1)
     return model.logits(out.hidden)
+
+
+def check_exact(model: Model) -> None:
+    """Raises a ValueError unless the model is in float32."""
+    if model.dtype != jnp.float32:
+        raise ValueError(
+            f"sampled tokens can be compared in float32 only, not {jnp.dtype(model.dtype).name}: "
+            "rounding shifts the boundaries between draws"
+        )
