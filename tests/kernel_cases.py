@@ -12,7 +12,7 @@ from pallas_kernels.common.implementations import runs_triton
 COMPILED = runs_triton()
 BLOCK = tilings.DECODE.keys if COMPILED else 8
 BATCH, MAX_LEN, HEADS, HEAD_DIM, ROWS = 4, 3 * BLOCK, 2, 8, 40  # HEADS: K/V heads
-DTYPES, HEAD_DIMS = ("float32", "bfloat16", "float16"), (64, 80, 96, 128)
+DTYPES, HEAD_DIMS = ("float32", "bfloat16", "float16"), (64, 80, 96, 128, 256)
 every_implementation = pytest.mark.parametrize("implementation", ["reference", "xla", "triton"])
 
 

@@ -17,6 +17,7 @@ def ragged_attention(
     ancestors=None,
     scale=None,
     cache_mask=None,
+    window=None,
 ):
     """For every row and query head, gather the visible keys, exponentiate and divide."""
     out = np.zeros(query.shape, np.float64)
@@ -31,6 +32,12 @@ def ragged_attention(
         old = np.arange(lengths[sample])
         if cache_mask is not None:
             old = old[cache_mask[sample][: len(old)]]
+        if window is not None:
+            where = {entry: place for place, entry in enumerate(old)}  # gaps hold no position
+            if cache_mask is not None:
+                where = {entry: int(cache_mask[sample][:entry].sum()) for entry in old}
+            old = np.array([n for n in old if positions[row] - where[n] < window], int)
+            mine = [other for other in mine if positions[row] - positions[other] < window]
         for head in range(query.shape[1]):
             shared = head // (query.shape[1] // key.shape[1])  # its K/V head
             keys = [*key_cache[sample, old, shared], *key[mine, shared]]

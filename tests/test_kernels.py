@@ -63,7 +63,7 @@ def small_blocks():
 
 
 @functools.cache
-def compiled(implementation, max_rows_per_sample, programs=64, scale=None):
+def compiled(implementation, max_rows_per_sample, programs=64, scale=None, window=None):
     def attention(*args, **kwargs):
         with pytest.MonkeyPatch.context() as patch:  # the number is read while tracing
             patch.setattr(tilings, "PROGRAMS_WANTED", programs)
@@ -73,17 +73,19 @@ def compiled(implementation, max_rows_per_sample, programs=64, scale=None):
                 implementation=implementation,
                 max_rows_per_sample=max_rows_per_sample,
                 scale=scale,
+                window=window,
                 interpret=not COMPILED,
             )
 
     return jax.jit(attention)
 
 
-plan = jax.jit(work_items.plan, static_argnames=("tile", "block", "splits", "max_tiles"))
+SIZES = ("tile", "block", "splits", "max_tiles", "window")
+plan = jax.jit(work_items.plan, static_argnames=SIZES)
 
 
 def check(
-    implementation, inputs, bound, rtol=2e-6, *, programs=64, packed=False, scale=None, **masks
+    implementation, inputs, bound, rtol=2e-6, *, programs=64, packed=False, static=(), **masks
 ):
     """Compare an implementation with the float64 oracle.
 
@@ -92,14 +94,15 @@ def check(
         bound: `max_rows_per_sample`.
         programs: the number of programs that Triton aims at; if it is small, keys are not split.
         packed: pass queries, keys and values as one array.
+        static: scale and window, if they are given.
     """
     arrays = list(map(jnp.asarray, inputs))
     if packed:
         arrays[:3] = jnp.concatenate(arrays[:3], axis=1), None, None
-    out = compiled(implementation, bound, programs, scale)(*arrays, **masks)
+    static = dict(static)
+    out = compiled(implementation, bound, programs, **static)(*arrays, **masks)
     assert out.dtype == inputs[0].dtype
-    masks |= {} if scale is None else {"scale": scale}
-    expected = oracle.ragged_attention(*inputs, **masks)
+    expected = oracle.ragged_attention(*inputs, **masks, **static)
     np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=rtol, atol=rtol * 4)
 
 
@@ -200,6 +203,85 @@ def test_a_row_that_is_not_finite_reaches_only_rows_that_see_it(
             assert np.isnan(out[reached]).any(axis=-1).all(), (argument, number)
 
 
+every_window = pytest.mark.parametrize("window", [1, 5, BLOCK + 3])
+
+
+@every_implementation_and_split
+@every_window
+@pytest.mark.parametrize("bound", [10, None], ids=["decode", "unbounded"])
+@settings(max_examples=8)
+@given(
+    counts=st.lists(st.sampled_from([0, 1, 2, 9, 10]), min_size=BATCH, max_size=BATCH),
+    lengths=st.lists(
+        st.sampled_from([0, 1, BLOCK, BLOCK + 1, MAX_LEN]), min_size=BATCH, max_size=BATCH
+    ),
+    order=st.permutations(range(BATCH)),
+)
+def test_a_row_sees_the_tokens_of_its_window(
+    implementation, programs, window, bound, counts, lengths, order
+):
+    inputs = case(counts, lengths, order)
+    for cache in inputs[3:5]:  # entries that no row sees
+        for sample, length in enumerate(lengths):
+            cache[sample, : max(0, length - window + 1)] = np.nan
+    check(implementation, inputs, bound, programs=programs, static={"window": window})
+
+
+@every_implementation
+@every_window
+@pytest.mark.parametrize("bound", [10, None], ids=["decode", "unbounded"])
+@pytest.mark.parametrize("group", [1, 4])
+def test_windows_count_positions_in_trees_and_caches_with_gaps(
+    implementation, window, bound, group
+):
+    """Two branches of four rows follow the root; every third entry of the cache is a gap."""
+    counts, lengths = [9, 0, 9, 1], [BLOCK + 1, 3, 2 * BLOCK, MAX_LEN]
+    inputs = case(counts, lengths, group=group)
+    mask = np.arange(MAX_LEN) % 3 != np.arange(BATCH)[:, None] % 3
+    ancestors = np.zeros((ROWS, 10), bool)
+    ancestors[:, 0] = True
+    row = 0
+    for sample, count in enumerate(counts):
+        root = mask[sample, : lengths[sample]].sum()
+        for place in range(count):
+            branch, depth = divmod(place - 1, 4) if place else (0, -1)
+            inputs[6][row] = root + depth + 1
+            ancestors[row, 1 + 4 * branch : 1 + place] = place > 0
+            row += 1
+    for cache in inputs[3:5]:
+        cache[~mask] = np.nan
+    options = {"static": {"window": window}, "rtol": 1e-5}
+    check(implementation, inputs, bound, ancestors=ancestors, cache_mask=mask, **options)
+    for sample, count in enumerate(counts):
+        root = mask[sample, : lengths[sample]].sum()
+        inputs[6][inputs[5] == sample] = root + np.arange(count)
+    check(implementation, inputs, bound, cache_mask=mask, **options)
+
+
+def test_blocks_outside_of_all_windows_are_in_no_share():
+    counts, lengths = [3, 0, 1, 10], [40, 40, 9, 37]
+    *_, segment_ids, positions, cache_lengths = case(counts, lengths)
+    arrays = [jnp.asarray(x) for x in (segment_ids, positions, cache_lengths)]
+    for splits, window in itertools.product([1, 5], [1, 4, 5, 12, 100]):
+        sizes = {"tile": 4, "block": 4, "splits": splits, "max_tiles": 3, "window": window}
+        items = plan(*arrays, **sizes)
+        fields = [dict(zip(work_items.FIELDS, f, strict=True)) for f in items.fields.T.tolist()]
+        seen = {}
+        for item in fields:
+            if item["count"]:
+                keys = seen.setdefault((item["sample"], item["before"]), [])
+                keys += range(item["key_begin"], item["key_end"])
+        for (sample, _), keys in seen.items():
+            lowest = min(lengths[sample], max(0, lengths[sample] - window + 1))
+            assert keys == list(range(lowest // 4 * 4, lengths[sample]))
+
+
+@pytest.mark.parametrize("window", [0, -1, 2.0, "3"])
+def test_a_window_that_is_not_a_positive_integer_raises_an_error(window):
+    with pytest.raises(ValueError, match="window must be None or an integer of at least 1"):
+        pallas_kernels.ragged_attention(*map(jnp.asarray, case([1] * 4, [1] * 4)), window=window)
+
+
 @settings(max_examples=30)
 @given(
     counts=st.lists(st.integers(0, 10), min_size=BATCH, max_size=BATCH),
@@ -211,9 +293,9 @@ def test_a_row_that_is_not_finite_reaches_only_rows_that_see_it(
 @example(counts=[10] * BATCH, lengths=[40] * BATCH, splits=40, tile=16)
 def test_work_items_cover_every_key_once_in_even_shares(counts, lengths, splits, tile):
     block = 4
-    *_, segment_ids, _, cache_lengths = case(counts, lengths)
+    *_, segment_ids, positions, cache_lengths = case(counts, lengths)
     sizes = {"tile": tile, "block": block, "splits": splits, "max_tiles": -(-10 // tile)}
-    items = plan(jnp.asarray(segment_ids), jnp.asarray(cache_lengths), **sizes)
+    items = plan(*map(jnp.asarray, (segment_ids, positions, cache_lengths)), **sizes)
     rows_of = lambda s: [row for row, sample in enumerate(segment_ids) if sample == s]
     seen = {}  # (row, key) -> times
     fields = [dict(zip(work_items.FIELDS, f, strict=True)) for f in items.fields.T.tolist()]
@@ -246,9 +328,9 @@ def test_work_items_cover_every_key_once_in_even_shares(counts, lengths, splits,
 )
 def test_items_of_samples_with_the_longest_ones_come_first(counts, lengths, splits):
     """Length counts committed keys and fresh rows; shares of a sample's keys may differ by one."""
-    *_, segment_ids, _, cache_lengths = case(counts, lengths)
+    *_, segment_ids, positions, cache_lengths = case(counts, lengths)
     sizes = {"tile": 4, "block": 4, "splits": splits, "max_tiles": 3}
-    items = plan(jnp.asarray(segment_ids), jnp.asarray(cache_lengths), **sizes)
+    items = plan(*map(jnp.asarray, (segment_ids, positions, cache_lengths)), **sizes)
     fields = dict(zip(work_items.FIELDS, np.asarray(items.fields), strict=True))
     used = fields["count"] > 0
     assert not np.diff(used.astype(int)).max(initial=0) > 0  # unused items come last
@@ -397,7 +479,9 @@ def test_a_tiles_lanes_hold_the_query_heads_of_its_rows(group, most, lanes, tile
     for name, tiling in TILINGS.items():
         monkeypatch.setattr(tilings, name, tiling)
     monkeypatch.setattr(tilings, "DECODE_TILES", 3)
-    launch = tilings.launch_for(4 * group, (8, 64, 4, 128), 8 * most, most, item_bytes=2, scale=1.0)
+    launch = tilings.launch_for(
+        4 * group, (8, 64, 4, 128), 8 * most, most, item_bytes=2, scale=1.0, window=None
+    )
     assert launch.tiling.rows == lanes
     assert launch.tiling.rows // launch.group == tile_rows
     assert launch.max_tiles == -(-most // tile_rows)
@@ -458,7 +542,7 @@ def test_errors_name_arrays_of_other_shapes_and_dtypes(implementation, name):
 @pytest.mark.parametrize("bound", [10, None], ids=["decode", "unbounded"])
 def test_scores_are_multiplied_by_the_scale(implementation, programs, bound):
     inputs = case([3, 0, 10, 1], [BLOCK + 3, 4, 0, 2 * BLOCK])
-    check(implementation, inputs, bound, rtol=1e-5, programs=programs, scale=0.9)
+    check(implementation, inputs, bound, rtol=1e-5, programs=programs, static={"scale": 0.9})
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan")])
@@ -523,12 +607,23 @@ def test_the_triton_attention_of_grouped_heads_lowers_for_cuda(
     lower_attention("bfloat16", 128 if group < 8 else 80, batch, bound, masks, group, monkeypatch)
 
 
-def lower_attention(dtype, head_dim, batch, bound, masks, group, monkeypatch):
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize(
+    ("batch", "bound", "masks"),
+    [(24, 8, ()), (1, 1, ()), (3, None, ()), (3, None, ("ancestors", "cache_mask"))],
+)
+def test_the_triton_attention_with_a_window_lowers_for_cuda(
+    group, batch, bound, masks, monkeypatch
+):
+    lower_attention("bfloat16", 256, batch, bound, masks, group, monkeypatch, window=512)
+
+
+def lower_attention(dtype, head_dim, batch, bound, masks, group, monkeypatch, **static):
     for name, tiling in TILINGS.items():
         monkeypatch.setattr(tilings, name, tiling)
     monkeypatch.setattr(tilings, "FEW_ROWS", 16)
     attend = lambda *args: attention.triton.ragged_attention(
-        *args[:8], max_rows_per_sample=bound, **dict(zip(masks, args[8:], strict=True))
+        *args[:8], max_rows_per_sample=bound, **dict(zip(masks, args[8:], strict=True)), **static
     )
     heads = lambda number: (48, number, head_dim, dtype)
     ints = [(48, "int32"), (48, "int32"), (batch, "int32")]

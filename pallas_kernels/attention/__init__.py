@@ -30,6 +30,7 @@ def ragged_attention(
     *,
     max_rows_per_sample: int | None = None,
     scale: float | None = None,
+    window: int | None = None,
     ancestors: Array | None = None,  # bool [rows, fresh]
     cache_mask: Array | None = None,  # bool [batch, max_len]
     implementation: str | None = None,
@@ -51,10 +52,15 @@ def ragged_attention(
     entries at or beyond cache_lengths, and K/V of padding rows, may hold
     anything, NaN included.
 
+    With a `window`, the row at position p sees only keys at positions above p - window: itself and
+    the window - 1 tokens before it. Committed entry i is at position i or, with a `cache_mask`, at
+    the number of visible entries before it. The Triton kernel does not read blocks of the cache
+    that lie outside of the windows of all of a tile's rows.
+
     With `ancestors` the fresh rows of a sample may form a tree (several drafts
     with common prefixes) rather than a sequence: row r sees the i-th fresh
-    row of its sample where ancestors[r, i], whatever the positions are, and every
-    committed entry. A row must be its own ancestor.
+    row of its sample where ancestors[r, i], and every committed entry. A row must be its own
+    ancestor. Positions matter only to a window.
 
     With `cache_mask`, a row of sample s sees committed entry i only where cache_mask[s, i] is
     true; other entries may hold anything, NaN included.
@@ -73,6 +79,7 @@ def ragged_attention(
             in this call; None: all of them. Small bounds (decoding) take a path
             that serves all samples at once.
         scale: the factor of the scores, above 0; None: head_dim ** -0.5.
+        window: static; tokens that a row sees, itself included. None: all.
         ancestors: visibility among the fresh rows, bool [rows, fresh], with at least as many
             columns as any sample has rows. None: causal.
         cache_mask: visibility of the committed entries, bool [batch, max_len]. None: all
@@ -87,17 +94,20 @@ def ragged_attention(
 
     Raises:
         ValueError: `implementation` is unknown or the device cannot run it; `scale` is not above
-            0; only one of key and value is None; `heads` is not a multiple of `kv_heads`; an
-            array has another shape than documented, or segment ids, positions or lengths are not
-            integers.
+            0; `window` is not an integer of at least 1; only one of key and value is None;
+            `heads` is not a multiple of `kv_heads`; an array has another shape than documented,
+            or segment ids, positions or lengths are not integers.
 
     Reference: the unpadded input tokens of EMS-SD, arXiv 2405.07542, section 3; the
     ancestor mask is the tree attention of SpecInfer, arXiv 2305.09781, section 4; heads that share
-    keys and values are grouped-query attention, arXiv 2305.13245.
+    keys and values are grouped-query attention, arXiv 2305.13245; the window is that of Mistral 7B,
+    arXiv 2310.06825.
     """
     attention = IMPLEMENTATIONS[choose(implementation, IMPLEMENTATIONS, interpret)]
     if scale is not None and not scale > 0:
         raise ValueError(f"scale must be above 0, not {scale}")
+    if window is not None and (not isinstance(window, int) or window < 1):
+        raise ValueError(f"window must be None or an integer of at least 1, not {window!r}")
     if (key is None) != (value is None):
         raise ValueError("key and value must be two arrays, or both None")
     fresh = [("query", query, "rows heads head_dim")]
@@ -131,6 +141,7 @@ def ragged_attention(
         cache_lengths,
         max_rows_per_sample=max_rows_per_sample,
         scale=scale,
+        window=window,
         ancestors=ancestors,
         cache_mask=cache_mask,
         interpret=interpret,

@@ -23,6 +23,7 @@ def ragged_attention(
     *,
     max_rows_per_sample: int | None = None,
     scale: float | None = None,
+    window: int | None = None,
     ancestors: Array | None = None,  # bool [r, f]
     cache_mask: Array | None = None,  # bool [b, l]
     interpret: bool = False,
@@ -45,8 +46,12 @@ def ragged_attention(
 
     committed = jnp.arange(max_len) < cache_lengths[sample][:, None]  # [r, l]
     committed &= real[:, None]
+    at = jnp.broadcast_to(jnp.arange(max_len), committed.shape)  # position of each entry
     if cache_mask is not None:
         committed &= cache_mask[sample]
+        at = (jnp.cumsum(cache_mask, axis=1) - 1)[sample]
+    if window is not None:
+        committed &= at > positions[:, None] - window
     # Masked entries are zeroed, not only weighted by zero: 0 * NaN is NaN.
     keys, values = (
         jnp.where(committed[..., None, None], cache[sample].astype(jnp.float32), 0)
@@ -64,6 +69,8 @@ def ragged_attention(
         place = jnp.arange(len(segment_ids)) - jnp.argmax(segment_ids[:, None] == segment_ids, 1)
         fresh = ancestors[:, jnp.minimum(place, ancestors.shape[1] - 1)]
     fresh &= (segment_ids[:, None] == segment_ids) & real[:, None]
+    if window is not None:
+        fresh &= positions > positions[:, None] - window
 
     dot = lambda spec, x, y: jnp.einsum(spec, x, y, precision=lax.Precision.HIGHEST)
     scores = jnp.concatenate(

@@ -35,6 +35,7 @@ class Launch(NamedTuple):
     max_tiles: int  # the most tiles that a sample may have
     one_block: bool  # whether tiling.rows keys hold the fresh rows of any sample
     scale: float  # factor of the scores
+    window: int | None  # positions that a row sees; None: all
 
 
 DECODE = Tiling(rows=16, keys=64, num_warps=4, num_stages=3)
@@ -65,6 +66,7 @@ def launch_for(
     *,
     item_bytes: int,
     scale: float,
+    window: int | None,
 ) -> Launch:
     """The launch for `rows` packed rows with `heads` query heads.
 
@@ -75,6 +77,7 @@ def launch_for(
         most: the most rows that a sample may have.
         item_bytes: bytes of one number of the queries.
         scale: the factor of the scores.
+        window: positions that a row sees; None: all.
     """
     batch, _, kv_heads, head_dim = cache_shape
     group = heads // kv_heads
@@ -95,7 +98,7 @@ def launch_for(
         if group > 1:
             tiling, few = tiling.holding(group), few.holding(group)
     max_tiles = pl.cdiv(most, tiling.rows // group)
-    return Launch(tiling, few, group, splits, max_tiles, most <= tiling.rows, scale)
+    return Launch(tiling, few, group, splits, max_tiles, most <= tiling.rows, scale, window)
 
 
 def _decode_tiling(head_dim: int, programs: int) -> Tiling:

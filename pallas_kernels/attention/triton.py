@@ -40,18 +40,22 @@ def ragged_attention(
     *,
     max_rows_per_sample: int | None = None,
     scale: float | None = None,
+    window: int | None = None,
     ancestors: Array | None = None,  # bool [r, f]
     cache_mask: Array | None = None,  # bool [b, l]
     interpret: bool = False,
 ) -> Array:  # [r, h, d]
     """See `pallas_kernels.ragged_attention`."""
-    del positions  # they follow from cache_lengths and the order of the rows
     if not key_cache.shape[1]:  # a kernel needs an address: one entry, which no row sees
         pad = lambda x: jnp.pad(x, [(0, int(axis == 1)) for axis in range(x.ndim)])
         key_cache, value_cache = pad(key_cache), pad(value_cache)
         cache_mask = None
     rows, heads, head_dim = query.shape
     masks = {"ancestors": ancestors, "cache": cache_mask}
+    if window is not None:
+        masks["positions"] = positions
+        if cache_mask is not None:  # the positions of the cache's entries
+            masks["entries"] = jnp.cumsum(cache_mask, axis=1, dtype=jnp.int32) - 1
     launch = launch_for(
         heads if key is not None else heads - 2 * key_cache.shape[2],
         key_cache.shape,
@@ -59,11 +63,13 @@ def ragged_attention(
         min(rows, max_rows_per_sample or rows),
         item_bytes=query.dtype.itemsize,
         scale=head_dim**-0.5 if scale is None else float(scale),
+        window=window,
     )
     return _launch(
         (query,) if key is None else (query, key, value),
         (key_cache, value_cache),
         segment_ids,
+        positions,
         cache_lengths,
         {name: mask for name, mask in masks.items() if mask is not None},
         launch=launch,
@@ -74,7 +80,7 @@ def ragged_attention(
 # Jitted by itself, so that layers of the same shapes are traced and lowered once.
 @functools.partial(jax.jit, static_argnames=("launch", "interpret"))
 def _launch(
-    fresh, cached, segment_ids, cache_lengths, masks, *, launch: Launch, interpret: bool
+    fresh, cached, segment_ids, positions, cache_lengths, masks, *, launch: Launch, interpret: bool
 ) -> Array:
     tiling, splits = launch.tiling, launch.splits
     kv_heads, head_dim = cached[0].shape[2:]
@@ -82,12 +88,14 @@ def _launch(
     of_query = jax.ShapeDtypeStruct(of_query, fresh[0].dtype)
     items = work_items.plan(
         segment_ids,
+        positions,
         cache_lengths,
         tile=tiling.rows // launch.group,
         block=tiling.keys,
         splits=splits,
         max_tiles=launch.max_tiles,
         causal="ancestors" not in masks,
+        window=launch.window,
     )
     num_items = items.fields.shape[1]
     # Where shares are combined, the combination also writes the zeros of padding rows.
@@ -113,7 +121,7 @@ def _launch(
         items.num_real,
         *fresh,
         *cached,
-        *(mask.astype(jnp.int8) for mask in masks.values()),
+        *(x.astype(jnp.int8) if x.dtype == bool else x for x in masks.values()),
     )
     if whole:
         return outputs
@@ -128,11 +136,12 @@ def _kernel(
     masks: tuple[str, ...],
     together: bool,
 ):
-    count, group, scale = 1 if together else 3, launch.group, launch.scale
+    count, group, scale, window = 1 if together else 3, launch.group, launch.scale, launch.window
     fresh_refs, (key_cache_ref, value_cache_ref, *refs) = refs[:count], refs[count:]
     mask_refs, outputs = dict(zip(masks, refs, strict=False)), refs[len(masks) :]
-    # [r, f] and [b, l]
+    # [r, f] and [b, l]; with a window also [r] and, beside a mask of the cache, [b, l]
     ancestors_ref, cache_mask_ref = mask_refs.get("ancestors"), mask_refs.get("cache")
+    positions_ref, entries_ref = mask_refs.get("positions"), mask_refs.get("entries")
     kv_heads, head_dim = key_cache_ref.shape[2:]
     head, index = pl.program_id(0), pl.program_id(1)
     dims = dims_of(head_dim)[None, :]
@@ -178,6 +187,9 @@ def _kernel(
         query_row = item["first"] + row_of(last_lane)
         place = fresh_refs[0].at[query_row[:, None], head_of(last_lane), dims]
         query = load(place, tiling.rows)
+        if window is not None:  # the lowest position that each lane's row sees, and that any does
+            lowest = plgpu.load(positions_ref.at[query_row]) - window + 1
+            first_seen = jnp.min(lowest)
         attend = functools.partial(_attend, query, scale=scale)
 
         def fresh_keys(at):
@@ -185,6 +197,9 @@ def _kernel(
 
         def fresh_visible(at):
             visible = (at < fresh_end)[None, :]
+            if window is not None:
+                place = positions_ref.at[sample_row + jnp.minimum(at, _last(fresh_end))]
+                visible &= plgpu.load(place)[None, :] >= lowest[:, None]
             if ancestors_ref is None:
                 return visible & (at[None, :] <= (before + row_of(lane))[:, None])
             column = jnp.minimum(at, ancestors_ref.shape[1] - 1)
@@ -198,9 +213,16 @@ def _kernel(
             defined = None
             if cache_mask_ref is not None:
                 defined = visible = visible & (plgpu.load(cache_mask_ref.at[sample, place]) != 0)
+            if window is not None:
+                entry = at if entries_ref is None else plgpu.load(entries_ref.at[sample, place])
+                defined = visible = visible & (entry >= first_seen)
             keys = load_cached(key_cache_ref, sample, place, defined)
             values = load_cached(value_cache_ref, sample, place, defined)
-            return attend(carry, keys, values, None if visible is None else visible[None, :])
+            if visible is not None:
+                visible = visible[None, :]
+            if window is not None:
+                visible &= entry[None, :] >= lowest[:, None]
+            return attend(carry, keys, values, visible)
 
         def fresh_block(block, carry, *, masked):
             at = block * tiling.keys + jnp.arange(tiling.keys)
@@ -211,6 +233,8 @@ def _kernel(
             return attend(carry, *fresh_keys(at), fresh_visible(at))
 
         begin, end = item["key_begin"] // tiling.keys, pl.cdiv(item["key_end"], tiling.keys)
+        if window is not None and entries_ref is None:
+            begin = jnp.maximum(begin, first_seen // tiling.keys)
         if decoding:
             # Fetched before the long loop, needed after it.
             fresh, visible = fresh_keys(key_lane), fresh_visible(key_lane)
@@ -220,15 +244,19 @@ def _kernel(
                 carry = _loop(1, pl.cdiv(fresh_end, tiling.rows), fresh_tile, carry)
         else:
             carry = _start(tiling, head_dim)
-            if cache_mask_ref is None:
+            if cache_mask_ref is None and window is None:
                 full = item["key_end"] // tiling.keys
                 carry = _loop(begin, full, committed_block, carry, masked=False)
                 begin = full
             carry = _loop(begin, end, committed_block, carry, masked=True)
-            full = 0 if ancestors_ref is not None else before // tiling.keys
+            first, full = 0, before // tiling.keys
+            if ancestors_ref is not None or window is not None:
+                full = 0
+            if ancestors_ref is None and window is not None:
+                first = jnp.maximum(before - window + 1, 0) // tiling.keys
             carry = _loop(0, full, fresh_block, carry, masked=False)
             end = pl.cdiv(fresh_end, tiling.keys)
-            carry = _loop(full, end, fresh_block, carry, masked=True)
+            carry = _loop(jnp.maximum(first, full), end, fresh_block, carry, masked=True)
         out, highest, total = _sum_total(carry)
         store_dims = is_used[:, None] & (dims < head_dim)
         if len(outputs) == 1:

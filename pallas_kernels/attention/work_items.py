@@ -49,6 +49,7 @@ def num_items(rows: int, batch: int, tile: int, splits: int, max_tiles: int) -> 
 
 def plan(
     segment_ids: Array,  # int32 [r]
+    positions: Array,  # int32 [r]
     cache_lengths: Array,  # int32 [b]
     *,
     tile: int,
@@ -56,11 +57,13 @@ def plan(
     splits: int,
     max_tiles: int,
     causal: bool = True,
+    window: int | None = None,
 ) -> WorkItems:
     """Cut rows into tiles, and committed keys into shares.
 
     Args:
         segment_ids: the sample of each row, int32 [r]; b for padding rows.
+        positions: the position of each row in its sample, int32 [r]; only a window needs them.
         cache_lengths: the number of committed keys of each sample, int32 [b].
         tile: most rows of a tile.
         block: a share is a whole number of blocks of this many keys.
@@ -68,10 +71,17 @@ def plan(
             sample's keys are cut. Short samples get fewer shares than long ones.
         max_tiles: the most tiles that a sample may have.
         causal: rows see no fresh rows beyond their tile.
+        window: keys that a row sees, itself included; None: all. Blocks that no row of a tile
+            sees belong to none of its shares.
     """
     batch, rows = cache_lengths.shape[0], segment_ids.shape[0]
     first, counts = extents(segment_ids, batch)
     tiles, blocks = pl.cdiv(counts, tile), pl.cdiv(cache_lengths, block)
+    skipped = jnp.zeros_like(blocks)  # blocks before the window of a sample's first row
+    if window is not None:
+        lowest = take(positions, first) - window + 1
+        skipped = jnp.clip(lowest // block, 0, blocks)
+        blocks -= skipped
     shares = jnp.ones_like(blocks)
     if splits > 1:
         share = pl.cdiv(jnp.sum(jnp.where(counts > 0, blocks, 0)), splits)
@@ -86,7 +96,7 @@ def plan(
     of_item = lambda x: take(x, sample)
     within, parts = index - of_item(starts), of_item(shares)
     before, part = within // parts * tile, within % parts
-    cut = lambda part: part * of_item(blocks) // parts * block
+    cut = lambda part: (of_item(skipped) + part * of_item(blocks) // parts) * block
     seen = before + tile if causal else rows
     fields = (
         sample,

@@ -34,6 +34,7 @@ def ragged_attention(
     *,
     max_rows_per_sample: int | None = None,
     scale: float | None = None,
+    window: int | None = None,
     ancestors: Array | None = None,  # bool [r, f]
     cache_mask: Array | None = None,  # bool [b, l]
     interpret: bool = False,
@@ -52,16 +53,19 @@ def ragged_attention(
     path = _all_samples_at_once if tile <= MAX_DECODE_ROWS else _tile_by_tile
     tensors = (*fresh, key_cache, value_cache)
     committed = jnp.arange(max_len) < cache_lengths[:, None]  # [b, l]
+    entries = jnp.broadcast_to(jnp.arange(max_len), committed.shape)  # their positions
     if cache_mask is not None:
         committed &= cache_mask
-    places = (segment_ids, positions, committed)
-    out = path(tensors, *places, ancestors, min(tile, TILE), scale)
+        entries = jnp.cumsum(cache_mask, axis=1, dtype=jnp.int32) - 1
+    places = (segment_ids, positions, committed, entries)
+    out = path(tensors, *places, ancestors, min(tile, TILE), scale, window)
     return out.astype(query.dtype)
 
 
-def _all_samples_at_once(tensors, segment_ids, positions, committed, ancestors, tile, scale):
+def _all_samples_at_once(
+    tensors, segment_ids, positions, committed, entries, ancestors, tile, scale, window
+):
     query, key, value, key_cache, value_cache = tensors
-    del positions  # they follow from the order of the rows
     batch = key_cache.shape[0]
     first, counts = extents(segment_ids, batch)
     row = jnp.minimum(first[:, None] + jnp.arange(tile), query.shape[0] - 1)  # [b, q]
@@ -72,6 +76,13 @@ def _all_samples_at_once(tensors, segment_ids, positions, committed, ancestors, 
         place = jnp.minimum(index, ancestors.shape[1] - 1)
         visible = take(ancestors, row[..., None], place)  # [b, q, f]
     visible = visible & (index < counts[:, None, None])
+    committed = committed[:, None]  # [b, 1, l]
+    if window is not None:
+        place = take(positions, row)  # [b, q]
+        lowest = place[..., None] - window
+        visible &= place[:, None] > lowest
+        committed = committed & (entries[:, None] > lowest)  # [b, q, l]
+        committed &= (index < counts[:, None])[..., None]  # other samples' rows see nothing
     tiles = [take(x, row) for x in (query, key, value)]
     out = _attend(*tiles, key_cache, value_cache, visible, committed, scale)
     sample = jnp.minimum(segment_ids, batch - 1)
@@ -79,7 +90,9 @@ def _all_samples_at_once(tensors, segment_ids, positions, committed, ancestors, 
     return jnp.where((segment_ids < batch)[:, None, None], take(out, sample, within), 0)
 
 
-def _tile_by_tile(tensors, segment_ids, positions, committed, ancestors, tile, scale):
+def _tile_by_tile(
+    tensors, segment_ids, positions, committed, entries, ancestors, tile, scale, window
+):
     query, key, value, key_cache, value_cache = tensors
     rows, batch = query.shape[0], key_cache.shape[0]
     first, counts = extents(segment_ids, batch)
@@ -100,6 +113,11 @@ def _tile_by_tile(tensors, segment_ids, positions, committed, ancestors, tile, s
             place = jnp.clip(jnp.arange(rows) - of_sample(first), 0, ancestors.shape[1] - 1)
             visible = take(ancestors, row[:, None], place)
         visible = visible & (segment_ids == sample)
+        cached = of_sample(committed)[None]  # [1, l]
+        if window is not None:
+            lowest = take(positions, row)[:, None] - window
+            visible &= positions > lowest
+            cached = cached & (of_sample(entries) > lowest) & mine[:, None]  # [q, l]
         visible |= ~mine[:, None] & (jnp.arange(rows) == row[:, None])  # no empty softmax
         result = _attend(
             take(query, row)[None],
@@ -108,7 +126,7 @@ def _tile_by_tile(tensors, segment_ids, positions, committed, ancestors, tile, s
             of_sample(key_cache)[None],
             of_sample(value_cache)[None],
             visible[None],
-            of_sample(committed)[None],
+            cached[None],
             scale,
         )[0]
         result = jnp.where(mine[:, None, None], result, take(out, row))
@@ -125,12 +143,14 @@ def _attend(query, key, value, key_cache, value_cache, visible, committed, scale
         key, value: [b, f, k, d].
         key_cache, value_cache: [b, l, k, d].
         visible: the fresh rows that each row sees, bool [q, f] or [b, q, f].
-        committed: the cache's entries that all rows see, bool [b, l].
+        committed: the cache's entries that each row, or all rows see, bool [b, q or 1, l].
         scale: the factor of the scores.
     """
     group = query.shape[2] // key_cache.shape[2]
     if group > 1:  # the query heads that share a K/V head become rows of the tile
         query, visible = _fold_heads(query, group), jnp.repeat(visible, group, axis=-2)
+        if committed.shape[1] > 1:
+            committed = jnp.repeat(committed, group, axis=1)
     # XLA would like the caches transposed, and would transpose those of all layers
     # at once, before the step: a second copy of everything. Pinned to their layout,
     # and available no earlier than the queries, they are transposed layer by layer.
@@ -147,7 +167,7 @@ def _attend(query, key, value, key_cache, value_cache, visible, committed, scale
     def scores(keys, mask):  # mask: broadcastable to [b, k, q, keys]
         return jnp.where(mask, scale * dot("bqkd,blkd->bkql", query, keys), -jnp.inf)
 
-    old = scores(key_cache, committed[:, None, None])
+    old = scores(key_cache, committed[:, None])
     new = scores(key, visible[:, None])
     highest = jnp.maximum(jnp.max(old, axis=-1, initial=-jnp.inf), jnp.max(new, axis=-1))
     # Rows that see nothing (tile padding) must not turn into inf - inf.
@@ -155,7 +175,7 @@ def _attend(query, key, value, key_cache, value_cache, visible, committed, scale
     old, new = jnp.exp(old - highest), jnp.exp(new - highest)
     total = jnp.sum(old, axis=-1) + jnp.sum(new, axis=-1)  # [b, k, q]
     # Zeroed, not only weighted by zero: 0 * NaN is NaN.
-    values = jnp.where(committed[..., None, None], value_cache, 0)
+    values = jnp.where(jnp.any(committed, axis=1)[..., None, None], value_cache, 0)
     out = dot("bkql,blkd->bqkd", old.astype(value.dtype), values)
     out += dot("bkqf,bfkd->bqkd", new.astype(value.dtype), value)
     total = jnp.where(total > 0, total, 1).swapaxes(1, 2)[..., None]
