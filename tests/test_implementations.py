@@ -22,7 +22,7 @@ pytestmark = pytest.mark.gpu
         ("attention", "ragged_attention"),
         ("cache_update", "update_kv_caches"),
         ("cutoff", "sampling_cutoff"),
-        ("add_norm", "add_layer_norm"),
+        ("add_norm", "add_norm"),
     ],
 )
 def test_implementations_of_an_operation_take_the_same_arguments(package, function):
@@ -43,6 +43,7 @@ CALLS = [
     functools.partial(pallas_kernels.linear, X, WEIGHT),
     functools.partial(pallas_kernels.linear_sums, X, WEIGHT),
     functools.partial(pallas_kernels.add_layer_norm, X, X, *[None] * 3, epsilon=1e-5),
+    functools.partial(pallas_kernels.add_rms_norm, X, X, *[None] * 2, epsilon=1e-5),
     functools.partial(pallas_kernels.sampling_cutoff, X, None, None),
 ]
 

@@ -89,6 +89,42 @@ def check_sums(rows, inputs, outputs, dtype, options, scale=40):
 
 @every_implementation
 @every_dtype
+@pytest.mark.parametrize("shares", [None, "rounded"])
+@pytest.mark.parametrize(
+    ("vectors", "offset", "stream"),
+    [
+        ((), 0.0, None),
+        (("scale",), 0.0, "float32"),
+        (("y_bias", "scale"), 1.0, "float32"),
+        (("scale", "y_scale"), 1.0, "float32"),
+        (("y_bias", "scale", "y_scale"), 0.0, None),
+    ],
+)
+def test_sum_and_rms_normalisation_equal_numpy(options, dtype, shares, vectors, offset, stream):
+    size = 96
+    x = random(7, size, dtype=stream or dtype)
+    y = random(*((3, 7, size) if shares else (7, size)), dtype=dtype, seed=1)
+    values = {name: random(size, dtype=dtype, seed=len(name)) for name in vectors}
+    arguments = [values.get(name) for name in ("y_bias", "scale", "y_scale")]
+    total, out = pallas_kernels.add_rms_norm(
+        x, y, *arguments, epsilon=1e-5, offset=offset, dtype=dtype, **options
+    )
+    assert (total.dtype, out.dtype) == (x.dtype, dtype)
+
+    def rms_norm(x, scale):
+        x = x / np.sqrt(np.mean(x**2, axis=1, keepdims=True) + 1e-5)
+        return x * (np.float64(values[scale]) + offset) if scale in values else x
+
+    addend = (np.float64(y).sum(axis=0) if shares else np.float64(y)) + np.float64(
+        values.get("y_bias", 0)
+    )
+    addend = rms_norm(addend, "y_scale") if "y_scale" in values else addend
+    close(total, np.float64(x) + addend, total.dtype.name, scale=4)
+    close(out, rms_norm(np.float64(total), "scale"), dtype, scale=4)
+
+
+@every_implementation
+@every_dtype
 @pytest.mark.parametrize("shares", [None, "float32", "rounded"])
 @pytest.mark.parametrize(
     ("vectors", "stream"),
@@ -220,6 +256,8 @@ def test_the_triton_kernels_lower_for_cuda(rows, monkeypatch):
     norm = functools.partial(pallas_kernels.add_layer_norm, epsilon=1e-5, implementation="triton")
     for kind in ("float32", "bfloat16"):
         lower_for_cuda(norm, x, (4, rows, 2560, kind), *[vector] * 3)
+    rms = functools.partial(pallas_kernels.add_rms_norm, epsilon=1e-6, implementation="triton")
+    lower_for_cuda(rms, x, (4, rows, 2560, "bfloat16"), *[vector] * 3)
     narrow = functools.partial(norm, dtype=jnp.bfloat16)
     lower_for_cuda(narrow, (rows, 2560, "float32"), x, *[vector] * 3)
 
@@ -239,14 +277,18 @@ def test_gradients_equal_those_of_the_plain_formulas(interpret):
     options = OPTIONS[1] if interpret else OPTIONS[0]
     x, y, weight = random(5, 512), random(5, 256, seed=1), random(512, 256, seed=2)
     vectors = [random(256, seed=seed) for seed in (3, 4, 5)]
+    rms_norm = functools.partial(pallas_kernels.add_rms_norm, epsilon=1e-5, offset=1.0, **options)
     norm = functools.partial(pallas_kernels.add_layer_norm, epsilon=1e-5, **options)
 
     def ours(x, y, weight, bias, scale, shift):
         product = pallas_kernels.linear(x, weight, bias, relu=True, **options)
         sums = pallas_kernels.linear_sums(x, weight, **options)
         total, normal = norm(y, sums, bias, scale, shift)
+        other, rms = rms_norm(y, sums, bias, scale, shift)
         plain = pallas_kernels.linear(x, weight, None, **options)
-        return jnp.sum(jnp.sin(product) + total**2 + jnp.cos(normal) + plain**2)
+        return jnp.sum(
+            jnp.sin(product) + total**2 + jnp.cos(normal) + plain**2 + other**2 + jnp.sin(rms)
+        )
 
     def plain(x, y, weight, bias, scale, shift):
         z = jnp.dot(x, weight, precision="highest")
@@ -254,7 +296,13 @@ def test_gradients_equal_those_of_the_plain_formulas(interpret):
         centred = total - total.mean(axis=1, keepdims=True)
         normal = centred / jnp.sqrt((centred**2).mean(axis=1, keepdims=True) + 1e-5)
         normal = normal * scale + shift
-        return jnp.sum(jnp.sin(jnp.maximum(z + bias, 0)) + total**2 + jnp.cos(normal) + z**2)
+        rms_norm = lambda x, scale: x / jnp.sqrt((x**2).mean(1, keepdims=True) + 1e-5) * (scale + 1)
+        other = y + rms_norm(z + bias, shift)
+        squares = total**2 + z**2 + other**2
+        waves = (
+            jnp.sin(jnp.maximum(z + bias, 0)) + jnp.cos(normal) + jnp.sin(rms_norm(other, scale))
+        )
+        return jnp.sum(squares + waves)
 
     arguments = (x, y, weight, *vectors)
     every = tuple(range(len(arguments)))

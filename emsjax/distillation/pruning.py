@@ -23,7 +23,7 @@ from emsjax.distillation.sequences import Batch, PackedSequences
 from emsjax.distillation.training import forward
 from emsjax.models.config import ACTIVATIONS, POSITION_OFFSET, OPTConfig
 from emsjax.models.layers import scale_and_bias, weight_and_bias
-from emsjax.models.opt import LAYER_NORM_EPSILON, OPT, OPTLayer
+from emsjax.models.opt import OPT, PLAIN_NORM, OPTLayer
 from pallas_kernels.add_norm.xla import normalise
 
 SEQUENCES, TOKENS = 64, 256  # sequences, and tokens of each, that statistics are measured on
@@ -183,7 +183,7 @@ def embedded(model: OPT) -> Float[Array, "v e"]:
 
 def centred(stream: Float[Array, "n e"]) -> Float[Array, "n e"]:
     """The stream after normalisation without scale and bias."""
-    return normalise(stream, None, None, LAYER_NORM_EPSILON)
+    return normalise(stream, None, None, PLAIN_NORM)
 
 
 def principal_directions(streams: Sequence[Float[Array, "n e"]], width: int) -> Float[Array, "e w"]:
@@ -271,7 +271,7 @@ def read(layer: OPTLayer, norm: nnx.LayerNorm, stream: Float[Array, "n e"]) -> F
     """Input of the first product of a part of the layer."""
     if not layer.config.do_layer_norm_before:
         return stream
-    return normalise(stream, *scale_and_bias(norm), LAYER_NORM_EPSILON)
+    return normalise(stream, *scale_and_bias(norm), PLAIN_NORM)
 
 
 def outputs(linear: nnx.Linear, x: Float[Array, "n i"]) -> Float[Array, "n o"]:

@@ -26,11 +26,12 @@ from emsjax.models.layers import (
     run_layer,
     scale_and_bias,
 )
-from pallas_kernels.add_norm.xla import add, normalise
+from pallas_kernels.add_norm.xla import Norm, add, normalise
 from pallas_kernels.common.implementations import matmul_precision, with_gradient_of
 from pallas_kernels.common.indexing import take
 
 LAYER_NORM_EPSILON = 1e-5
+PLAIN_NORM = Norm(LAYER_NORM_EPSILON, jnp.float32, centred=True)  # without an addition
 
 
 class OPTLayer(nnx.Module):
@@ -182,7 +183,7 @@ class OPT(nnx.Module):
         """Computes float32 logits; their gradient is rounded to the model's dtype."""
         x, norm = hidden, self.final_layer_norm
         if norm is not None:
-            x = normalise(x, *scale_and_bias(norm), LAYER_NORM_EPSILON)
+            x = normalise(x, *scale_and_bias(norm), PLAIN_NORM)
         x = x.astype(self.dtype)
         x = x if self.project_out is None else self.project_out(x)
         precision = matmul_precision(self.dtype)
