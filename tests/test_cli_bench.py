@@ -68,7 +68,7 @@ def fake_entries(monkeypatch):
             "workload": name,
             "batch": self.batch,
             "plain": {"tokens_per_s": 8.0, "identical": True},
-            "policies": {policy: dict(of) for policy in names},
+            "policies": {policy: dict(figures) for policy in names},
         }
 
     monkeypatch.setattr(draft_length.Bench, "measure", measure)

@@ -113,7 +113,8 @@ def test_the_demo_fails_if_one_token_differs(capsys, monkeypatch, wrong, field):
         ones = np.ones(len(prompts) * num_sequences, np.int32)
         tokens = np.ones((len(ones), 4), np.int32)
         seconds = np.ones(len(ones), np.float32)
-        stats = emsjax.Stats(ones, ones, ones, ones, tokens, seconds, 4, PaddingRatio(0.0, 0.0))
+        padding = PaddingRatio(0.0, 0.0)
+        stats = emsjax.Stats(ones, ones, ones, ones, ones, tokens, seconds, 4, padding)
         fields = {"tokens": tokens, "lengths": 3 * ones}
         if method == wrong:
             fields[field] = fields[field].copy()
