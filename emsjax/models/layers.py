@@ -83,10 +83,17 @@ def scale_and_bias(norm: nnx.LayerNorm) -> tuple[Array | None, Array | None]:
     )
 
 
-def linear(module: nnx.Linear, x: Float[Array, "r i"], *, relu: bool = False):
-    """Applies a linear layer with its bias to rows, and then ReLU if `relu`. [r, o]"""
+def linear(
+    module: nnx.Linear,
+    x: Float[Array, "r i"],
+    *,
+    activation: str | None = None,
+    gated: bool = False,
+):
+    """Applies a linear layer with its bias to rows: see `pallas_kernels.linear`. [r, o]"""
     weight, bias = weight_and_bias(module)
-    return pallas_kernels.linear(x, weight.values, bias, relu=relu)
+    options = {"activation": activation, "gated": gated}
+    return pallas_kernels.linear(x, weight.values, bias, **options)
 
 
 def linear_addend(module: nnx.Linear, x: Float[Array, "r i"]) -> Addend:

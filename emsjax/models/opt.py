@@ -14,7 +14,7 @@ from emsjax.decode.base import ModelOutput
 from emsjax.decode.cache import Cache, KVCache
 from emsjax.decode.pack import PackedRows
 from emsjax.models import checkpoint
-from emsjax.models.config import ACTIVATIONS, POSITION_OFFSET, OPTConfig
+from emsjax.models.config import POSITION_OFFSET, OPTConfig
 from emsjax.models.layers import (
     Addend,
     add_norm,
@@ -79,10 +79,8 @@ class OPTLayer(nnx.Module):
         return linear_addend(self.out_proj, attend(qkv).reshape(h.shape)), qkv
 
     def feed_forward(self, h: Float[Array, "r e"]) -> Addend:
-        activation = self.config.activation_function
-        relu = activation == "relu"
-        h = linear(self.fc1, h, relu=relu)
-        return linear_addend(self.fc2, h if relu else ACTIVATIONS[activation](h))
+        h = linear(self.fc1, h, activation=self.config.activation_function)
+        return linear_addend(self.fc2, h)
 
 
 def layer_norm(config: OPTConfig, dtype, rngs: nnx.Rngs) -> nnx.LayerNorm:
