@@ -7,7 +7,8 @@ from emsjax.device import best_dtype
 from emsjax.drafters import DraftModel, PromptLookup
 from emsjax.engine.output import GenerateOutput, Stats, rank_by_mean_logprob
 from emsjax.generation import generate, init_state, step
-from emsjax.models.opt import OPT, OPTConfig
+from emsjax.models.decoder import Decoder as OPT
+from emsjax.models.opt import OPTConfig
 from emsjax.policies.costs import StepCosts
 from emsjax.policies.goodput import CostCapped, Goodput
 from emsjax.policies.lengths import BassHeuristic, BatchSizeTable, FixedLength

@@ -35,7 +35,7 @@ from emsjax.benchmarks.scripted import CopyAcceptance
 from emsjax.benchmarks.shapes import MODELS
 from emsjax.decode.layout import UNPADDED, Layout
 from emsjax.generation import init_state
-from emsjax.models.opt import OPT
+from emsjax.models.decoder import Decoder as OPT
 
 PROFILE = CopyAcceptance()
 POINTS, DRAWS = 5, 4096

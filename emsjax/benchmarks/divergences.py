@@ -29,7 +29,7 @@ from emsjax.benchmarks.scripted import CopyAcceptance, replay
 from emsjax.benchmarks.workloads import EmbeddedModels, ScriptedModels
 from emsjax.drafters import DraftModel, PromptLookup
 from emsjax.generation import generate
-from emsjax.models.opt import OPT
+from emsjax.models.decoder import Decoder as OPT
 from emsjax.testing.divergence import NEAR_TIE, first_divergences
 
 DTYPE = jnp.bfloat16

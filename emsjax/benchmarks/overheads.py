@@ -44,7 +44,7 @@ from emsjax.decode.kernels import resolve_kernels
 from emsjax.decode.pack import AcceptedPath, PackedRows
 from emsjax.decode.state import DecodeState
 from emsjax.drafters import DraftModel
-from emsjax.models.opt import OPT
+from emsjax.models.decoder import Decoder as OPT
 from emsjax.sampling import Sampling
 
 SAMPLED = Sampling(temperature=0.8, top_p=0.9)

@@ -31,8 +31,8 @@ from emsjax.drafters import DraftModel
 from emsjax.drafters.replay import Overriding
 from emsjax.engine.adapt import as_drafter, make_run
 from emsjax.generation import init_state
-from emsjax.models.config import OPTConfig
-from emsjax.models.opt import OPT
+from emsjax.models.opt import OPTConfig
+from emsjax.models.decoder import Decoder as OPT
 from emsjax.policies.lengths import FixedLength
 from emsjax.sampling import Sampling
 

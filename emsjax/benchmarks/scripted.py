@@ -17,8 +17,8 @@ from flax import nnx
 from emsjax.checks import as_token_ids, check_at_least
 from emsjax.drafters.replay import Replay
 from emsjax.engine.adapt import as_drafter, unwrapped
-from emsjax.models.config import POSITION_OFFSET, OPTConfig
-from emsjax.models.opt import OPT
+from emsjax.models.opt import POSITION_OFFSET, OPTConfig
+from emsjax.models.decoder import Decoder as OPT
 
 SIGNAL = 4  # ratio of a position's entry to everything that layers add to it
 

@@ -1,6 +1,6 @@
 """Model shapes by name. Benchmarks decode with random weights of these shapes."""
 
-from emsjax.models.config import OPTConfig
+from emsjax.models.opt import OPTConfig
 
 
 def opt_shape(size: int, layers: int, heads: int) -> OPTConfig:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from emsjax.benchmarks.workloads import ScriptedModels, Workload
-from emsjax.models.opt import OPT
+from emsjax.models.decoder import Decoder as OPT
 
 SEQUENCES_PER_ROUND = 8  # at least, as acceptance is drawn for each
 

@@ -37,7 +37,7 @@ from emsjax.benchmarks.runs import (
 )
 from emsjax.benchmarks.shapes import MODELS
 from emsjax.decode.kernels import resolve_kernels
-from emsjax.models.config import OPTConfig
+from emsjax.models.opt import OPTConfig
 
 ITEM_BYTES = 2  # bfloat16
 

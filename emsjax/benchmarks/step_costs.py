@@ -29,8 +29,8 @@ from emsjax.benchmarks.runs import (
 )
 from emsjax.decode.row_counts import row_buckets
 from emsjax.drafters import DraftModel
-from emsjax.models.config import OPTConfig
-from emsjax.models.opt import OPT
+from emsjax.models.opt import OPTConfig
+from emsjax.models.decoder import Decoder as OPT
 from emsjax.policies.costs import FORMAT, TILE_ROWS, StepCosts, accepted_at_rate, synergy_lengths
 from emsjax.policies.lengths import FixedLength
 

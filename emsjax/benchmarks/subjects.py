@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from emsjax.benchmarks.shapes import MODELS
 from emsjax.device import dtype_name
-from emsjax.models.opt import OPT
+from emsjax.models.decoder import Decoder as OPT
 from emsjax.records.input import Records, survey
 from emsjax.records.prompts import Prompts, check_prompts
 from emsjax.terminal.models import load_config, load_tokenizer

@@ -21,8 +21,8 @@ from emsjax.benchmarks.scripted import (
 from emsjax.benchmarks.shapes import MODELS
 from emsjax.drafters import DraftModel, PromptLookup
 from emsjax.embedded import DRAFT, PROMPTS, TARGET
-from emsjax.models.config import OPTConfig
-from emsjax.models.opt import OPT
+from emsjax.models.opt import OPTConfig
+from emsjax.models.decoder import Decoder as OPT
 
 PROMPT_TOKENS = (700, 1100)  # length of scripted models' prompts: 900 on average
 CALIBRATION_SEED, CALIBRATION_DRAWS = 2**31, 4096

@@ -21,8 +21,8 @@ from emsjax.distillation.model_card import gains, model_card
 from emsjax.distillation.pruning import PROJECTED, num_parameters, pruned_config
 from emsjax.distillation.sequences import MIN_TOKENS
 from emsjax.distillation.texts import hold_out, read_texts, tokenize
-from emsjax.models.config import OPTConfig
-from emsjax.models.opt import OPT
+from emsjax.models.opt import OPTConfig
+from emsjax.models.decoder import Decoder as OPT
 from emsjax.records.output import write_atomically
 from emsjax.terminal.models import load_config, revision_of
 from emsjax.terminal.options import flag

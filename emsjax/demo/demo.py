@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from emsjax.drafters import DraftModel, PromptLookup
 from emsjax.embedded import DRAFT, PROMPTS, TARGET
 from emsjax.generation import generate
-from emsjax.models.opt import OPT
+from emsjax.models.decoder import Decoder as OPT
 from emsjax.sampling import Sampling
 
 MAX_NEW_TOKENS = 128

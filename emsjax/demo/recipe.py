@@ -24,7 +24,8 @@ from emsjax.distillation import Batch, Trainer, make_optimizer, train
 from emsjax.distillation.losses import cross_entropy
 from emsjax.distillation.pruning import num_parameters
 from emsjax.distillation.training import forward
-from emsjax.models.opt import OPT, OPTConfig
+from emsjax.models.decoder import Decoder as OPT
+from emsjax.models.opt import OPTConfig
 
 WINDOW = 1024  # tokens
 BATCH = 32  # windows

@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 
 from emsjax.distillation.sequences import PackedSequences
 from emsjax.distillation.training import Trainer, TrainState
-from emsjax.models.opt import OPT
+from emsjax.models.decoder import Decoder as OPT
 
 REPORT_SECONDS = 5.0
 

@@ -9,7 +9,7 @@ from emsjax.decode.step import decode_loop
 from emsjax.drafters import DraftModel
 from emsjax.engine.adapt import make_run
 from emsjax.generation import generate, init_state
-from emsjax.models.opt import OPT
+from emsjax.models.decoder import Decoder as OPT
 
 
 def evaluate(

@@ -7,7 +7,7 @@ import numpy as np
 
 from emsjax.drafters import PromptLookup
 from emsjax.generation import generate
-from emsjax.models.opt import OPT
+from emsjax.models.decoder import Decoder as OPT
 from emsjax.sampling import Sampling
 
 

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 from emsjax.decode.pack import PackedRows
 from emsjax.distillation.losses import check_losses, combined, needs_target
 from emsjax.distillation.sequences import Batch
-from emsjax.models.opt import OPT
+from emsjax.models.decoder import Decoder as OPT
 
 LOGIT_BYTES = 1 << 30  # limit on the logits of a model that exist at once
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from emsjax.decode.base import DraftLength
-from emsjax.models.config import OPTConfig
+from emsjax.models.opt import OPTConfig
 from emsjax.policies.costs import FORMAT, read_profile
 from emsjax.policies.goodput import Goodput
 from emsjax.policies.lengths import BassHeuristic, FixedLength

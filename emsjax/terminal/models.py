@@ -4,7 +4,7 @@ from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
-from emsjax.models.config import OPTConfig
+from emsjax.models.opt import OPTConfig
 from emsjax.terminal.options import flag
 
 

@@ -1,0 +1,80 @@
+"""GPT-2: learned positions, kernels stored as [inputs, outputs]."""
+
+import dataclasses
+
+from emsjax.models.architecture import Architecture, AttentionKind, NormKind
+from emsjax.models.config import TokenIds
+from emsjax.models.family import Family
+
+
+@dataclasses.dataclass(frozen=True)
+class GPT2Config(TokenIds):
+    """Architecture of a GPT-2 model, with the field names and defaults of transformers."""
+
+    vocab_size: int = 50257
+    n_positions: int = 1024
+    n_embd: int = 768
+    n_layer: int = 12
+    n_head: int = 12
+    n_inner: int | None = None  # None: 4 * n_embd
+    activation_function: str = "gelu_new"
+    layer_norm_epsilon: float = 1e-5
+    initializer_range: float = 0.02
+    scale_attn_weights: bool = True
+    scale_attn_by_inverse_layer_idx: bool = False
+    tie_word_embeddings: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = 50256
+    eos_token_id: int | tuple[int, ...] | None = 50256
+
+    @property
+    def max_position_embeddings(self) -> int:
+        return self.n_positions
+
+    @property
+    def architecture(self) -> Architecture:
+        """The model as data."""
+        head_dim = self.n_embd // self.n_head
+        scale = head_dim**-0.5 if self.scale_attn_weights else 1.0
+        depth = lambda layer: layer + 1 if self.scale_attn_by_inverse_layer_idx else 1
+        return Architecture(
+            vocab_size=self.vocab_size,
+            width=self.n_embd,
+            ffn_size=self.n_inner or 4 * self.n_embd,
+            heads=self.n_head,
+            kv_heads=self.n_head,
+            head_dim=head_dim,
+            max_positions=self.n_positions,
+            layers=tuple(AttentionKind(scale / depth(i)) for i in range(self.n_layer)),
+            norm=NormKind(self.layer_norm_epsilon, centred=True),
+            activation=self.activation_function,
+            position_offset=0,
+            qkv_bias=True,
+            out_bias=True,
+            ffn_bias=True,
+            tied_head=self.tie_word_embeddings,
+            init_std=self.initializer_range,
+        )
+
+
+_LAYER = "transformer.h.{}"
+FAMILY = Family(
+    model_type="gpt2",
+    class_name="GPT2LMHeadModel",
+    config=GPT2Config,
+    modules={
+        "embed_tokens": "transformer.wte",
+        "embed_positions": "transformer.wpe",
+        "final_norm": "transformer.ln_f",
+        "lm_head": "lm_head",
+        "layers.{}.qkv_proj": f"{_LAYER}.attn.c_attn",
+        "layers.{}.out_proj": f"{_LAYER}.attn.c_proj",
+        "layers.{}.up_proj": f"{_LAYER}.mlp.c_fc",
+        "layers.{}.down_proj": f"{_LAYER}.mlp.c_proj",
+        "layers.{}.attention_norm": f"{_LAYER}.ln_1",
+        "layers.{}.ffn_norm": f"{_LAYER}.ln_2",
+    },
+    prefix="transformer.",
+    ignored=(r".*\.attn\.(bias|masked_bias)",),
+    transposed=False,
+)
