@@ -22,7 +22,7 @@ from emsjax.benchmarks.workloads import ScriptedModels
 from emsjax.drafters import DraftModel, PromptLookup
 from emsjax.generation import generate
 from emsjax.models.checkpoint import stored_tensors, weights_of
-from emsjax.models.decoder import Decoder as OPT
+from emsjax.models.decoder import Decoder
 
 LOOKUP_TOKENS, MATCH_LENGTH, DRAFT_TOKENS = 7, 2, 4
 MISCOPIED = 0.2  # share of wrong tokens in scripted prompts and scripted draft models
@@ -40,8 +40,8 @@ class Subject:
         end_token_ids: None: the model's own.
     """
 
-    model: OPT
-    draft_model: OPT | None
+    model: Decoder
+    draft_model: Decoder | None
     prompts: Callable[[int], Sequence[np.ndarray]]
     new_tokens: int
     expected: Callable[[Sequence[np.ndarray]], np.ndarray | None] = lambda prompts: None
@@ -163,7 +163,7 @@ def theirs(subject: Subject) -> Decode:
     return decode
 
 
-def to_torch(model: OPT, device: str):
+def to_torch(model: Decoder, device: str):
     """A model of transformers with the same weights, shared where torch can use them."""
     import torch
     from transformers import OPTConfig, OPTForCausalLM

@@ -17,15 +17,15 @@ from flax import nnx
 from emsjax.checks import as_token_ids, check_at_least
 from emsjax.drafters.replay import Replay
 from emsjax.engine.adapt import as_drafter, unwrapped
-from emsjax.models.opt import POSITION_OFFSET, OPTConfig
-from emsjax.models.decoder import Decoder as OPT
+from emsjax.models.decoder import Decoder
+from emsjax.models.opt import POSITION_OFFSET, DecoderConfig
 
 SIGNAL = 4  # ratio of a position's entry to everything that layers add to it
 
 
 def scripted_model(
-    config: OPTConfig, text: Sequence[int], *, dtype=jnp.bfloat16, seed: int = 0
-) -> OPT:
+    config: DecoderConfig, text: Sequence[int], *, dtype=jnp.bfloat16, seed: int = 0
+) -> Decoder:
     """A model of random weights whose greedy output is `text` [t], regardless of its input.
 
     The token after position p is text[p + 1]; from position t - 1 on it is arbitrary. The largest
@@ -43,7 +43,7 @@ def scripted_model(
     if len(text) > limit:
         raise ValueError(f"text must have at most {limit} tokens, not {len(text)}")
     # Not under jit: see `random_model`.
-    model = OPT(config, rngs=nnx.Rngs(seed), dtype=dtype)
+    model = Decoder(config, rngs=nnx.Rngs(seed), dtype=dtype)
     embedding, table = model.embed_tokens.embedding[...], model.embed_positions.embedding
     entries = jnp.asarray(_multiple(config), dtype) * embedding[text[1:]]
     first = POSITION_OFFSET
@@ -51,7 +51,7 @@ def scripted_model(
     return model
 
 
-def _check_config(config: OPTConfig) -> None:
+def _check_config(config: DecoderConfig) -> None:
     if config.has_projections:
         raise ValueError(
             f"word_embed_proj_dim must be hidden_size ({config.hidden_size}), "
@@ -72,7 +72,7 @@ def _check_config(config: OPTConfig) -> None:
         raise ValueError(f"init_std must be above 0, not {config.init_std}")
 
 
-def _multiple(config: OPTConfig) -> float:
+def _multiple(config: DecoderConfig) -> float:
     """The multiple of the next token's embedding that the position table holds."""
     # Layers have inputs of variance 1. With weights of variance w over e dimensions, values have a
     # variance of at most w e, and attention adds (w e)^2. A relu halves the mean square, so the

@@ -37,19 +37,19 @@ from emsjax.benchmarks.runs import (
 )
 from emsjax.benchmarks.shapes import MODELS
 from emsjax.decode.kernels import resolve_kernels
-from emsjax.models.opt import OPTConfig
+from emsjax.models.config import DecoderConfig
 
 ITEM_BYTES = 2  # bfloat16
 
 
-def products(config: OPTConfig) -> list[tuple[int, int]]:
+def products(config: DecoderConfig) -> list[tuple[int, int]]:
     """Numbers of inputs and outputs of every matrix product with weights in a forward pass."""
     size, ffn = config.hidden_size, config.ffn_dim
     layer = [(size, 3 * size), (size, size), (size, ffn), (ffn, size)]
     return layer * config.num_hidden_layers + [(config.word_embed_proj_dim, config.vocab_size)]
 
 
-def floor_ms(config: OPTConfig, batch: int, rows: float, context: float, rates: Rates) -> float:
+def floor_ms(config: DecoderConfig, batch: int, rows: float, context: float, rates: Rates) -> float:
     """The least time of a step with `rows` rows of each of `batch` samples of `context` tokens."""
     seconds = sum(
         max(n * m * ITEM_BYTES / rates.read, 2 * batch * rows * n * m / rates.matmul)

@@ -29,8 +29,8 @@ from emsjax.benchmarks.runs import (
 )
 from emsjax.decode.row_counts import row_buckets
 from emsjax.drafters import DraftModel
-from emsjax.models.opt import OPTConfig
-from emsjax.models.decoder import Decoder as OPT
+from emsjax.models.config import DecoderConfig
+from emsjax.models.decoder import Decoder
 from emsjax.policies.costs import FORMAT, TILE_ROWS, StepCosts, accepted_at_rate, synergy_lengths
 from emsjax.policies.lengths import FixedLength
 
@@ -58,8 +58,8 @@ class Point:
 class Measurement:
     """The steps to time."""
 
-    config: OPTConfig
-    draft_config: OPTConfig | None
+    config: DecoderConfig
+    draft_config: DecoderConfig | None
     dtype: Any
     batch_sizes: Sequence[int]
     context: int  # mean cached tokens per sample
@@ -103,7 +103,7 @@ class Measurement:
                 )
         return points, draft_ms
 
-    def start(self, model: OPT, batch: int) -> StepRun:
+    def start(self, model: Decoder, batch: int) -> StepRun:
         return StepRun(
             model,
             (batch, self.max_draft_tokens + 1),

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from emsjax.benchmarks.shapes import MODELS
 from emsjax.device import dtype_name
-from emsjax.models.decoder import Decoder as OPT
+from emsjax.models.decoder import Decoder
+from emsjax.models.pretrained import from_pretrained
 from emsjax.records.input import Records, survey
 from emsjax.records.prompts import Prompts, check_prompts
 from emsjax.terminal.models import load_config, load_tokenizer
@@ -22,8 +23,8 @@ class Trained(NamedTuple):
 
     prompts: list[list[int]]
     describe: dict[str, Any]
-    load: Callable[[], OPT]
-    load_draft: Callable[[], OPT] | None  # None: no draft model
+    load: Callable[[], Decoder]
+    load_draft: Callable[[], Decoder] | None  # None: no draft model
 
 
 def check_absent(options: argparse.Namespace, names: Iterable[str], needed: str) -> None:
@@ -70,8 +71,8 @@ def read_trained(options: argparse.Namespace, max_prompts: int, largest_batch: i
     check_prompts(prompts, options.max_new_tokens, *limits)
     dtype = dtype_name(options.dtype)
 
-    def loads(model: str, revision: str | None) -> Callable[[], OPT]:
-        return lambda: OPT.from_pretrained(model, dtype=dtype, revision=revision)
+    def loads(model: str, revision: str | None) -> Callable[[], Decoder]:
+        return lambda: from_pretrained(model, dtype=dtype, revision=revision)
 
     load_draft = None
     if options.draft_model is not None:

@@ -21,8 +21,9 @@ from emsjax.benchmarks.scripted import (
 from emsjax.benchmarks.shapes import MODELS
 from emsjax.drafters import DraftModel, PromptLookup
 from emsjax.embedded import DRAFT, PROMPTS, TARGET
-from emsjax.models.opt import OPTConfig
-from emsjax.models.decoder import Decoder as OPT
+from emsjax.models.config import DecoderConfig
+from emsjax.models.decoder import Decoder
+from emsjax.models.pretrained import from_pretrained
 
 PROMPT_TOKENS = (700, 1100)  # length of scripted models' prompts: 900 on average
 CALIBRATION_SEED, CALIBRATION_DRAWS = 2**31, 4096
@@ -89,11 +90,11 @@ class ScriptedModels:
         return np.random.default_rng(1).integers(5, self.config.vocab_size, size)
 
     @functools.cached_property
-    def model(self) -> OPT:
+    def model(self) -> Decoder:
         return scripted_model(self.config, self.text, dtype=self.dtype)
 
     @functools.cached_property
-    def draft_model(self) -> OPT:
+    def draft_model(self) -> Decoder:
         return random_model(self.draft_config, self.dtype)
 
     def prompts(self, batch: int, max_new_tokens: int) -> list[np.ndarray]:
@@ -150,19 +151,19 @@ class EmbeddedModels:
         self.describe = {"shape": "embedded", "draft_shape": "embedded"}
 
     @functools.cached_property
-    def model(self) -> OPT:
-        return OPT.from_pretrained(TARGET, dtype=self.dtype)
+    def model(self) -> Decoder:
+        return from_pretrained(TARGET, dtype=self.dtype)
 
     @functools.cached_property
-    def draft_model(self) -> OPT:
-        return OPT.from_pretrained(DRAFT, dtype=self.dtype)
+    def draft_model(self) -> Decoder:
+        return from_pretrained(DRAFT, dtype=self.dtype)
 
     @property
-    def config(self) -> OPTConfig:
+    def config(self) -> DecoderConfig:
         return self.model.config
 
     @property
-    def draft_config(self) -> OPTConfig:
+    def draft_config(self) -> DecoderConfig:
         return self.draft_model.config
 
     def prompts(self, batch: int, max_new_tokens: int) -> list[list[int]]:

@@ -70,11 +70,11 @@ def run(
             'their lines have "truncated".',
         )
     resolved = read_resolved(output_path) if len(done) else resolve(options, config, profile_path)
-    from emsjax.models.opt import OPT
+    from emsjax.models.pretrained import from_pretrained
 
     # The drafter is loaded first: it is small, and may turn out not to suit the model.
     drafter = load_drafter(options, config, len(tokenizer), longest - 1)
-    model = OPT.from_pretrained(options.model, dtype=options.dtype, revision=options.revision)
+    model = from_pretrained(options.model, dtype=options.dtype, revision=options.revision)
     with open_results(
         output_path, configuration, known.ids, options.num_sequences, resolved
     ) as results:

@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 
 from emsjax.distillation.sequences import PackedSequences
 from emsjax.distillation.training import Trainer, TrainState
-from emsjax.models.decoder import Decoder as OPT
+from emsjax.models.decoder import Decoder
 
 REPORT_SECONDS = 5.0
 
@@ -58,7 +58,7 @@ def train(
     checkpoints: Checkpoints | None = None,
     every: int = 500,
     say: Callable[[str], None] = lambda line: None,
-) -> tuple[OPT, np.ndarray]:
+) -> tuple[Decoder, np.ndarray]:
     """Train and return the model, in float32, and the loss [steps] before each step.
 
     Args:

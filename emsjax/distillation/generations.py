@@ -7,12 +7,12 @@ import numpy as np
 
 from emsjax.drafters import PromptLookup
 from emsjax.generation import generate
-from emsjax.models.decoder import Decoder as OPT
+from emsjax.models.decoder import Decoder
 from emsjax.sampling import Sampling
 
 
 def continuations(
-    target: OPT,
+    target: Decoder,
     documents: Sequence[np.ndarray],
     count: int,
     *,

@@ -21,9 +21,9 @@ from jaxtyping import Array, Float
 
 from emsjax.distillation.sequences import Batch, PackedSequences
 from emsjax.distillation.training import forward
-from emsjax.models.config import ACTIVATIONS, POSITION_OFFSET, OPTConfig
+from emsjax.models.config import ACTIVATIONS, POSITION_OFFSET, DecoderConfig
 from emsjax.models.layers import scale_and_bias, weight_and_bias
-from emsjax.models.opt import OPT, PLAIN_NORM, OPTLayer
+from emsjax.models.opt import PLAIN_NORM, Decoder, OPTLayer
 from pallas_kernels.add_norm.xla import normalise
 
 SEQUENCES, TOKENS = 64, 256  # sequences, and tokens of each, that statistics are measured on
@@ -32,8 +32,8 @@ EMBEDDINGS = (PROJECTED, SHARED)
 
 
 def pruned_config(
-    config: OPTConfig, layers: int, width: int, embeddings: str = PROJECTED
-) -> OPTConfig:
+    config: DecoderConfig, layers: int, width: int, embeddings: str = PROJECTED
+) -> DecoderConfig:
     """The architecture that `prune` creates, with the same arguments and errors."""
     if embeddings not in EMBEDDINGS:
         raise ValueError(f"embeddings must be one of {', '.join(EMBEDDINGS)}, not {embeddings!r}")
@@ -64,12 +64,12 @@ def pruned_config(
 
 @jax.default_matmul_precision("highest")  # in TF32 the basis would not be orthonormal
 def prune(
-    target: OPT,
+    target: Decoder,
     layers: int,
     width: int,
     embeddings: str = PROJECTED,
     documents: Sequence[np.ndarray] | None = None,
-) -> OPT:
+) -> Decoder:
     """A float32 model of `layers` layers and hidden size `width`, pruned from the target.
 
     Args:
@@ -97,7 +97,7 @@ def prune(
     streams.append(residual_stream(target, len(target.layers), batch))
     basis = principal_directions([*streams, embedded(target)], width)
 
-    draft = OPT(config, rngs=nnx.Rngs(0), dtype=jnp.float32)
+    draft = Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.float32)
     cut_embeddings(draft, target, basis)
     for place, (small, i) in enumerate(zip(draft.layers, chosen, strict=True)):
         large, (before, between) = target.layers[i], streams[2 * place : 2 * place + 2]
@@ -117,7 +117,7 @@ def prune(
     return draft
 
 
-def enlarge_stream(model: OPT, by: Float[Array, ""]) -> None:
+def enlarge_stream(model: Decoder, by: Float[Array, ""]) -> None:
     """Scale everything that is written to the residual stream, and divide the final norm's scale.
 
     The function is unchanged, except for the epsilon that normalisations add to a variance. A step
@@ -137,7 +137,7 @@ def enlarge_stream(model: OPT, by: Float[Array, ""]) -> None:
         parameter[...] /= by
 
 
-def of_layers(model: OPT, chosen: Iterable[int]) -> OPT:
+def of_layers(model: Decoder, chosen: Iterable[int]) -> Decoder:
     """The model with only the chosen layers."""
     model = nnx.clone(model)
     model.layers = nnx.List([model.layers[i] for i in chosen])
@@ -145,7 +145,7 @@ def of_layers(model: OPT, chosen: Iterable[int]) -> OPT:
     return model
 
 
-def calibration_batch(config: OPTConfig, documents: Sequence[np.ndarray] | None) -> Batch:
+def calibration_batch(config: DecoderConfig, documents: Sequence[np.ndarray] | None) -> Batch:
     """Sequences of the documents, or of random tokens."""
     length = min(TOKENS, config.max_position_embeddings)
     if documents is None:
@@ -159,7 +159,7 @@ def calibration_batch(config: OPTConfig, documents: Sequence[np.ndarray] | None)
 
 
 def residual_stream(
-    model: OPT, index: int, batch: Batch, attended: bool = False
+    model: Decoder, index: int, batch: Batch, attended: bool = False
 ) -> Float[Array, "n e"]:
     """Input of layer `index`, or with `attended` the input of its feed-forward part."""
     if index == 0 and not attended:  # a model without layers cannot be built
@@ -175,7 +175,7 @@ def residual_stream(
     return stream.reshape(-1, stream.shape[-1])
 
 
-def embedded(model: OPT) -> Float[Array, "v e"]:
+def embedded(model: Decoder) -> Float[Array, "v e"]:
     """The embedding of every token in the residual stream, without its position."""
     table = model.embed_tokens.embedding[...]
     return table if model.project_in is None else model.project_in(table)
@@ -201,7 +201,7 @@ def principal_directions(streams: Sequence[Float[Array, "n e"]], width: int) -> 
     return directions[:, ::-1][:, : width - 1] @ jnp.linalg.qr(mixed)[0][:, 1:].T
 
 
-def cut_embeddings(draft: OPT, target: OPT, basis: Float[Array, "e w"]) -> None:
+def cut_embeddings(draft: Decoder, target: Decoder, basis: Float[Array, "e w"]) -> None:
     """Fill the embeddings with tables in the basis, or the target's table and projections."""
     draft.embed_positions.embedding[...] = target.embed_positions.embedding[...] @ basis
     table = target.embed_tokens.embedding[...]
@@ -317,5 +317,5 @@ def largest(values: Array, count: int) -> Array:
     return jnp.sort(jnp.argsort(-jnp.asarray(values), stable=True)[:count])
 
 
-def num_parameters(model: OPT) -> int:
+def num_parameters(model: Decoder) -> int:
     return sum(x.size for x in jax.tree.leaves(nnx.state(model)))

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 from emsjax.decode.pack import PackedRows
 from emsjax.distillation.losses import check_losses, combined, needs_target
 from emsjax.distillation.sequences import Batch
-from emsjax.models.decoder import Decoder as OPT
+from emsjax.models.decoder import Decoder
 
 LOGIT_BYTES = 1 << 30  # limit on the logits of a model that exist at once
 
@@ -44,7 +44,7 @@ def packed_attention(query, key, value, *cached, max_rows_per_sample: int):
     return out.reshape(query.shape)
 
 
-def forward(model: OPT, batch: Batch) -> Float[Array, "b t e"]:
+def forward(model: Decoder, batch: Batch) -> Float[Array, "b t e"]:
     """Final hidden states of packed sequences; no segment attends to another."""
     tokens, segment_ids, positions = batch
     count, length = tokens.shape
@@ -63,7 +63,7 @@ def forward(model: OPT, batch: Batch) -> Float[Array, "b t e"]:
 
 
 def mean_loss(
-    weights: Mapping[str, float], model: OPT, target: OPT | None, batch: Batch
+    weights: Mapping[str, float], model: Decoder, target: Decoder | None, batch: Batch
 ) -> Float[Array, ""]:
     """The weighted losses, averaged over the predictions within segments.
 
@@ -179,11 +179,11 @@ class Trainer:
 
     def __init__(
         self,
-        model: OPT,
+        model: Decoder,
         optimizer: optax.GradientTransformation,
         losses: Mapping[str, float],
         *,
-        target: OPT | None = None,
+        target: Decoder | None = None,
         dtype=jnp.bfloat16,
         devices: Sequence[jax.Device] | None = None,
     ):
@@ -241,6 +241,6 @@ class Trainer:
         with jax.numpy_dtype_promotion("standard"):  # optax and jax.nn need it
             return self._step(state, self.target, jax.device_put(batch, self.sharded))
 
-    def model(self, state: TrainState) -> OPT:
+    def model(self, state: TrainState) -> Decoder:
         """The trained model, in float32."""
         return nnx.merge(self.master, jax.tree.map(jnp.copy, state.params))

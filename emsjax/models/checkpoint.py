@@ -26,6 +26,7 @@ from huggingface_hub.errors import (
 from jax import Array
 
 from emsjax.device import available_bytes, readable, tree_bytes
+
 OPTConfig = None
 from emsjax.models.weight_files import (
     FORMATS,

@@ -1,35 +1,53 @@
 """CodeGen (arXiv 2203.13474): one norm for parallel parts, neighbouring numbers rotated."""
 
 import dataclasses
+from typing import ClassVar
 
 import numpy as np
 
+from emsjax.models import schema
 from emsjax.models.architecture import SHARED, Architecture, AttentionKind, NormKind
-from emsjax.models.config import TokenIds
+from emsjax.models.config import DecoderConfig, activation, epsilon, even
 from emsjax.models.family import Family
-from emsjax.models.rotary import RopeScaling, rotary
+from emsjax.models.gpt2 import GPT2_SIZES
+from emsjax.models.rotary import rotary
 
 BLOCKS = 4  # devices that the models were trained on, each with a part of the heads
 
 
 @dataclasses.dataclass(frozen=True)
-class CodeGenConfig(TokenIds):
+class CodeGenConfig(DecoderConfig):
     """Architecture of a CodeGen model, with the field names and defaults of transformers."""
 
-    vocab_size: int = 50400
-    n_positions: int = 2048
-    n_embd: int = 4096
-    n_layer: int = 28
-    n_head: int = 16
-    rotary_dim: int = 64  # rotated numbers of a head
-    n_inner: int | None = None  # None: 4 * n_embd
-    activation_function: str = "gelu_new"
-    layer_norm_epsilon: float = 1e-5
-    initializer_range: float = 0.02
-    tie_word_embeddings: bool = False
-    pad_token_id: int | None = None
-    bos_token_id: int | None = 50256
-    eos_token_id: int | tuple[int, ...] | None = 50256
+    relations: ClassVar = (
+        schema.multiple("n_embd", "n_head"),
+        schema.Relation(
+            lambda config: config.n_head % BLOCKS == 0,
+            f"n_head ({{n_head}}) must be a multiple of {BLOCKS}, the stored parts",
+        ),
+        even("rotary_dim"),
+        schema.Relation(
+            lambda config: config.rotary_dim <= config.head_dim,
+            "rotary_dim ({rotary_dim}) must be at most the size of a head, n_embd / n_head",
+        ),
+    )
+
+    vocab_size: int = schema.count(50400)
+    n_positions: int = schema.count(2048)
+    n_embd: int = schema.count(4096)
+    n_layer: int = schema.count(28)
+    n_head: int = schema.count(16)
+    rotary_dim: int = schema.count(64)  # rotated numbers of a head
+    n_inner: int | None = schema.count(None, null=lambda config: 4 * config.n_embd)
+    activation_function: str = activation("gelu_new")
+    layer_norm_epsilon: float = epsilon(1e-5)
+    initializer_range: float = schema.number(0.02, least=0.0)
+    tie_word_embeddings: bool = schema.flag(False)
+    pad_token_id: int | None = schema.token_id(None)
+    bos_token_id: int | None = schema.token_id(50256)
+    eos_token_id: schema.TokenIds = schema.token_ids(50256)
+
+    sizes: ClassVar = GPT2_SIZES
 
     @property
     def max_position_embeddings(self) -> int:
@@ -46,7 +64,7 @@ class CodeGenConfig(TokenIds):
         return Architecture(
             vocab_size=self.vocab_size,
             width=self.n_embd,
-            ffn_size=self.n_inner or 4 * self.n_embd,
+            ffn_size=self.n_inner,
             heads=self.n_head,
             kv_heads=self.n_head,
             head_dim=self.head_dim,
@@ -55,7 +73,7 @@ class CodeGenConfig(TokenIds):
             norm=NormKind(self.layer_norm_epsilon, centred=True),
             activation=self.activation_function,
             order=SHARED,
-            rotaries=(rotary(10000.0, self.rotary_dim, RopeScaling(), self.n_positions),),
+            rotaries=(rotary(10000.0, self.rotary_dim, None, self.n_positions),),
             ffn_bias=True,
             tied_head=self.tie_word_embeddings,
             head_bias=True,

@@ -50,9 +50,7 @@ class Decoder(nnx.Module):
         self.config, self.dtype = config, dtype
         init = nnx.initializers.normal(a.init_std)
         options = {"embedding_init": init, "dtype": dtype, "param_dtype": dtype, "rngs": rngs}
-        projection = functools.partial(
-            new_linear, bias=False, init=init, dtype=dtype, rngs=rngs
-        )
+        projection = functools.partial(new_linear, bias=False, init=init, dtype=dtype, rngs=rngs)
         width = a.embedding_width or a.width
         self.embed_tokens = nnx.Embed(a.vocab_size, width, **options)
         learned = a.position_offset is not None

@@ -1,31 +1,39 @@
 """GPT-2: learned positions, kernels stored as [inputs, outputs]."""
 
 import dataclasses
+from typing import ClassVar
 
+from emsjax.models import schema
 from emsjax.models.architecture import Architecture, AttentionKind, NormKind
-from emsjax.models.config import TokenIds
+from emsjax.models.config import DecoderConfig, activation, epsilon
 from emsjax.models.family import Family
+
+GPT2_SIZES = {"layers": "n_layer", "width": "n_embd", "ffn_size": "n_inner", "heads": "n_head"}
 
 
 @dataclasses.dataclass(frozen=True)
-class GPT2Config(TokenIds):
+class GPT2Config(DecoderConfig):
     """Architecture of a GPT-2 model, with the field names and defaults of transformers."""
 
-    vocab_size: int = 50257
-    n_positions: int = 1024
-    n_embd: int = 768
-    n_layer: int = 12
-    n_head: int = 12
-    n_inner: int | None = None  # None: 4 * n_embd
-    activation_function: str = "gelu_new"
-    layer_norm_epsilon: float = 1e-5
-    initializer_range: float = 0.02
-    scale_attn_weights: bool = True
-    scale_attn_by_inverse_layer_idx: bool = False
-    tie_word_embeddings: bool = True
-    pad_token_id: int | None = None
-    bos_token_id: int | None = 50256
-    eos_token_id: int | tuple[int, ...] | None = 50256
+    relations: ClassVar = (schema.multiple("n_embd", "n_head"),)
+
+    vocab_size: int = schema.count(50257)
+    n_positions: int = schema.count(1024)
+    n_embd: int = schema.count(768)
+    n_layer: int = schema.count(12)
+    n_head: int = schema.count(12)
+    n_inner: int | None = schema.count(None, null=lambda config: 4 * config.n_embd)
+    activation_function: str = activation("gelu_new")
+    layer_norm_epsilon: float = epsilon(1e-5)
+    initializer_range: float = schema.number(0.02, least=0.0)
+    scale_attn_weights: bool = schema.flag(True)
+    scale_attn_by_inverse_layer_idx: bool = schema.flag(False)
+    tie_word_embeddings: bool = schema.flag(True)
+    pad_token_id: int | None = schema.token_id(None)
+    bos_token_id: int | None = schema.token_id(50256)
+    eos_token_id: schema.TokenIds = schema.token_ids(50256)
+
+    sizes: ClassVar = GPT2_SIZES
 
     @property
     def max_position_embeddings(self) -> int:
@@ -40,7 +48,7 @@ class GPT2Config(TokenIds):
         return Architecture(
             vocab_size=self.vocab_size,
             width=self.n_embd,
-            ffn_size=self.n_inner or 4 * self.n_embd,
+            ffn_size=self.n_inner,
             heads=self.n_head,
             kv_heads=self.n_head,
             head_dim=head_dim,

@@ -1,46 +1,71 @@
 """GPT-NeoX (arXiv 2204.06745) and Pythia (arXiv 2304.01373): parallel parts, partial rotation."""
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from emsjax.models import schema
 from emsjax.models.architecture import BEFORE, PARALLEL, Architecture, AttentionKind, NormKind
-from emsjax.models.config import TokenIds
+from emsjax.models.config import OWN_HEADS, DecoderConfig, activation, epsilon
 from emsjax.models.family import Family
-from emsjax.models.rotary import RopeScaling, rotary
+from emsjax.models.rotary import RopeScaling, rotary, with_rope_fields
 
 
 @dataclasses.dataclass(frozen=True)
-class GPTNeoXConfig(TokenIds):
+class GPTNeoXConfig(DecoderConfig):
     """Architecture of a GPT-NeoX model, with the field names and defaults of transformers."""
 
-    vocab_size: int = 50432
-    hidden_size: int = 6144
-    num_hidden_layers: int = 44
-    num_attention_heads: int = 64
-    intermediate_size: int = 24576
-    hidden_act: str = "gelu"
-    rotary_pct: float = 0.25
-    rope_theta: float = 10000.0
-    rope_scaling: RopeScaling = RopeScaling()
-    max_position_embeddings: int = 2048
-    initializer_range: float = 0.02
-    layer_norm_eps: float = 1e-5
-    use_parallel_residual: bool = True
-    attention_bias: bool = True
-    tie_word_embeddings: bool = False
-    pad_token_id: int | None = None
-    bos_token_id: int | None = 0
-    eos_token_id: int | tuple[int, ...] | None = 2
+    relations: ClassVar = (
+        schema.multiple("hidden_size", "num_attention_heads"),
+        schema.Relation(
+            lambda config: config.rotated and config.rotated % 2 == 0,
+            "rotary_pct ({rotary_pct}) of a head must be an even number of at least 2",
+        ),
+    )
+
+    vocab_size: int = schema.count(50432)
+    hidden_size: int = schema.count(6144)
+    num_hidden_layers: int = schema.count(44)
+    num_attention_heads: int = schema.count(64)
+    intermediate_size: int = schema.count(24576)
+    hidden_act: str = activation("gelu")
+    rotary_pct: float = schema.number(0.25, least=0.0, most=1.0)  # rotated part of a head
+    rope_theta: float = schema.number(10000.0, least=1.0, key="rotary_emb_base")
+    rope_scaling: RopeScaling | None = schema.nested(RopeScaling)
+    max_position_embeddings: int = schema.count(2048)
+    initializer_range: float = schema.number(0.02, least=0.0)
+    layer_norm_eps: float = epsilon(1e-5)
+    use_parallel_residual: bool = schema.flag(True)
+    attention_bias: bool = schema.flag(True)
+    tie_word_embeddings: bool = schema.flag(False)
+    pad_token_id: int | None = schema.token_id(None)
+    bos_token_id: int | None = schema.token_id(0)
+    eos_token_id: schema.TokenIds = schema.token_ids(2)
+
+    sizes: ClassVar = OWN_HEADS
 
     @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_attention_heads
 
     @property
+    def rotated(self) -> int:
+        """Rotated numbers of a head."""
+        return int(self.head_dim * self.rotary_pct)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """The config in the contents of a config.json, with the newer names of some fields."""
+        values = with_rope_fields(values)
+        newer = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
+        given = {old: values[new] for old, new in newer.items() if new in values}
+        return super().from_json({**values, **given})
+
+    @property
     def architecture(self) -> Architecture:
         """The model as data."""
-        turned = int(self.head_dim * self.rotary_pct)
         attention = AttentionKind(self.head_dim**-0.5, rotary=0)
         positions = self.max_position_embeddings
         return Architecture(
@@ -55,7 +80,7 @@ class GPTNeoXConfig(TokenIds):
             norm=NormKind(self.layer_norm_eps, centred=True),
             activation=self.hidden_act,
             order=PARALLEL if self.use_parallel_residual else BEFORE,
-            rotaries=(rotary(self.rope_theta, turned, self.rope_scaling, positions),),
+            rotaries=(rotary(self.rope_theta, self.rotated, self.rope_scaling, positions),),
             qkv_bias=self.attention_bias,
             out_bias=self.attention_bias,
             ffn_bias=True,

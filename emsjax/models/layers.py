@@ -115,7 +115,11 @@ def scale_and_bias(norm: Norm) -> tuple[Array | None, Array | None]:
 
 
 def linear(
-    module: nnx.Linear, x: Float[Array, "r i"], *, activation: str | None = None, gated: bool = False
+    module: nnx.Linear,
+    x: Float[Array, "r i"],
+    *,
+    activation: str | None = None,
+    gated: bool = False,
 ):
     """Applies a linear layer with its bias to rows: see `pallas_kernels.linear`. [r, o]"""
     weight, bias = weight_and_bias(module)
@@ -154,7 +158,9 @@ def residual_stream(norm: NormKind, x: Float[Array, "r e"], y: Addend | None):
         return x
     vectors = {"y_bias": y.bias, "y_scale": y.scale}
     vectors = {name: vector for name, vector in vectors.items() if vector is not None}
-    return plain.add_norm(x, y.sums, vectors, norm=plain.Norm(norm.epsilon, x.dtype, False, norm.offset))[0]
+    return plain.add_norm(
+        x, y.sums, vectors, norm=plain.Norm(norm.epsilon, x.dtype, False, norm.offset)
+    )[0]
 
 
 def add_addends(one: Addend, other: Addend) -> Addend:
@@ -175,9 +181,7 @@ class DecoderLayer(nnx.Module):
         rngs: random generators for the initial weights.
     """
 
-    def __init__(
-        self, architecture: Architecture, kind: AttentionKind, *, dtype, rngs: nnx.Rngs
-    ):
+    def __init__(self, architecture: Architecture, kind: AttentionKind, *, dtype, rngs: nnx.Rngs):
         a = self.architecture = architecture
         self.kind = kind
         init = nnx.initializers.normal(a.init_std)

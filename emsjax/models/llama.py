@@ -1,50 +1,64 @@
 """Llama 2 and 3 (arXiv 2307.09288, 2407.21783), and what other families share with them."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
 
+from emsjax.models import schema
 from emsjax.models.architecture import Architecture, AttentionKind, NormKind
-from emsjax.models.config import TokenIds
+from emsjax.models.config import DecoderConfig, activation, epsilon, even, head_dim, kv_heads
 from emsjax.models.family import Family
-from emsjax.models.rotary import RopeScaling, rotary
+from emsjax.models.rotary import RopeScaling, rotary, with_rope_fields
 
 
 @dataclasses.dataclass(frozen=True)
-class LlamaConfig(TokenIds):
+class LlamaFields(DecoderConfig):
+    """The fields that configs of Llama and of its relatives share."""
+
+    relations: ClassVar = (
+        schema.multiple("num_attention_heads", "num_key_value_heads"),
+        even("head_dim"),
+    )
+
+    vocab_size: int = schema.count(32000)
+    hidden_size: int = schema.count(4096)
+    intermediate_size: int = schema.count(11008)
+    num_hidden_layers: int = schema.count(32)
+    num_attention_heads: int = schema.count(32)
+    num_key_value_heads: int | None = kv_heads(None)
+    head_dim: int | None = head_dim()
+    hidden_act: str = activation("silu")
+    max_position_embeddings: int = schema.count(2048)
+    initializer_range: float = schema.number(0.02, least=0.0)
+    rms_norm_eps: float = epsilon(1e-6)
+    rope_theta: float = schema.number(10000.0, least=1.0)
+    rope_scaling: RopeScaling | None = schema.nested(RopeScaling)
+    tie_word_embeddings: bool = schema.flag(False)
+    pad_token_id: int | None = schema.token_id(None)
+    bos_token_id: int | None = schema.token_id(1)
+    eos_token_id: schema.TokenIds = schema.token_ids(2)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """The config in the contents of a config.json."""
+        return super().from_json(with_rope_fields(values))
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaConfig(LlamaFields):
     """Architecture of a Llama model, with the field names and defaults of transformers."""
 
-    vocab_size: int = 32000
-    hidden_size: int = 4096
-    intermediate_size: int = 11008
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 32
-    num_key_value_heads: int | None = None  # None: num_attention_heads
-    head_dim: int | None = None  # None: hidden_size / num_attention_heads
-    hidden_act: str = "silu"
-    max_position_embeddings: int = 2048
-    initializer_range: float = 0.02
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    rope_scaling: RopeScaling = RopeScaling()
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    tie_word_embeddings: bool = False
-    pad_token_id: int | None = None
-    bos_token_id: int | None = 1
-    eos_token_id: int | tuple[int, ...] | None = 2
+    attention_bias: bool = schema.flag(False)
+    mlp_bias: bool = schema.flag(False)
 
     @property
     def architecture(self) -> Architecture:
         """The model as data."""
-        return llama_architecture(
-            self,
-            qkv_bias=self.attention_bias,
-            out_bias=self.attention_bias,
-            ffn_bias=self.mlp_bias,
-        )
+        attention, ffn = self.attention_bias, self.mlp_bias
+        return llama_architecture(self, qkv_bias=attention, out_bias=attention, ffn_bias=ffn)
 
 
-def llama_architecture(config: Any, **switches: Any) -> Architecture:
+def llama_architecture(config: LlamaFields, **switches: Any) -> Architecture:
     """The architecture of a config with Llama's field names.
 
     Args:
@@ -52,8 +66,7 @@ def llama_architecture(config: Any, **switches: Any) -> Architecture:
         switches: fields of `Architecture` in which the family differs. If `layers` is not among
             them, all layers have the same attention, which sees every token.
     """
-    heads = config.num_attention_heads
-    head_dim = config.head_dim or config.hidden_size // heads
+    heads, head_dim = config.num_attention_heads, config.head_dim
     positions = config.max_position_embeddings
     turned = rotary(config.rope_theta, head_dim, config.rope_scaling, positions)
     attention = AttentionKind(scale=head_dim**-0.5, rotary=0)
@@ -62,7 +75,7 @@ def llama_architecture(config: Any, **switches: Any) -> Architecture:
         "width": config.hidden_size,
         "ffn_size": config.intermediate_size,
         "heads": heads,
-        "kv_heads": config.num_key_value_heads or heads,
+        "kv_heads": config.num_key_value_heads,
         "head_dim": head_dim,
         "max_positions": positions,
         "layers": (attention,) * config.num_hidden_layers,

@@ -1,35 +1,50 @@
 """OPT (arXiv 2205.01068) and models of its architecture, such as Galactica."""
 
 import dataclasses
+from typing import ClassVar
 
+from emsjax.models import schema
 from emsjax.models.architecture import AFTER, BEFORE, Architecture, AttentionKind, NormKind
-from emsjax.models.config import TokenIds
+from emsjax.models.config import OWN_HEADS, DecoderConfig, activation
 from emsjax.models.family import Family
 
 POSITION_OFFSET = 2  # the first two entries of the position table are never used
 
 
 @dataclasses.dataclass(frozen=True)
-class OPTConfig(TokenIds):
-    """Architecture of an OPT model, with the field names and defaults of transformers."""
+class OPTConfig(DecoderConfig):
+    """Architecture of an OPT model, with the field names and defaults of transformers.
 
-    vocab_size: int = 50272
-    hidden_size: int = 768
-    num_hidden_layers: int = 12
-    ffn_dim: int = 3072
-    max_position_embeddings: int = 2048
-    num_attention_heads: int = 12
-    word_embed_proj_dim: int | None = None  # None: hidden_size
-    do_layer_norm_before: bool = True
-    _remove_final_layer_norm: bool = False
-    enable_bias: bool = True
-    layer_norm_elementwise_affine: bool = True
-    activation_function: str = "relu"
-    init_std: float = 0.02
-    tie_word_embeddings: bool = True
-    pad_token_id: int | None = 1
-    bos_token_id: int | None = 2
-    eos_token_id: int | tuple[int, ...] | None = 2
+    Raises:
+        ValueError: a field has another type or is out of its range, token ids are outside the
+            vocabulary, the heads do not divide hidden_size, the activation is unknown, or the
+            head is not tied.
+    """
+
+    relations: ClassVar = (
+        schema.multiple("hidden_size", "num_attention_heads"),
+        schema.only("tie_word_embeddings", True, "OPT's head is its embedding table"),
+    )
+
+    vocab_size: int = schema.count(50272)
+    hidden_size: int = schema.count(768)
+    num_hidden_layers: int = schema.count(12)
+    ffn_dim: int = schema.count(3072)
+    max_position_embeddings: int = schema.count(2048)
+    num_attention_heads: int = schema.count(12)
+    word_embed_proj_dim: int | None = schema.count(None, null=lambda config: config.hidden_size)
+    do_layer_norm_before: bool = schema.flag(True)
+    _remove_final_layer_norm: bool = schema.flag(False)
+    enable_bias: bool = schema.flag(True)
+    layer_norm_elementwise_affine: bool = schema.flag(True)
+    activation_function: str = activation("relu")
+    init_std: float = schema.number(0.02, least=0.0)
+    tie_word_embeddings: bool = schema.flag(True)
+    pad_token_id: int | None = schema.token_id(1)
+    bos_token_id: int | None = schema.token_id(2)
+    eos_token_id: schema.TokenIds = schema.token_ids(2)
+
+    sizes: ClassVar = OWN_HEADS | {"ffn_size": "ffn_dim"}
 
     @property
     def head_dim(self) -> int:
@@ -80,4 +95,3 @@ FAMILY = Family(
         "layers.{}.ffn_norm": f"{_LAYER}.final_layer_norm",
     },
 )
-

@@ -4,68 +4,55 @@ import dataclasses
 
 from emsjax.models import llama
 from emsjax.models.architecture import Architecture
-from emsjax.models.config import TokenIds
-from emsjax.models.layer_types import FULL, SLIDING, windowed
-from emsjax.models.rotary import RopeScaling
+from emsjax.models.config import head_dim, kv_heads, types_of_layers, windowed
+from emsjax.models.schema import TokenIds, count, flag, token_id, token_ids
 
 
 @dataclasses.dataclass(frozen=True)
-class _QwenConfig(TokenIds):
-    vocab_size: int = 151936
-    hidden_size: int = 4096
-    intermediate_size: int = 22016
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 32
-    num_key_value_heads: int | None = 32  # None: num_attention_heads
-    head_dim: int | None = None  # None: hidden_size / num_attention_heads
-    hidden_act: str = "silu"
-    max_position_embeddings: int = 32768
-    initializer_range: float = 0.02
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    rope_scaling: RopeScaling = RopeScaling()
-    use_sliding_window: bool = False
-    sliding_window: int | None = 4096
-    max_window_layers: int = 28  # the first layer with a window
-    layer_types: tuple[str, ...] | None = None  # None: as the fields above say
-    tie_word_embeddings: bool = False
-    pad_token_id: int | None = None
-    bos_token_id: int | None = None
-    eos_token_id: int | tuple[int, ...] | None = None
-
-    def windowed_layers(self, plain: Architecture) -> Architecture:
-        """`plain` with windows where this config has them."""
-        window = self.sliding_window if self.use_sliding_window else None
-        first = self.num_hidden_layers if window is None else self.max_window_layers
-        types = self.layer_types or [
-            SLIDING if layer >= first else FULL for layer in range(self.num_hidden_layers)
-        ]
-        return dataclasses.replace(plain, layers=windowed(plain.layers, types, window))
-
-
-@dataclasses.dataclass(frozen=True)
-class Qwen2Config(_QwenConfig):
+class Qwen2Config(llama.LlamaFields):
     """Architecture of a Qwen 2 model, with the field names and defaults of transformers."""
 
+    vocab_size: int = count(151936)
+    intermediate_size: int = count(22016)
+    num_key_value_heads: int | None = kv_heads(32)
+    max_position_embeddings: int = count(32768)
+    bos_token_id: int | None = token_id(None)
+    eos_token_id: TokenIds = token_ids(None)
+    use_sliding_window: bool = flag(False)
+    sliding_window: int | None = count(4096, null=None)
+    max_window_layers: int = count(28, least=0)  # the first layer with a window
+    layer_types: tuple[str, ...] | None = types_of_layers(
+        lambda config, layer: config.window is None or layer < config.max_window_layers
+    )
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that a token sees in layers with a window; None: there are none."""
+        return self.sliding_window if self.use_sliding_window else None
+
     @property
     def architecture(self) -> Architecture:
         """The model as data."""
-        return self.windowed_layers(llama.llama_architecture(self, qkv_bias=True))
+        return self.with_windows(llama.llama_architecture(self, qkv_bias=True))
+
+    def with_windows(self, plain: Architecture) -> Architecture:
+        """`plain` with windows where this config has them."""
+        layers = windowed(plain.layers, self.layer_types, self.window)
+        return dataclasses.replace(plain, layers=layers)
 
 
 @dataclasses.dataclass(frozen=True)
-class Qwen3Config(_QwenConfig):
+class Qwen3Config(Qwen2Config):
     """Architecture of a Qwen 3 model, with the field names and defaults of transformers."""
 
-    head_dim: int | None = 128
-    attention_bias: bool = False
+    head_dim: int | None = head_dim(128)
+    attention_bias: bool = flag(False)
 
     @property
     def architecture(self) -> Architecture:
         """The model as data."""
-        bias = self.attention_bias
-        switches = {"qkv_bias": bias, "out_bias": bias, "head_norm": True}
-        return self.windowed_layers(llama.llama_architecture(self, **switches))
+        biases = dict.fromkeys(("qkv_bias", "out_bias"), self.attention_bias)
+        return self.with_windows(llama.llama_architecture(self, head_norm=True, **biases))
 
 
 QWEN2 = dataclasses.replace(

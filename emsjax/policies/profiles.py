@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from emsjax.decode.base import DraftLength
-from emsjax.models.opt import OPTConfig
+from emsjax.models.config import DecoderConfig
 from emsjax.policies.costs import FORMAT, read_profile
 from emsjax.policies.goodput import Goodput
 from emsjax.policies.lengths import BassHeuristic, FixedLength
@@ -28,7 +28,9 @@ def device() -> str:
     return f"{first.platform} {first.device_kind}"
 
 
-def subject(config: OPTConfig, draft_config: OPTConfig | None, dtype: Any) -> dict[str, Any]:
+def subject(
+    config: DecoderConfig, draft_config: DecoderConfig | None, dtype: Any
+) -> dict[str, Any]:
     """The subject of a profile: the device, the dtype and the shapes of the models."""
     shape = lambda config: {
         name: value for name, value in dataclasses.asdict(config).items() if name not in TIMELESS

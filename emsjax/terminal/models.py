@@ -4,16 +4,16 @@ from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
-from emsjax.models.opt import OPTConfig
+from emsjax.models.config import DecoderConfig
 from emsjax.terminal.options import flag
 
 
-def load_config(model: str, revision: str | None) -> OPTConfig:
+def load_config(model: str, revision: str | None) -> DecoderConfig:
     """The architecture of a local folder's or a Hugging Face id's model."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model, **revision_of(revision))
-    return OPTConfig.from_dict(config.to_dict())
+    return DecoderConfig.from_dict(config.to_dict())
 
 
 def load_tokenizer(model: str, revision: str | None, keep: str = "first"):
