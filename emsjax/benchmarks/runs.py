@@ -74,7 +74,7 @@ def random_model(config: DecoderConfig, dtype=jnp.bfloat16) -> Decoder:
     """A model of random weights whose most likely token is never the last token id."""
     # Not under jit: compiling the random draws of every layer takes longer than the draws.
     model = Decoder(config, rngs=nnx.Rngs(0), dtype=dtype)
-    table = model.embed_tokens.embedding
+    table = (model.lm_head or model.embed_tokens).embedding
     # A zero embedding has logit 0, which is below the largest of the others and loses a tie.
     table[...] = table[...].at[-1].set(0)
     return model

@@ -69,7 +69,7 @@ class Measurement:
     @property
     def slices(self) -> tuple[int, ...]:
         """Numbers of layers of the timed models: two slices, or a shallow model itself."""
-        layers = self.config.num_hidden_layers
+        layers = len(self.config.architecture.layers)
         return SLICES if layers > SLICES[-1] else (layers,)
 
     @property
@@ -85,8 +85,7 @@ class Measurement:
             ValueError: the runs do not fit into the positions or into memory.
         """
         slices = [
-            random_model(dataclasses.replace(self.config, num_hidden_layers=count), self.dtype)
-            for count in self.slices
+            random_model(self.config.resized(layers=count), self.dtype) for count in self.slices
         ]
         draft_ms = self.time_drafting(say) if self.draft_config is not None else {}
         # One slice after the other. XLA chooses kernels for products by timing them: when slices
@@ -133,7 +132,7 @@ class Measurement:
     def time_point(self, runs: Sequence[StepRun], rows: int) -> Point:
         for run in runs:
             run.feed(rows)
-        ms = extrapolate(self.slices, best_ms(runs), self.config.num_hidden_layers)
+        ms = extrapolate(self.slices, best_ms(runs), len(self.config.architecture.layers))
         fed = [run.fed() for run in runs][-1]
         packed = round(fed["rows_per_step"] + fed["padding_rows_per_step"])
         batch = runs[0].shape[0]

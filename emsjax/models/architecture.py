@@ -132,6 +132,25 @@ class Architecture:
         return self.heads * self.head_dim, keys, keys
 
     @property
+    def products(self) -> list[tuple[int, int]]:
+        """Inputs and outputs of every product with weights of a forward pass and its logits."""
+        up = (1 + self.gated) * self.ffn_size
+        layer = [
+            (self.width, sum(self.columns)),
+            (self.columns[0], self.width),
+            (self.width, up),
+            (self.ffn_size, self.width),
+        ]
+        table = self.embedding_width or self.width
+        projections = [(table, self.width), (self.width, table)] if self.is_projected else []
+        return [*layer * len(self.layers), *projections, (table, self.vocab_size)]
+
+    def attended(self, context: float) -> float:
+        """Tokens that a token sees among `context` earlier ones, over all layers."""
+        windows = (kind.window for kind in self.layers)
+        return sum(context if window is None else min(context, window) for window in windows)
+
+    @property
     def is_projected(self) -> bool:
         """Whether there are projections between embeddings and layers."""
         return self.embedding_width not in (None, self.width)
