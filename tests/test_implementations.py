@@ -46,7 +46,7 @@ CALLS = [
     functools.partial(pallas_kernels.linear_sums, X, WEIGHT),
     functools.partial(pallas_kernels.add_layer_norm, X, X, *[None] * 3, epsilon=1e-5),
     functools.partial(pallas_kernels.add_rms_norm, X, X, *[None] * 2, epsilon=1e-5),
-    functools.partial(pallas_kernels.rotate_heads, HEADS, X[:, :2], X[:, :2], kv_heads=1),
+    functools.partial(pallas_kernels.rotate_heads, HEADS, None, X[:, :2], X[:, :2], kv_heads=1),
     functools.partial(pallas_kernels.sampling_cutoff, X, None, None),
 ]
 

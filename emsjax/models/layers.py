@@ -234,16 +234,22 @@ class DecoderLayer(nnx.Module):
     def attend(self, h: Float[Array, "r e"], angles: Angles | None, attention: Callable):
         """The attention part: its term of the residual stream, and the rows' q, k and v."""
         a = self.architecture
-        qkv = linear(self.qkv_proj, h).reshape(-1, a.heads + 2 * a.kv_heads, a.head_dim)
-        if angles is not None:
+        heads = (a.heads + 2 * a.kv_heads, a.head_dim)
+        if angles is None:
+            qkv = linear(self.qkv_proj, h).reshape(-1, *heads)
+        else:
+            weight, bias = weight_and_bias(self.qkv_proj)
+            sums = pallas_kernels.linear_sums(h, weight.values)
             norms = (self.query_norm, self.key_norm) if a.head_norm else ()
             qkv = pallas_kernels.rotate_heads(
-                qkv,
+                sums.reshape(*sums.shape[:-1], *heads),
+                None if bias is None else bias.reshape(heads),
                 *angles,
                 *(norm.scale[...] for norm in norms),
                 kv_heads=a.kv_heads,
                 epsilon=a.norm.epsilon,
                 offset=a.norm.offset,
+                dtype=h.dtype,
             )
         out = attention(qkv, self.kind).reshape(h.shape[0], -1)
         return linear_addend(self.out_proj, self.attention_out_norm, out), qkv

@@ -29,17 +29,18 @@ class Tiling(NamedTuple):
 
 
 # The tilings of whole products and of sums in shares, by the padded number of rows. They were
-# found by measurement on an H200, at the sizes of OPT-6.7B.
+# found by measurement on an H200, at the sizes of OPT-6.7B and of Qwen3-8B.
 _WIDE = Tiling(columns=128, depth=64, splits=1, num_warps=4, num_stages=5)
+_FOUR = Tiling(columns=64, depth=128, splits=4, num_warps=2, num_stages=3)
 TILINGS = {
-    16: (
-        _WIDE._replace(num_warps=8),
-        Tiling(columns=64, depth=128, splits=2, num_warps=4, num_stages=5),
-    ),
-    32: (_WIDE, _WIDE._replace(splits=4)),
-    64: (_WIDE, Tiling(columns=64, depth=64, splits=2, num_warps=4, num_stages=8)),
+    16: (_WIDE._replace(num_warps=8), _FOUR),
+    32: (_WIDE, _FOUR),
+    64: (_WIDE, Tiling(columns=64, depth=128, splits=2, num_warps=4, num_stages=5)),
     128: (_WIDE, Tiling(columns=64, depth=64, splits=2, num_warps=4, num_stages=6)),
 }
+# With more programs than multiprocessors, fewer stages let two programs share one.
+MULTIPROCESSORS = 132
+SHARED = {"num_warps": 4, "num_stages": 4}
 # If a tiling makes too few programs, the one for this number of rows is used, which has more
 # shares, and if there are still too few, narrower ones.
 IN_MORE_SHARES = 32
@@ -56,6 +57,8 @@ def tiling_for(rows: int, inputs: int, outputs: int, *, split: bool = False) -> 
     too_few = lambda tiling: outputs // tiling.columns * tiling.splits < PROGRAMS_WANTED
     tile_rows = min(_tile_rows(rows), MAX_ROWS)
     tiling = TILINGS[tile_rows][split]
+    if outputs // tiling.columns * tiling.splits > MULTIPROCESSORS and tiling.splits == 1:
+        tiling = tiling._replace(**SHARED)
     if too_few(tiling):
         tiling = TILINGS[max(tile_rows, IN_MORE_SHARES)][split]
     for columns, num_warps in NARROWER:
