@@ -15,7 +15,7 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.attention.tilings import dims_of
 
 COMBINED_HEADS = 4  # most heads of one program
-COMBINED_SHARES = 8  # most shares that are read at once
+COMBINED_SHARES = 16  # most shares that are read at once
 
 
 def combine(

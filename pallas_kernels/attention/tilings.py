@@ -91,8 +91,7 @@ def launch_for(
         # more, keys stay uncut.
         samples = min(batch, pl.cdiv(rows, most))
         if samples * kv_heads < 3 * PROGRAMS_WANTED // 4:
-            # Few heads have few bytes for each program: it pays to cut these into more shares.
-            splits = pl.cdiv(PROGRAMS_WANTED * (1 if group == 1 else 2), kv_heads)
+            splits = pl.cdiv(PROGRAMS_WANTED, kv_heads)
     else:
         tiling = PREFILL_FLOAT32 if item_bytes > 2 else PREFILL
         few = tiling._replace(rows=FEW_ROWS)
