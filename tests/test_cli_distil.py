@@ -202,7 +202,7 @@ def test_without_matplotlib_everything_else_is_written(tmp_path, whole, monkeypa
     ("lines", "error"),
     [
         ([], "holds no texts"),
-        (['{"text": ""}'], "line 1"),
+        (['{"text": ""}'], "line 1: the text is empty"),
         (['{"text": "a"}', "{"], "line 2"),
         (['{"title": "a", "id": null}'], 'missing field "text"'),
         (["[1]"], "line 1: a record must be a JSON object"),

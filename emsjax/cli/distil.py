@@ -15,7 +15,6 @@ import numpy as np
 from flax import nnx
 
 from emsjax import distillation, plotting
-from emsjax.benchmarks.results import surroundings
 from emsjax.distillation.losses import check_losses
 from emsjax.distillation.model_card import gains, model_card
 from emsjax.distillation.pruning import PROJECTED, num_parameters, pruned_config
@@ -23,10 +22,11 @@ from emsjax.distillation.sequences import MIN_TOKENS
 from emsjax.distillation.texts import hold_out, read_texts, tokenize
 from emsjax.models.config import OPTConfig
 from emsjax.models.opt import OPT
-from emsjax.records.output import write_atomically
+from emsjax.records.writing import to_json, write_atomically
 from emsjax.terminal.models import load_config, revision_of
 from emsjax.terminal.options import flag
 from emsjax.terminal.reporting import line, make_console, progress
+from emsjax.terminal.surroundings import surroundings
 
 RECORD = "distillation.json"  # settings of the run, and when it is done its results
 GENERATIONS, CHECKPOINTS, FIGURE = "generations.json", "checkpoints", "distillation.png"
@@ -175,7 +175,7 @@ def open_output(options: argparse.Namespace) -> dict[str, Any]:
         path = getattr(options, name)
         digest = None if path is None else hashlib.sha256(path.read_bytes()).hexdigest()
         settings[name + "_sha256"] = digest
-    settings = json.loads(json.dumps(settings))
+    settings = json.loads(to_json(settings))
     folder, path = options.output, options.output / RECORD
     if path.exists():
         record = json.loads(path.read_bytes())
@@ -194,7 +194,7 @@ def open_output(options: argparse.Namespace) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     if {path.name for path in folder.iterdir()} - unfinished:
         raise ValueError(f"--output: {folder} holds something else")
-    write_atomically(path, json.dumps({"settings": settings}, indent=1))
+    write_atomically(path, to_json({"settings": settings}, indent=1))
     return {"settings": settings}
 
 
@@ -253,7 +253,7 @@ def generations(options: argparse.Namespace, target: OPT, training: Documents, s
             temperature=options.temperature,
             seed=options.seed,
         )
-        write_atomically(path, json.dumps([ids.tolist() for ids in new]))
+        write_atomically(path, to_json([ids.tolist() for ids in new]))
     return [np.array(ids, np.int32) for ids in json.loads(path.read_bytes())]
 
 
@@ -297,7 +297,7 @@ def finish(folder: Path, record: dict[str, Any], say: Callable[[str], None]) -> 
         plotting.distillation_figure(record["results"]).savefig(folder / FIGURE)
     except ImportError as error:
         say(f"no figure: {error}")
-    write_atomically(folder / RECORD, json.dumps(record, indent=1))
+    write_atomically(folder / RECORD, to_json(record, indent=1))
     clean_up(folder)
 
 

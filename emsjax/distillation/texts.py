@@ -25,7 +25,7 @@ def read_texts(path: Path, template: str) -> list[str]:
             value = parse_json(line.decode())
             if isinstance(value, dict) and "id" not in fields:  # it may be anything
                 value = {**value, "id": number}
-            texts.append(make_record(value, template, fields, number).prompt)
+            texts.append(make_record(value, template, fields, number, "text").prompt)
         except ValueError as error:  # bad UTF-8 included
             raise ValueError(f"{path}, line {number}: {error}") from error
     if not texts:

@@ -137,7 +137,17 @@ def _name_duplicate(records: Records, repeated: Set[bytes]) -> None:
             )
 
 
-def make_record(value: Any, template: str | None, fields: list[str], line: int) -> Record:
+def make_record(
+    value: Any, template: str | None, fields: list[str], line: int, kind: str = "prompt"
+) -> Record:
+    """The record of a JSON value.
+
+    Args:
+        kind: what the text is, for messages.
+
+    Raises:
+        ValueError: a missing field, one of the wrong type, or an empty text.
+    """
     if not isinstance(value, dict):
         raise ValueError("a record must be a JSON object")
     for field in ("id", *fields):
@@ -151,7 +161,7 @@ def make_record(value: Any, template: str | None, fields: list[str], line: int) 
             raise ValueError(f'field "{field}" must be a string, not {value[field]!r}')
     prompt = value["prompt"] if template is None else template.format(**value)
     if not prompt:
-        raise ValueError("the prompt is empty")
+        raise ValueError(f"the {kind} is empty")
     (prompt + str(record_id)).encode()  # lone surrogates have no UTF-8: fail here, not later
     return Record(record_id, prompt, line)
 

@@ -18,6 +18,7 @@ from time import monotonic
 from typing import Any
 
 from emsjax.records.digests import Digests, digest
+from emsjax.records.writing import to_json, to_json_line, write_atomically
 
 SYNC_SECONDS = 1.0  # least time between calls of fsync; killing the process loses no result
 
@@ -38,7 +39,7 @@ class Results:
 
     def append(self, result: Mapping) -> None:
         """Write a result; if the process is killed, at most the last line is unfinished."""
-        self.file.write((json.dumps(result, ensure_ascii=False) + "\n").encode())
+        self.file.write(to_json_line(result))
         self.file.flush()
         if monotonic() - self.synced > SYNC_SECONDS:
             self.sync()
@@ -73,7 +74,7 @@ def open_results(
             raise ValueError(f"another run is writing {path}") from error
         done, size = read_results(path, configuration, ids, num_sequences)
         if size == 0:
-            record = json.dumps({**configuration, "resolved": resolved}, indent=2)
+            record = to_json({**configuration, "resolved": resolved}, indent=2)
             write_atomically(configuration_path(path), record + "\n")
         file.truncate(size)
         results = Results(done, read_resolved(path), file)
@@ -186,18 +187,3 @@ def read_resolved(path: Path) -> Mapping:
 
 def configuration_path(path: Path) -> Path:
     return path.with_name(path.name + ".run.json")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file that is complete or absent after a crash."""
-    unfinished = path.with_name(path.name + ".tmp")
-    with unfinished.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -57,6 +57,24 @@ def check_writable(name: str, path: Path | None) -> None:
         path.unlink()
 
 
+def check_plot(path: Path | None) -> None:
+    """Check that `--plot` can be written; called before the work starts.
+
+    Raises:
+        ImportError: matplotlib is missing.
+        ValueError: an unknown file format, or a file that cannot be written.
+    """
+    if path is None:
+        return
+    from emsjax.plotting import check_format
+
+    try:
+        check_format(path)
+    except ValueError as error:
+        raise ValueError(f"--plot: {error}") from error
+    check_writable("--plot", path)
+
+
 def make_console() -> Console:
     """A console for results; unless it is a terminal, tables are as wide as their cells."""
     console = Console()
