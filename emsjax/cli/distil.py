@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 
 from emsjax import distillation, plotting
+from emsjax.distillation.finite import check_finite
 from emsjax.distillation.losses import check_losses
 from emsjax.distillation.model_card import gains, model_card
 from emsjax.distillation.pruning import PROJECTED, num_parameters, pruned_config
@@ -205,7 +206,12 @@ def run(
     training: Documents,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Train, save and evaluate."""
+    """Train, evaluate and save.
+
+    Raises:
+        NonFiniteError: a loss, or anything that follows from it, is not finite. The newest
+            checkpoint is from before that step, and no draft model has been written.
+    """
     load = OPT.from_pretrained
     target = load(options.target, dtype=options.dtype, revision=options.revision)
     if options.draft_model is not None:
@@ -218,7 +224,7 @@ def run(
     training = training + generations(options, target, training, say)
     model, losses = train(options, start, target, training, say)
     model, start = (one.astype(options.dtype) for one in (model, start))
-    model.save_pretrained(options.output)
+    check_finite(f"the trained parameters in {options.dtype}", nnx.state(model))
     results = {
         "losses": losses.tolist(),
         "parameters": {"target": num_parameters(target), "draft": num_parameters(model)},
@@ -235,6 +241,7 @@ def run(
             draft_tokens=options.draft_tokens,
             new_tokens=options.max_new_tokens,
         )
+    model.save_pretrained(options.output)  # only a draft model whose figures are known
     return results
 
 
@@ -281,6 +288,11 @@ def train(options: argparse.Namespace, start, target, training: Documents, say):
             every=options.checkpoint_every,
             say=say,
         )
+    except distillation.NonFiniteError as error:
+        step = checkpoints.manager.latest_step()
+        kept = "no checkpoint yet" if step is None else f"the checkpoint of step {step} is kept"
+        advice = "try a lower --learning-rate with another --output"
+        raise distillation.NonFiniteError(f"{error}; {kept}; {advice}") from error
     finally:
         checkpoints.close()
 

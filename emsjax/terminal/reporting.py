@@ -35,6 +35,9 @@ def exit_code(work: Callable[[], int], *, resumes: bool) -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         return work()
+    except FloatingPointError as error:
+        print("emsjax: error:", " ".join(str(error).split()), file=sys.stderr)
+        return 1
     except (ValueError, OverflowError, OSError, ImportError) as error:
         print("emsjax: error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
