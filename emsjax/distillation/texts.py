@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from emsjax.distillation.sequences import MIN_TOKENS
-from emsjax.records.input import make_record, parse_json, template_fields
+from emsjax.records.input import parse_json, template_fields, text_of
 
 
 def read_texts(path: Path, template: str) -> list[str]:
@@ -22,10 +22,7 @@ def read_texts(path: Path, template: str) -> list[str]:
         if not line.strip():
             continue
         try:
-            value = parse_json(line.decode())
-            if isinstance(value, dict) and "id" not in fields:  # it may be anything
-                value = {**value, "id": number}
-            texts.append(make_record(value, template, fields, number, "text").prompt)
+            texts.append(text_of(parse_json(line.decode()), template, fields, "text"))
         except ValueError as error:  # bad UTF-8 included
             raise ValueError(f"{path}, line {number}: {error}") from error
     if not texts:

@@ -10,6 +10,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from emsjax.records.writing import is_stream
+
 WIDE = 200  # columns
 
 
@@ -45,6 +47,11 @@ def exit_code(work: Callable[[], int], *, resumes: bool) -> int:
         hint = "; start it again to go on" if resumes else ""
         print(f"emsjax: interrupted{hint}", file=sys.stderr)
         return 130
+
+
+def is_kept(output: Path | None) -> bool:
+    """Whether an interrupted run finds its results there when it is started again."""
+    return output is not None and not is_stream(output)
 
 
 def check_writable(name: str, path: Path | None) -> None:
