@@ -23,8 +23,9 @@ from emsjax.distillation.sequences import MIN_TOKENS
 from emsjax.distillation.texts import hold_out, read_texts, tokenize
 from emsjax.models.config import OPTConfig
 from emsjax.models.opt import OPT
+from emsjax.records.reading import in_one_line
 from emsjax.records.writing import to_json, write_atomically
-from emsjax.terminal.models import load_config, revision_of
+from emsjax.terminal.models import load_config, load_tokenizer
 from emsjax.terminal.options import flag
 from emsjax.terminal.reporting import line, make_console, progress
 from emsjax.terminal.surroundings import surroundings
@@ -144,9 +145,7 @@ def prepare(
             f"--batch-size must be a multiple of {devices}, the number of local devices, "
             f"not {options.batch_size}"
         )
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(options.target, **revision_of(options.revision))
+    tokenizer = load_tokenizer(options.target, options.revision)
     ends = config.eos_token_ids
     sizes = {"vocab_size": config.vocab_size, "end_token_ids": ends}
     documents = {path: tokenize(tokenizer, of, str(path), **sizes) for path, of in texts.items()}
@@ -179,8 +178,9 @@ def open_output(options: argparse.Namespace) -> dict[str, Any]:
     settings = json.loads(to_json(settings))
     folder, path = options.output, options.output / RECORD
     if path.exists():
-        record = json.loads(path.read_bytes())
-        before = record["settings"]
+        with in_one_line(f"--output: {path} does not belong to a run"):
+            record = json.loads(path.read_bytes())
+            before = {**record["settings"]}
         changes = [
             f"{name} was {before.get(name)!r}, is now {value!r}"
             for name, value in settings.items()
@@ -261,7 +261,8 @@ def generations(options: argparse.Namespace, target: OPT, training: Documents, s
             seed=options.seed,
         )
         write_atomically(path, to_json([ids.tolist() for ids in new]))
-    return [np.array(ids, np.int32) for ids in json.loads(path.read_bytes())]
+    with in_one_line(f"--output: {path} cannot be read"):
+        return [np.array(ids, np.int32) for ids in json.loads(path.read_bytes())]
 
 
 def train(options: argparse.Namespace, start, target, training: Documents, say):
@@ -299,11 +300,8 @@ def train(options: argparse.Namespace, start, target, training: Documents, say):
 
 def finish(folder: Path, record: dict[str, Any], say: Callable[[str], None]) -> None:
     """Write everything that needs the results; the record is last, as it marks the run as done."""
-    from transformers import AutoTokenizer
-
     settings = record["settings"]
-    revision = revision_of(settings["revision"])
-    AutoTokenizer.from_pretrained(settings["target"], **revision).save_pretrained(folder)
+    load_tokenizer(settings["target"], settings["revision"]).save_pretrained(folder)
     (folder / "README.md").write_text(model_card(record))
     try:
         plotting.distillation_figure(record["results"]).savefig(folder / FIGURE)

@@ -14,6 +14,7 @@ from emsjax.distillation.finite import NonFiniteError, check_finite
 from emsjax.distillation.sequences import PackedSequences
 from emsjax.distillation.training import Trainer, TrainState
 from emsjax.models.opt import OPT
+from emsjax.records.reading import in_one_line
 
 REPORT_SECONDS = 5.0
 
@@ -35,7 +36,11 @@ class Checkpoints:
         self.manager.save(step, args=ocp.args.StandardSave(saved))
 
     def restore(self, like: TrainState) -> tuple[int, TrainState, list[float]]:
-        """The newest step, its state and the losses so far; (0, `like`, []) if there is none."""
+        """The newest step, its state and the losses so far; (0, `like`, []) if there is none.
+
+        Raises:
+            ValueError: the newest checkpoint cannot be read, or is one of another model.
+        """
         step = self.manager.latest_step()
         if step is None:
             return 0, like, []
@@ -44,7 +49,8 @@ class Checkpoints:
             "state": jax.tree.map(abstract, like),
             "losses": jax.ShapeDtypeStruct((step,), np.float32),
         }
-        saved = self.manager.restore(step, args=ocp.args.StandardRestore(wanted))
+        with in_one_line(f"the checkpoint {self.manager.directory / str(step)} cannot be used"):
+            saved = self.manager.restore(step, args=ocp.args.StandardRestore(wanted))
         return step, saved["state"], np.asarray(saved["losses"]).tolist()
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 
 from emsjax.distillation.sequences import MIN_TOKENS
 from emsjax.records.input import parse_json, template_fields, text_of
+from emsjax.records.reading import in_one_line
 
 
 def read_texts(path: Path, template: str) -> list[str]:
@@ -46,7 +47,9 @@ def tokenize(
         ValueError: a text of fewer than two tokens, or with tokens that the model does not know.
     """
     documents = []
-    for number, ids in enumerate(tokenizer(list(texts)).input_ids, start=1):
+    with in_one_line(f"the texts of {source} cannot be tokenized"):
+        encoded = tokenizer(list(texts)).input_ids
+    for number, ids in enumerate(encoded, start=1):
         if len(ids) < MIN_TOKENS:
             raise ValueError(
                 f"{source}, text {number} is too short: it has {len(ids)} tokens, not at least "

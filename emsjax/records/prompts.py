@@ -6,6 +6,7 @@ from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 from emsjax.records.input import Key, Record, Records
+from emsjax.records.reading import in_one_line
 
 TOKENIZED_AT_ONCE = 256  # records
 
@@ -62,7 +63,9 @@ class Prompts:
     def __iter__(self) -> Iterator[tuple[Record, list[int]]]:
         records = iter(self.records)
         while group := list(itertools.islice(records, TOKENIZED_AT_ONCE)):
-            encoded = self._encode([one.prompt for one in group if one.error is None])
+            where = f"{self.records.path}, lines {group[0].line} to {group[-1].line}"
+            with in_one_line(f"{where}: the prompts cannot be tokenized"):
+                encoded = self._encode([one.prompt for one in group if one.error is None])
             for record in group:
                 if record.error is not None:
                     yield record, []
