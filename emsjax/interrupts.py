@@ -6,6 +6,7 @@ modules are imported. This module imports nothing heavy, so that it can be there
 """
 
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -17,12 +18,13 @@ GRACE_SECONDS = 1.0  # from a signal until the process is ended whatever it does
 SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
 
+@functools.cache
 def is_command() -> bool:
     """Whether this process is a command of emsjax, not a program that imports it."""
-    arguments = sys.orig_argv
-    if "-m" in arguments[:-1]:  # python -m emsjax, or a module of it
+    started, arguments = [*getattr(sys, "argv", ()), ""][0], sys.orig_argv
+    if started == "-m":  # Python looks for the module, and has imported its package alone
         return arguments[arguments.index("-m") + 1].partition(".")[0] == "emsjax"
-    return os.path.basename(getattr(sys, "argv", [""])[0]) == "emsjax"
+    return os.path.basename(started) == "emsjax"
 
 
 def end(number: int, hint: str = "") -> NoReturn:
@@ -43,14 +45,15 @@ def end_while_importing() -> None:
                 signal.signal(number, lambda number, frame: end(number))
 
 
-end_while_importing()  # the package imports this module before all others
+end_while_importing()  # here, because the package imports this module before all others
 
 
 class Interruptible:
-    """A context in which a signal raises a KeyboardInterrupt, or else ends the process soon.
+    """A context in which a signal raises a KeyboardInterrupt, or else ends a command soon.
 
     The first signal raises the exception in the main thread, so that files are closed; a second
-    one, and `GRACE_SECONDS`, end the process. Signals that are ignored stay ignored.
+    one, and `GRACE_SECONDS`, end the process if it is a command. Signals that are ignored stay
+    ignored.
 
     Args:
         hint: follows the line that says what has happened.
@@ -98,7 +101,7 @@ class Interruptible:
         """End the process some time after a signal, unless the context has been left."""
         while found := os.read(self.reader, 1):
             if found[0] in self.previous:
-                if not self.left.wait(GRACE_SECONDS):
+                if is_command() and not self.left.wait(GRACE_SECONDS):
                     end(found[0], self.hint)
                 break
         os.close(self.reader)
@@ -109,6 +112,10 @@ class Interruptible:
             self.end()
         self.unraisable(unraisable)
 
-    def end(self) -> NoReturn:
-        """End the process because of the signal that was received."""
-        end(self.received, self.hint)
+    def end(self) -> None:
+        """End a command because of the signal that was received."""
+        if is_command():
+            # The reader may be gone, or the signal may have come during another flush.
+            with contextlib.suppress(OSError, RuntimeError, ValueError):
+                sys.stdout.flush()
+            end(self.received, self.hint)

@@ -42,7 +42,7 @@ def replace():  # as bindings do that call Python
         send()
         time.sleep(1)
     except BaseException:
-        raise RuntimeError("something else") from None
+        raise ValueError("something else") from None
 
 class Destroyed:
     def __del__(self):
@@ -231,5 +231,5 @@ def test_importing_the_library_leaves_signals_alone(tmp_path):
     )
     path = tmp_path / "program.py"
     path.write_text(code)
-    for run in (["-c", code], [str(path)]):
+    for run in (["-c", code], [str(path)], [str(path), "-m", "emsjax"]):
         subprocess.run([sys.executable, *run], check=True)

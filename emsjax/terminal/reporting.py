@@ -1,6 +1,5 @@
 """What commands print, where they may write, and how they end."""
 
-import contextlib
 import os
 import signal
 import sys
@@ -12,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from emsjax.interrupts import SIGNALS, Interruptible, is_command
+from emsjax.interrupts import SIGNALS, Interruptible
 from emsjax.records.writing import is_stream
 
 WIDE = 200  # columns
@@ -50,9 +49,7 @@ def exit_code(work: Callable[[], int], *, resumes: bool) -> int:
         except KeyboardInterrupt:
             pass
         finally:  # also if the exception was swallowed, or made into another one
-            if interruptible.received is not None and is_command():
-                with contextlib.suppress(OSError):
-                    sys.stdout.flush()
+            if interruptible.received is not None:
                 interruptible.end()
     number = interruptible.received or signal.SIGINT
     print(f"emsjax: {SIGNALS[number]}{hint}", file=sys.stderr)
