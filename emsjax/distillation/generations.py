@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from emsjax.distillation.finite import check_ends
 from emsjax.drafters import PromptLookup
 from emsjax.generation import generate
 from emsjax.models.opt import OPT
@@ -43,6 +44,7 @@ def continuations(
 
     Raises:
         ValueError: there are no documents, or the target has too few positions for `new_tokens`.
+        NonFiniteError: the target's logits are not finite.
     """
     if not count:
         return []
@@ -71,5 +73,6 @@ def continuations(
         batch_size=min(batch_size, count),
         key=jax.random.key(seed),
     )
+    check_ends("excerpts", out.finish_reasons)
     new = [tokens[:length] for tokens, length in zip(out.tokens, out.lengths, strict=True)]
     return [np.concatenate(parts) for parts in zip(excerpts, new, strict=True)]

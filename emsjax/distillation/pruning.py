@@ -19,6 +19,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from emsjax.distillation.finite import check_finite
 from emsjax.distillation.sequences import Batch, PackedSequences
 from emsjax.distillation.training import forward
 from emsjax.models.config import ACTIVATIONS, POSITION_OFFSET, OPTConfig
@@ -86,8 +87,10 @@ def prune(
     Raises:
         ValueError: a size does not fit the target, the kind of embeddings is unknown, or there are
             no documents.
+        NonFiniteError: the target's parameters or hidden states are not finite.
     """
     config = pruned_config(target.config, layers, width, embeddings)
+    check_finite("the target's parameters", nnx.state(target))
     target = target.astype(jnp.float32)
     chosen = np.linspace(0, len(target.layers) - 1, layers).round().astype(int).tolist()
     if width == target.config.hidden_size:
@@ -114,6 +117,7 @@ def prune(
         if scale is not None:
             scale[...] *= jnp.sqrt(jnp.mean((centred(streams[-1]) @ basis) ** 2))
             enlarge_stream(draft, by=jnp.mean(jnp.abs(scale[...])))
+    check_finite("the target's hidden states", nnx.state(draft))
     return draft
 
 

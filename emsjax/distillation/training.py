@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from emsjax.decode.pack import PackedRows
+from emsjax.distillation.finite import all_finite
 from emsjax.distillation.losses import check_losses, combined, needs_target
 from emsjax.distillation.sequences import Batch
 from emsjax.models.opt import OPT
@@ -216,6 +217,8 @@ class Trainer:
         @functools.partial(jax.jit, donate_argnames=("state",))
         def step(state: TrainState, target, batch: Batch):
             loss, gradients = jax.value_and_grad(loss_fn)(state.params, target, batch)
+            # One number tells of both, so that the host has to read nothing else.
+            loss = jnp.where(all_finite(gradients), loss, jnp.nan)
             updates, inner = optimizer.update(gradients, state.optimizer, state.params)
             return TrainState(optax.apply_updates(state.params, updates), inner), loss
 
@@ -229,6 +232,9 @@ class Trainer:
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Float[Array, ""]]:
         """The next state and the loss before the step; the given state's memory is reused.
+
+        The loss is NaN if a gradient is not finite. Such steps raise no error by themselves,
+        because that would make the device wait for the host.
 
         Raises:
             ValueError: the batch cannot be distributed equally.

@@ -322,4 +322,4 @@ def plan_shards(model: nnx.Module, max_shard_bytes: int) -> list[list[Parameter]
 
 
 def write_json(path: Path, contents: Mapping) -> None:
-    path.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(contents, indent=2, allow_nan=False) + "\n", encoding="utf-8")

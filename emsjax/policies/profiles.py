@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from emsjax.models.config import OPTConfig
 from emsjax.policies.costs import FORMAT, read_profile
 from emsjax.policies.goodput import Goodput
 from emsjax.policies.lengths import BassHeuristic, FixedLength
+from emsjax.records.writing import to_json
 
 POLICIES = {"fixed": FixedLength, "bass": BassHeuristic, "goodput": Goodput}
 # Fields of a configuration that do not affect the time of a step.
@@ -58,7 +58,7 @@ def store(profile: Mapping[str, Any]) -> Path:
     path = path_of(profile["subject"])
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-    unfinished.write_text(json.dumps(profile, indent=1))
+    unfinished.write_text(to_json(profile, indent=1))
     os.replace(unfinished, path)
     return path
 
@@ -77,7 +77,7 @@ def find(wanted: Mapping[str, Any]) -> Path | None:
 
 def path_of(subject: Mapping[str, Any]) -> Path:
     """Path of the profile of this subject in the store, whether it exists or not."""
-    digest = lambda part: hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()[:16]
+    digest = lambda part: hashlib.sha256(to_json(part, sort_keys=True).encode()).hexdigest()[:16]
     target = {name: value for name, value in subject.items() if name != "draft_model"}
     draft = subject["draft_model"]
     # The format is part of the name, so profiles of other formats are not found.

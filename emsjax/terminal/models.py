@@ -5,26 +5,40 @@ from pathlib import Path
 from typing import Any
 
 from emsjax.models.config import OPTConfig
+from emsjax.records.reading import in_one_line
 from emsjax.terminal.options import flag
 
 
 def load_config(model: str, revision: str | None) -> OPTConfig:
-    """The architecture of a local folder's or a Hugging Face id's model."""
+    """The architecture of a local folder's or a Hugging Face id's model.
+
+    Raises:
+        ValueError: it cannot be read, or is not supported.
+    """
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(model, **revision_of(revision))
-    return OPTConfig.from_dict(config.to_dict())
+    with in_one_line(f"the configuration of {model} cannot be used"):
+        config = AutoConfig.from_pretrained(model, **revision_of(revision))
+        return OPTConfig.from_dict(config.to_dict())
 
 
-def load_tokenizer(model: str, revision: str | None, keep: str = "first"):
+def load_tokenizer(model: str, revision: str | None, keep: str | None = None):
     """The model's tokenizer, which truncates prompts to their first or last tokens.
 
     It truncates text only, so a start token is kept whichever end of the prompt is kept.
+
+    Args:
+        keep: "first" or "last"; None: as the tokenizer's own configuration says.
+
+    Raises:
+        ValueError: it cannot be read.
     """
     from transformers import AutoTokenizer
 
-    side = "left" if keep == "last" else "right"
-    return AutoTokenizer.from_pretrained(model, truncation_side=side, **revision_of(revision))
+    sides = {"first": "right", "last": "left"}
+    side = {} if keep is None else {"truncation_side": sides[keep]}
+    with in_one_line(f"the tokenizer of {model} cannot be used"):
+        return AutoTokenizer.from_pretrained(model, **side, **revision_of(revision))
 
 
 def revision_of(revision: str | None) -> dict[str, str]:
