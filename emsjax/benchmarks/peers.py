@@ -22,8 +22,8 @@ from emsjax.benchmarks.workloads import ScriptedModels
 from emsjax.drafters import DraftModel, PromptLookup
 from emsjax.generation import generate
 from emsjax.models.checkpoint import stored_tensors
-from emsjax.models.parameters import NAMES, weights_of
 from emsjax.models.opt import OPT
+from emsjax.models.parameters import NAMES, weights_of
 
 LOOKUP_TOKENS, MATCH_LENGTH, DRAFT_TOKENS = 7, 2, 4
 MISCOPIED = 0.2  # share of wrong tokens in scripted prompts and scripted draft models

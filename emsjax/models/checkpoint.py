@@ -1,7 +1,6 @@
 """Hugging Face checkpoints, read in any published format and written as safetensors."""
 
 import dataclasses
-import functools
 import itertools
 import json
 import os
@@ -11,7 +10,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
@@ -70,7 +68,7 @@ def load(
     form, first = choose_format(present, str(folder))
     source = folder / first
 
-    make = functools.partial(cls, rngs=nnx.Rngs(0), dtype=dtype)
+    make = lambda config: cls(config, rngs=nnx.Rngs(0), dtype=dtype)
     tensors = published(open_weights(form, source), names, source)
     stored_as = {"torch_layout": form.torch_layout}
     config, tensors = settle_head(config, tensors, names, dtype=dtype, **stored_as)

@@ -47,6 +47,7 @@ def folder_of(
         return Path(path_or_repo_id)
     if (
         not isinstance(path_or_repo_id, str)
+        or not path_or_repo_id
         or os.path.exists(path_or_repo_id)
         or looks_like_path(path_or_repo_id)
     ):
@@ -56,7 +57,7 @@ def folder_of(
 
 def looks_like_path(text: str) -> bool:
     """Whether it cannot be a repository id, which is a name, or an owner and a name."""
-    return text.startswith((".", "~", "/")) or text.count("/") > 1 or "\0" in text
+    return not text.isprintable() or text.startswith((".", "~", "/")) or text.count("/") > 1
 
 
 def download(repo_id: str, revision: str | None, *, weights: bool) -> Path:

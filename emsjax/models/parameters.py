@@ -207,7 +207,7 @@ def shapes_of(parameters: Sequence[Parameter]) -> dict[str, tuple[int, ...]]:
 
 
 def problems_of(name: str, tensor: StoredTensor, expected: tuple[int, ...] | None) -> list[str]:
-    """What is wrong with a stored tensor; `expected` is its shape, or None if the model lacks it."""
+    """What is wrong with a stored tensor; `expected` is its shape in the model, or None."""
     name = readable_name(name)
     if expected is None:
         return [f"{name} is not a part of this model"]

@@ -65,7 +65,9 @@ def readable_path(path: Path) -> str:
 
 def reason(error: Exception) -> str:
     """An error without the file's name, which the message has already."""
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return str(error) if isinstance(error, ValueError) else repr(error)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -83,7 +85,7 @@ def read_json(path: Path) -> dict[str, Any]:
         )
     try:
         with open(path, "rb") as file:
-            content = file.read(MAX_HEADER_BYTES)  # it may have grown
+            content = file.read(size)
         values = json.loads(content.decode("utf-8-sig"))  # without a byte-order mark
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {reason(error)}") from error

@@ -7,6 +7,7 @@ before that one after the other behind the pickle.
 
 import dataclasses
 import io
+import os
 import struct
 import zipfile
 from pathlib import Path
@@ -118,9 +119,10 @@ class DirectoryReader(io.FileIO):
     """An archive of which only the directory is read, so that reads are limited."""
 
     def read(self, size: int = -1) -> bytes:
+        size = size if size >= 0 else os.fstat(self.fileno()).st_size - self.tell()
         if size > MAX_DIRECTORY_BYTES:
             raise ValueError(f"its directory has {size} bytes")
-        return super().read(size if size >= 0 else MAX_DIRECTORY_BYTES)
+        return super().read(size)
 
 
 def read_archive(path: Path, content: np.ndarray) -> Any:
