@@ -26,6 +26,7 @@ from toy import tiny_model
 
 from emsjax import OPT
 from emsjax.models import checkpoint
+from emsjax.models import values as stored_values
 
 
 def assert_holds(model: OPT, values, dtype=jnp.float32) -> None:
@@ -384,7 +385,7 @@ def test_all_misfits_are_reported_at_once_before_any_tensor_is_read(tmp_path, fo
     values[f"{layer}.fc1.bias"] = np.zeros(5, np.float32)
     values[f"{layer}.self_attn.v_proj.bias"] = np.zeros(32, np.int64)
     path = write(tmp_path, form, values)
-    monkeypatch.setattr(values_module, "read", lambda *_, **__: pytest.fail("a tensor was read"))
+    monkeypatch.setattr(stored_values, "read", lambda *_, **__: pytest.fail("a tensor was read"))
     with pytest.raises(ValueError, match="does not fit its config") as caught:
         load(tmp_path)
     message = str(caught.value)

@@ -24,7 +24,7 @@ from emsjax.distillation.texts import hold_out, read_texts, tokenize
 from emsjax.models.config import OPTConfig
 from emsjax.models.opt import OPT
 from emsjax.records.output import write_atomically
-from emsjax.terminal.models import load_config, revision_of
+from emsjax.terminal.models import load_config, load_tokenizer, revision_of
 from emsjax.terminal.options import flag
 from emsjax.terminal.reporting import line, make_console, progress
 
@@ -143,9 +143,7 @@ def prepare(
             f"--batch-size must be a multiple of {devices}, the number of local devices, "
             f"not {options.batch_size}"
         )
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(options.target, **revision_of(options.revision))
+    tokenizer = load_tokenizer(options.target, options.revision)
     ends = config.eos_token_ids
     sizes = {"vocab_size": config.vocab_size, "end_token_ids": ends}
     documents = {path: tokenize(tokenizer, of, str(path), **sizes) for path, of in texts.items()}

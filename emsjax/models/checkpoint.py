@@ -171,7 +171,7 @@ def settle_head(
         return config, tensors
     head, rest = tensors[name], {k: v for k, v in tensors.items() if k != name}
     if not torch_layout:
-        turned = lambda: head.read().T
+        turned = lambda: tensors[name].read().T
         head = dataclasses.replace(head, shape=head.shape[::-1], read=turned)
     if table not in tensors:
         return config, rest | {table: head}

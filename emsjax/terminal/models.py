@@ -4,27 +4,34 @@ from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
+from emsjax.models import checkpoint
 from emsjax.models.config import OPTConfig
 from emsjax.terminal.options import flag
 
 
 def load_config(model: str, revision: str | None) -> OPTConfig:
     """The architecture of a local folder's or a Hugging Face id's model."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(model, **revision_of(revision))
-    return OPTConfig.from_dict(config.to_dict())
+    return checkpoint.load_config(model, revision)
 
 
 def load_tokenizer(model: str, revision: str | None, keep: str = "first"):
     """The model's tokenizer, which truncates prompts to their first or last tokens.
 
     It truncates text only, so a start token is kept whichever end of the prompt is kept.
+
+    Raises:
+        ValueError: there is none.
     """
     from transformers import AutoTokenizer
 
     side = "left" if keep == "last" else "right"
-    return AutoTokenizer.from_pretrained(model, truncation_side=side, **revision_of(revision))
+    tokenizer = AutoTokenizer.from_pretrained(model, truncation_side=side, **revision_of(revision))
+    if tokenizer.vocab_size == 0:  # transformers makes an empty one if it finds no files
+        raise ValueError(
+            f"{model} has no tokenizer, such as tokenizer.json: copy the tokenizer's files from "
+            "the model that it was made from"
+        )
+    return tokenizer
 
 
 def revision_of(revision: str | None) -> dict[str, str]:
