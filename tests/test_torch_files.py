@@ -15,8 +15,10 @@ from checkpoint_files import VALUES, load, write
 
 from emsjax.models.pickles import MAX_OBJECTS
 from emsjax.models.torch_files import MAGIC_NUMBER, open_torch
+from emsjax.models.weight_files import FORMATS, open_file
 
 torch = pytest.importorskip("torch")
+BIN = FORMATS[-1]
 layouts = pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "older"])
 protocols = pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 
@@ -41,7 +43,17 @@ def state_dict():
         "empty": torch.zeros(0, 5),
         "module": linear.weight,
     }
-    for name in "float16 bfloat16 float64 int8 uint8 int16 int32 int64 bool".split():
+    for name in (
+        "float16",
+        "bfloat16",
+        "float64",
+        "int8",
+        "uint8",
+        "int16",
+        "int32",
+        "int64",
+        "bool",
+    ):
         state[name] = torch.arange(5).to(getattr(torch, name))
     return state
 
@@ -51,7 +63,7 @@ def state_dict():
 def test_tensors_are_those_that_torch_reads(tmp_path, is_zip, protocol):
     path = save(state_dict(), tmp_path / "a.bin", is_zip=is_zip, protocol=protocol)
     found = open_torch(path)
-    expected = torch.load(path, weights_only=True)
+    expected = torch.load(path, weights_only=False)
     assert list(found) == list(expected)
     for name, tensor in expected.items():
         stored = found[name]
@@ -125,9 +137,9 @@ def older(path, *objects, raw=b""):
     return path
 
 
-def refused(path, match):
-    with pytest.raises(Exception, match=match):  # `open_file` makes them a ValueError
-        open_torch(path)
+def refused(path, reason=""):
+    with pytest.raises(ValueError, match=rf"{path.name} is truncated, corrupt or not .*{reason}"):
+        open_file(BIN, path)
 
 
 @layouts
@@ -141,6 +153,7 @@ def test_no_function_is_called_or_imported(tmp_path, is_zip, function):
 
 
 @layouts
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_tensors_that_are_not_plain_numbers_are_refused(tmp_path, is_zip):
     quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
     strangers = {
@@ -153,7 +166,7 @@ def test_tensors_that_are_not_plain_numbers_are_refused(tmp_path, is_zip):
         "negative": torch.zeros(2, dtype=torch.complex64).conj().imag,
     }
     for tensor in strangers.values():
-        refused(save({"a": tensor}, tmp_path / "a.bin", is_zip=is_zip), "")
+        refused(save({"a": tensor}, tmp_path / "a.bin", is_zip=is_zip))
 
 
 STORAGE = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpu"
@@ -213,7 +226,7 @@ def test_numbers_of_a_tensor_that_do_not_fit_its_storage_are_errors(tmp_path, ch
     path = archive(tmp_path / "a.bin", content, [("data/0", NUMBERS.tobytes())])
     tracemalloc.start()
     try:
-        refused(path, "")
+        refused(path)
         assert tracemalloc.get_traced_memory()[1] < 16 << 20
     finally:
         tracemalloc.stop()
@@ -224,7 +237,7 @@ def test_archives_that_torch_does_not_write_are_errors(tmp_path):
     refused(archive(path, tensor_pickle()), "data/0")
     refused(archive(path, tensor_pickle(), [("data/0", b"")]), "has 0 bytes, and 6 numbers")
     refused(archive(path, tensor_pickle(), [numbers, ("byteorder", "big")]), "big-endian")
-    refused(archive(path, b"", [numbers]), "")
+    refused(archive(path, b"", [numbers]))
     compressed = archive(path, tensor_pickle(), [numbers], zipfile.ZIP_DEFLATED)
     refused(compressed, "compressed")
     archive(path, tensor_pickle(), [numbers] + [(f"{i}" * 40, b"") for i in range(99_999)])
@@ -262,20 +275,13 @@ def test_older_files_that_torch_does_not_write_are_errors(tmp_path):
         refused(written(*parts), match.strip())
 
 
-def nested_tuple(depth):
-    value = ()
-    for _ in range(depth):
-        value = (value, value)
-    return value
-
-
 BOMBS = {
     "operations": b"\x80\x02" + b"N" * (MAX_OBJECTS + 1) + b".",
     "copies": b"\x80\x02]q\x00("
     + b"N" * 300_000
     + b"e"
     + b"ccollections\nOrderedDict\nh\x00\x85R" * 9,
-    "nested keys": pickle.dumps({nested_tuple(60): 1}, 2),
+    "nested keys": b"\x80\x02})" + b"q\x00h\x00\x86" * 60 + b"Ns.",  # whose hash takes 2^60 steps
     "long integer": b"\x80\x02}\x8b" + struct.pack("<i", 1 << 20) + b"\x7f" * (1 << 20) + b"Ns.",
     "declared text": b"\x80\x02X\xff\xff\xff\x7fabc.",
     "no stop": b"\x80\x02}",
@@ -301,7 +307,7 @@ def test_pickles_of_other_kinds_end_soon_in_little_memory(tmp_path, bomb):
     ):
         tracemalloc.start()
         try:
-            refused(path, "")
+            refused(path)
             assert tracemalloc.get_traced_memory()[1] < 64 << 20
         finally:
             tracemalloc.stop()
