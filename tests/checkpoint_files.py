@@ -51,7 +51,10 @@ def write_file(path: Path, values) -> list[str]:
         torch = pytest.importorskip("torch")
         as_torch = lambda v: torch.from_numpy(np.ascontiguousarray(v).view(np.uint8).copy())
         dtype = lambda v: getattr(torch, v.dtype.name)
-        torch.save({n: as_torch(v).view(dtype(v)).view(v.shape) for n, v in values.items()}, path)
+        view = lambda v: (
+            as_torch(v).view(dtype(v)).view(v.shape) if v.size else torch.zeros(v.shape)
+        )
+        torch.save({name: view(value) for name, value in values.items()}, path)
     return list(values)
 
 

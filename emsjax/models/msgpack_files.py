@@ -11,7 +11,7 @@ import msgpack
 import numpy as np
 
 from emsjax.models.schema import shown
-from emsjax.models.stored import MAX_OBJECTS, StoredTensor, checked_name, checked_shape
+from emsjax.models.stored import MAX_TENSORS, StoredTensor, checked_name, checked_shape
 
 DTYPES = {
     **{name: np.dtype(name) for name in ("float16", "float32", "float64", "bool")},
@@ -58,13 +58,13 @@ class MsgpackWalker:
     """
 
     def __init__(self, content: np.ndarray):
-        self.content, self.offset, self.left = content, 0, MAX_OBJECTS
+        self.content, self.offset, self.left = content, 0, MAX_TENSORS
 
     def next(self) -> Any:
         """The object at the offset: nested dicts, `StoredTensor`s, or a plain value."""
         self.left -= 1
         if self.left < 0:
-            raise ValueError(f"it holds more than {MAX_OBJECTS} values")
+            raise ValueError(f"it holds more than {MAX_TENSORS} values")
         kind, length = self.header()
         if kind == "map":
             return {self.small(): self.next() for _ in range(length)}

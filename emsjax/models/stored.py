@@ -19,7 +19,8 @@ import numpy as np
 from emsjax.models.schema import MAX_COUNT, is_whole, shown
 
 MAX_HEADER_BYTES = 32 << 20  # of JSON, or of names and shapes; the largest published index has 9 MB
-MAX_OBJECTS = 500_000  # values in a header; a state dict of 1,000 tensors has about 30,000
+MAX_OBJECTS = 300_000  # operations of a header; a state dict of 1,000 tensors has about 30,000
+MAX_TENSORS = 100_000  # in one file
 MAX_NAME = 512  # characters of a tensor's name
 MAX_AXES = 32
 READABLE_DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -67,7 +68,8 @@ def reason(error: Exception) -> str:
     """An error without the file's name, which the message has already."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
-    return str(error) if isinstance(error, ValueError) else repr(error)
+    says_little = isinstance(error, LookupError | TypeError | AttributeError)
+    return repr(error) if says_little or not str(error) else str(error)
 
 
 def read_json(path: Path) -> dict[str, Any]:
