@@ -131,15 +131,19 @@ def no_file(rng, folder, family):
     path = some(rng, [*weight_files(folder), folder / "config.json", folder / JSON_FILES[1]])
     path.unlink(missing_ok=True)
     kind = some(rng, ["folder", "loop", "/dev/zero", "/dev/null", "pipe", "broken", "absent"])
+    if kind != "absent":
+        put_no_file(path, kind)
+    return True if kind == "absent" and path.name == JSON_FILES[1] else None
+
+
+def put_no_file(path, kind):
+    """A folder, a loop of links, a pipe, or a link to `kind`."""
     if kind == "folder":
         path.mkdir()
-    elif kind == "loop":
-        path.symlink_to(path.name)
     elif kind == "pipe":
         os.mkfifo(path)
-    elif kind != "absent":
-        path.symlink_to(kind)
-    return True if kind == "absent" and path.name == JSON_FILES[1] else None
+    else:
+        path.symlink_to(path.name if kind == "loop" else kind)
 
 
 def bad_index(rng, folder, family):

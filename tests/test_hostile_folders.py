@@ -5,7 +5,9 @@ by an entry of FAMILIES.
 """
 
 import functools
+import json
 import tempfile
+import time
 import tracemalloc
 import zlib
 from pathlib import Path
@@ -15,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoint_files import CONFIG, FILE_NAMES, VALUES, load, write
-from hostile_folders import JSON_FILES, MUTATIONS, Family, some
+from hostile_folders import JSON_FILES, MUTATIONS, Family, put_no_file, some
 
 import emsjax
 from emsjax.models.hub import CONFIG as CONFIG_NAME
@@ -86,3 +88,46 @@ def attempt(family, folder):
         return None, error, tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
+
+
+FILES = (CONFIG_NAME, JSON_FILES[1], *FILE_NAMES.values(), "model.safetensors.index.json")
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_what_is_no_file_is_an_error_at_once_that_names_it(tmp_path, file):
+    for number, kind in enumerate(("folder", "loop", "pipe", "/dev/zero", "/dev/urandom", "/tmp")):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        if file != CONFIG_NAME:
+            (folder / CONFIG_NAME).write_text(json.dumps(CONFIG))
+        put_no_file(folder / file, kind)
+        start = time.perf_counter()
+        with pytest.raises(ValueError, match=r"is not a regular|cannot be read") as caught:
+            load(folder)
+        assert time.perf_counter() - start < 1
+        assert str(folder / file) in str(caught.value)
+
+
+def test_a_shard_that_is_no_file_is_an_error_that_names_it(tmp_path):
+    write(tmp_path, shards=3)
+    shard = tmp_path / "model-00002-of-00003.safetensors"
+    shard.unlink()
+    shard.symlink_to("/dev/zero")
+    with pytest.raises(ValueError, match=r"-00002-of-00003\.safetensors is not a regular file"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("path", ["a" * 5000, "/" + "a" * 5000, "a\0b", "\ud800", "./a" * 2000])
+def test_a_name_that_no_folder_can_have_is_an_error(path):
+    with pytest.raises(ValueError, match="folder") as caught:
+        load(path)
+    assert len(str(caught.value)) < 500
+
+
+def test_a_nested_safetensors_header_is_an_error(tmp_path):
+    text = b'{"a":' * 10**6
+    (tmp_path / CONFIG_NAME).write_text(json.dumps(CONFIG))
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    with pytest.raises(ValueError, match=r"model\.safetensors is truncated"):
+        load(tmp_path)

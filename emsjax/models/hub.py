@@ -71,7 +71,7 @@ def download(repo_id: str, revision: str | None, *, weights: bool) -> Path:
     except OfflineModeIsEnabled as error:
         return cached(repo_id, revision, error)
     except HFValidationError as error:
-        raise ValueError(f"{problem}: {error}") from error
+        raise ValueError(f"{problem}: {str(error)[:200]}") from error
     except RevisionNotFoundError as error:
         raise ValueError(f"{repo_id!r} has no revision {revision!r}") from error
     except RepositoryNotFoundError as error:

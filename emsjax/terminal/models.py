@@ -4,13 +4,14 @@ from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
-from emsjax.models import checkpoint
 from emsjax.models.config import OPTConfig
 from emsjax.terminal.options import flag
 
 
 def load_config(model: str, revision: str | None) -> OPTConfig:
     """The architecture of a local folder's or a Hugging Face id's model."""
+    from emsjax.models import checkpoint
+
     return checkpoint.load_config(model, revision)
 
 
