@@ -15,10 +15,11 @@ from golden import tiny_models
 from toy import tiny_model
 
 import emsjax
-from emsjax import OPT
+from emsjax import OPT, distillation
 from emsjax.demo import TARGET
 from emsjax.models import checkpoint, parameters
 from emsjax.models.parameters import NAMES
+from emsjax.models.schema import Config, flag
 from emsjax.models.stored import StoredTensor
 
 TABLE = "model.decoder.embed_tokens.weight"
@@ -158,9 +159,8 @@ def test_a_head_is_compared_in_the_dtype_of_the_model(tmp_path):
 
 def test_a_family_with_heads_of_their_own_keeps_one_that_differs():
     @dataclasses.dataclass(frozen=True)
-    class Untied:
-        tie_word_embeddings: bool = True
-        model_type = "other"
+    class Untied(Config):
+        tie_word_embeddings: bool = flag(True)
 
     names = dataclasses.replace(NAMES["opt"], can_untie=True)
     table = np.ones((3, 2), np.float32)
@@ -313,6 +313,12 @@ def test_a_saved_model_takes_its_tokenizer_along(with_tokenizer, tmp_path):
     text = "import os"
     ids = [AutoTokenizer.from_pretrained(f)(text).input_ids for f in (TARGET, tmp_path / "saved")]
     assert ids[0] == ids[1]
+
+
+def test_a_pruned_draft_takes_the_tokenizer_of_its_target_along(with_tokenizer, tmp_path):
+    draft = distillation.prune(load(with_tokenizer), layers=1, width=16)
+    draft.save_pretrained(tmp_path / "saved")
+    assert "tokenizer.json" in names_in(tmp_path / "saved")
 
 
 def test_a_folder_with_a_tokenizer_keeps_it(with_tokenizer, tmp_path):

@@ -75,7 +75,6 @@ def load(
     layout = parameters.parameters_of(make, config, names, **stored_as)
     check(layout, config.num_hidden_layers, tensors, source)
 
-    object.__setattr__(config, "folder", folder)
     model = nnx.eval_shape(lambda: make(config))
     check_weights_fit(model, folder)
     graph, state = nnx.split(model)
@@ -131,10 +130,10 @@ def read_config(folder: Path) -> OPTConfig:
         contents = read_json(path)
         ids = {name: contents[name] for name in TOKEN_IDS if contents.get(name) is not None}
         try:
-            config = dataclasses.replace(config, **ids)
+            config = config.changed(**ids)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
-    return config
+    return config.changed(folder.absolute())
 
 
 def published(
@@ -180,7 +179,7 @@ def settle_head(
     if values.same_values(head, tensors[table], dtype):
         return config, rest
     if names.can_untie:
-        return dataclasses.replace(config, tie_word_embeddings=False), tensors
+        return config.changed(tie_word_embeddings=False), tensors
     raise ValueError(
         f"{head.file}: {name} differs from {table}, and {config.model_type} models have one table "
         "for both, so their tokens would be others"

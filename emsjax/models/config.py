@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
@@ -30,10 +29,6 @@ QUANTIZED = ("quantization_config", "compression_config")  # the first is transf
 class OPTConfig(Config):
     """Architecture of an OPT model, with the field names and defaults of transformers.
 
-    Attributes:
-        folder: where the model was loaded from, or None. It is not a field: models of the same
-            architecture share compiled programs, whatever their folders.
-
     Raises:
         ValueError: a field has another type or is out of its range, token ids are outside the
             vocabulary, the heads do not divide hidden_size, the activation is unknown, or the
@@ -42,7 +37,6 @@ class OPTConfig(Config):
 
     model_type: ClassVar[str] = "opt"
     architecture: ClassVar[str] = "OPTForCausalLM"
-    folder: ClassVar[Path | None] = None
     relations: ClassVar = (
         multiple("hidden_size", "num_attention_heads"),
         only("tie_word_embeddings", True, "OPT's head is its embedding table"),
