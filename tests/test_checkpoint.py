@@ -286,6 +286,16 @@ def test_only_one_format_is_downloaded_from_the_hub(hub, form, shards):
     assert revisions == {"v2"}
 
 
+def test_a_config_alone_is_read_without_downloading_weights(hub):
+    remote, cache, revisions = hub
+    write(remote)
+    (remote / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
+    (remote / "tokenizer.json").write_text("{}")
+    assert checkpoint.load_config("someone/tiny", "v2").eos_token_ids == (7, 8)
+    assert {path.name for path in cache.iterdir()} == {"config.json", "generation_config.json"}
+    assert revisions == {"v2"}
+
+
 class UnreachableError(Exception):
     """An error of a library that sends requests."""
 
