@@ -6,6 +6,7 @@ by an entry of FAMILIES.
 
 import functools
 import json
+import os
 import tempfile
 import time
 import tracemalloc
@@ -131,3 +132,21 @@ def test_a_nested_safetensors_header_is_an_error(tmp_path):
     path.write_bytes(len(text).to_bytes(8, "little") + text)
     with pytest.raises(ValueError, match=r"model\.safetensors is truncated"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("file", [CONFIG_NAME, JSON_FILES[1], "model.safetensors.index.json"])
+def test_json_that_is_nested_or_large_is_an_error_at_once(tmp_path, file):
+    write(tmp_path).unlink()
+    for content, message in {
+        b'{"a":' * 10**5: "nested too deeply",
+        b"[" * 10**6: "nested too deeply",
+        None: "must have at most",
+    }.items():
+        if content is None:
+            os.truncate(tmp_path / file, 1 << 36)  # without blocks on the disk
+        else:
+            (tmp_path / file).write_bytes(content)
+        start = time.perf_counter()
+        with pytest.raises(ValueError, match=rf"{file} .*{message}"):
+            load(tmp_path)
+        assert time.perf_counter() - start < 1

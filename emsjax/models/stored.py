@@ -82,9 +82,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path.parent} has no {path.name}")
     size = file_size(path)
     if size > MAX_HEADER_BYTES:
-        raise ValueError(
-            f"{path} has {size} bytes: JSON files of at most {MAX_HEADER_BYTES} are read"
-        )
+        raise ValueError(f"{path} must have at most {MAX_HEADER_BYTES} bytes, not {size}")
     try:
         with open(path, "rb") as file:
             content = file.read(size)
