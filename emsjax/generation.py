@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from emsjax.checks import check_at_least
-from emsjax.decode.base import Drafter, DraftLength, Model
+from emsjax.decode.base import Drafter, DraftLength, Model, ModelConfig
 from emsjax.decode.layout import UNPADDED, Layout
 from emsjax.decode.run import Run
 from emsjax.decode.state import DecodeState, StepInfo
@@ -55,7 +55,8 @@ def generate(
         sampling: temperature, top-k and top-p; None: greedy.
         num_sequences: sequences per prompt; the prompt is prefilled once.
         batch_size: number of sequences decoded at a time; None: all at once.
-        eos_token_ids: tokens that end a sequence; None: the model config's; (): none.
+        eos_token_ids: tokens that end a sequence; None: the model config's, which are those of
+            generation_config.json where the model was loaded from a folder with one; (): none.
         key: one typed key (sequence i uses fold_in(key, i)) or one per sequence;
             required if a temperature is above 0.
         time_budget_s: seconds after which unfinished sequences are returned as they
@@ -119,7 +120,14 @@ def complete(
         results = [stacked(rows) | slots.counts()]
     else:
         results = in_groups(run, requests, count, deadline)
-    return assemble(results, requests, pad_token_id=run.model.config.pad_token_id or 0)
+    return assemble(results, requests, pad_token_id=padding_token(run.model.config, requests))
+
+
+def padding_token(config: ModelConfig, requests: Requests) -> int:
+    """The token after a sequence's end: as in transformers, an end token if there is no other."""
+    if config.pad_token_id is not None:
+        return config.pad_token_id
+    return int(requests.end_token_ids[0]) if requests.end_token_ids.size else 0
 
 
 def in_groups(

@@ -22,7 +22,10 @@ from emsjax.cli.main import main, make_parser
 from emsjax.distillation.texts import read_texts
 
 LINES = [{"text": TEXTS[i % 5] * (1 + i % 4)} for i in range(14)]
-FILES = {"README.md", "config.json", "model.safetensors", command.RECORD, command.FIGURE}
+FILES = {
+    *("README.md", "config.json", "generation_config.json", "model.safetensors"),
+    *(command.RECORD, command.FIGURE),
+}
 
 
 @pytest.fixture

@@ -21,8 +21,9 @@ from emsjax.benchmarks.scripted import miscopied, scripted_model
 from emsjax.benchmarks.workloads import ScriptedModels
 from emsjax.drafters import DraftModel, PromptLookup
 from emsjax.generation import generate
-from emsjax.models.checkpoint import stored_tensors, weights_of
+from emsjax.models.checkpoint import stored_tensors
 from emsjax.models.opt import OPT
+from emsjax.models.parameters import NAMES, weights_of
 
 LOOKUP_TOKENS, MATCH_LENGTH, DRAFT_TOKENS = 7, 2, 4
 MISCOPIED = 0.2  # share of wrong tokens in scripted prompts and scripted draft models
@@ -171,7 +172,7 @@ def to_torch(model: OPT, device: str):
     config = OPTConfig(**dataclasses.asdict(model.config))
     with torch.device("meta"):
         peer = OPTForCausalLM(config)
-    weights = weights_of(model, torch_layout=True)
+    weights = weights_of(model, NAMES[model.config.model_type], torch_layout=True)
     tensors = {name: torch.from_dlpack(value) for name, value in stored_tensors(model, weights)}
     missing, unexpected = peer.load_state_dict(tensors, strict=False, assign=True)
     if unexpected or set(missing) - {"lm_head.weight"}:

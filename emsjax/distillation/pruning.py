@@ -53,8 +53,7 @@ def pruned_config(
         raise ValueError(
             "embeddings must be 'shared': those of the target are narrower than its layers already"
         )
-    return dataclasses.replace(
-        config,
+    return config.changed(
         num_hidden_layers=layers,
         hidden_size=width,
         num_attention_heads=width // config.head_dim,

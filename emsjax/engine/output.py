@@ -103,7 +103,8 @@ class GenerateOutput:
     """Completions in prompt-major order: s = prompts x num_sequences, m = largest max_new_tokens.
 
     Attributes:
-        tokens: emitted tokens, followed by pad_token_id.
+        tokens: emitted tokens, followed by the config's pad_token_id, or by the first end token if
+            that is None.
         lengths: number of emitted tokens per sequence, including the end token.
         logprobs: log-probability of each emitted token under the distribution it was chosen from
             (at temperature 0 the unwarped softmax); 0 after the end.

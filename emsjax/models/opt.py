@@ -220,10 +220,16 @@ class OPT(nnx.Module):
 
     @classmethod
     def from_pretrained(
-        cls, path_or_repo_id: str | PathLike, *, dtype=jnp.bfloat16, revision: str | None = None
+        cls,
+        path_or_repo_id: str | PathLike,
+        *,
+        dtype=jnp.bfloat16,
+        revision: str | None = None,
+        allow_nonfinite: bool = False,
     ) -> "OPT":
         """Loads a Hugging Face checkpoint: see `emsjax.models.checkpoint.load`."""
-        return checkpoint.load(cls, path_or_repo_id, dtype=dtype, revision=revision)
+        options = {"dtype": dtype, "revision": revision, "allow_nonfinite": allow_nonfinite}
+        return checkpoint.load(cls, path_or_repo_id, **options)
 
     def save_pretrained(self, path: str | PathLike) -> None:
         """Writes a folder that transformers can load: see `emsjax.models.checkpoint.save`."""

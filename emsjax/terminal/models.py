@@ -15,11 +15,10 @@ def load_config(model: str, revision: str | None) -> OPTConfig:
     Raises:
         ValueError: it cannot be read, or is not supported.
     """
-    from transformers import AutoConfig
+    from emsjax.models import checkpoint
 
     with in_one_line(f"the configuration of {model} cannot be used"):
-        config = AutoConfig.from_pretrained(model, **revision_of(revision))
-        return OPTConfig.from_dict(config.to_dict())
+        return checkpoint.load_config(model, revision)
 
 
 def load_tokenizer(model: str, revision: str | None, keep: str | None = None):
@@ -31,14 +30,20 @@ def load_tokenizer(model: str, revision: str | None, keep: str | None = None):
         keep: "first" or "last"; None: as the tokenizer's own configuration says.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: there is none, or it cannot be read.
     """
     from transformers import AutoTokenizer
 
     sides = {"first": "right", "last": "left"}
     side = {} if keep is None else {"truncation_side": sides[keep]}
     with in_one_line(f"the tokenizer of {model} cannot be used"):
-        return AutoTokenizer.from_pretrained(model, **side, **revision_of(revision))
+        tokenizer = AutoTokenizer.from_pretrained(model, **side, **revision_of(revision))
+    if tokenizer.vocab_size == 0:  # transformers makes an empty one if it finds no files
+        raise ValueError(
+            f"{model} has no tokenizer, such as tokenizer.json: copy the tokenizer's files from "
+            "the model that it was made from"
+        )
+    return tokenizer
 
 
 def revision_of(revision: str | None) -> dict[str, str]:
