@@ -1,21 +1,155 @@
-"""Checks of user input; each raises a ValueError that names the argument and the limit."""
+"""Checks of what users pass in, by kind: count, number, flag, choice, token ids, prompts, ....
 
-from typing import Any
+Each check returns the plain value, an `int` for a count that was given as a 0-d array, say, and
+raises a ValueError for anything else, a wrong type included. The message names the argument, what
+it must be, and the value that was found. Checks run before any work, on the host.
+"""
 
+import math
+import numbers
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Set
+from typing import Any, NoReturn
+
+import jax
 import numpy as np
 
+INT32_MAX = np.iinfo(np.int32).max
+MOST = 1 << 30  # the largest length, far from int32 overflow: the device loop may add to it
+NOT_TEXT = "pass token ids, such as tokenizer(texts).input_ids"
 
-def check_at_least(name: str, value: Any, minimum: int) -> int:
+
+def refuse(name: str, rule: str, value: Any) -> NoReturn:
+    """Raises the ValueError that `name` must be `rule` and not `value`."""
+    raise ValueError(f"{name} must be {rule}, not {shown(value)}")
+
+
+def shown(value: Any) -> str:
+    """A value as short text."""
+    try:
+        return reprlib.repr(plain(value))
+    except Exception:  # an integer of too many digits, or an object's own __repr__
+        return f"this {type(value).__name__}"
+
+
+def plain(value: Any) -> Any:
+    """numpy's numbers and booleans and 0-d arrays as Python's; everything else as it is."""
+    if getattr(value, "shape", None) != ():
+        return value
+    try:
+        array = np.asarray(value)
+    except Exception:  # a traced value or a random key
+        return value
+    for kind, convert in ((np.bool_, bool), (np.integer, int), (np.floating, float)):
+        if is_kind(array.dtype, kind):
+            return convert(array[()])
+    return value
+
+
+def is_kind(dtype: Any, kind: type) -> bool:
+    """Whether numbers have this kind; ml_dtypes' do too, and numpy's durations are no integers."""
+    return getattr(dtype, "kind", "m") not in "mM" and jax.dtypes.issubdtype(dtype, kind)
+
+
+def is_traced(value: Any) -> bool:
+    return isinstance(value, jax.core.Tracer)
+
+
+def check_at_least(name: str, value: Any, minimum: int, most: int | None = None) -> int:
     """`value` as an int.
 
     Raises:
-        ValueError: it is not an integer, or below `minimum`.
+        ValueError: it is not an integer, below `minimum`, or above `most`.
     """
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
-        raise ValueError(f"{name} must be an integer of at least {minimum}, not {value!r}")
-    if value < minimum:
-        raise ValueError(f"{name} must be at least {minimum}, not {value}")
-    return int(value)
+    number = plain(value)
+    if isinstance(number, bool) or not isinstance(number, numbers.Integral):
+        refuse(name, f"an integer of at least {minimum}", value)
+    if number < minimum:
+        refuse(name, f"at least {minimum}", number)
+    if most is not None and number > most:
+        refuse(name, f"at most {most}", number)
+    return int(number)
+
+
+def check_seed(name: str, value: Any) -> int:
+    """`value` as an int in 0..2**32 - 1, which is all of a seed that JAX uses.
+
+    Raises:
+        ValueError: it is not such an integer.
+    """
+    return check_at_least(name, value, 0, 2**32 - 1)
+
+
+def check_number(name: str, value: Any, rule: str, fits: Callable[[float], bool]) -> float:
+    """`value` as a float.
+
+    Args:
+        rule: what it must be, as in "above 0".
+        fits: whether a number follows the rule; it is not asked about NaN.
+
+    Raises:
+        ValueError: it is not a real number, or breaks the rule.
+    """
+    number = plain(value)
+    if isinstance(number, bool) or not isinstance(number, numbers.Real):
+        refuse(name, rule, value)
+    try:
+        number = float(number)
+    except OverflowError:
+        number = math.copysign(math.inf, number)
+    if math.isnan(number) or not fits(number):
+        refuse(name, rule, value)
+    return number
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """`value` as a bool; 0 and 1 are refused, as is text.
+
+    Raises:
+        ValueError: it is not a boolean.
+    """
+    flag = plain(value)
+    if not isinstance(flag, bool):
+        refuse(name, "True or False", value)
+    return flag
+
+
+def check_choice(name: str, value: Any, choices: Iterable[str]) -> str:
+    """`value`, which is one of these strings.
+
+    Raises:
+        ValueError: it is not.
+    """
+    choices = tuple(choices)
+    if not isinstance(value, str) or value not in choices:
+        refuse(name, f"one of {', '.join(choices)}", value)
+    return value
+
+
+def check_instance(name: str, value: Any, kind: type, example: str) -> Any:
+    """`value`, which is of this class.
+
+    Args:
+        example: the class as users write it, as in "emsjax.Sampling(...)".
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} must be {example}, not {type(value).__name__}")
+    return value
+
+
+def check_list(name: str, value: Any, content: str) -> Any:
+    """`value`, which has a length and an order.
+
+    Raises:
+        ValueError: it is text, a mapping, a set, or has no length.
+    """
+    unsuited = isinstance(value, str | bytes | Mapping | Set) or not hasattr(value, "__len__")
+    if unsuited or getattr(value, "shape", None) == ():
+        raise ValueError(f"{name} must be a {content}, not {type(value).__name__}")
+    return value
 
 
 def as_token_ids(name: str, tokens: Any, vocab_size: int | None = None) -> np.ndarray:
@@ -26,44 +160,70 @@ def as_token_ids(name: str, tokens: Any, vocab_size: int | None = None) -> np.nd
             `vocab_size`.
     """
     if isinstance(tokens, str | bytes):
-        kind = type(tokens).__name__
-        raise ValueError(f"{name} is a {kind}: pass token ids, such as tokenizer(texts).input_ids")
+        raise ValueError(f"{name} is a {type(tokens).__name__}: {NOT_TEXT}")
     try:
         ids = np.asarray(tokens)
     except Exception as error:  # an object's __array__ may raise anything
         raise ValueError(f"{name} cannot be read as token ids: {error}") from error
     if ids.ndim != 1:
-        raise ValueError(f"{name} must be a 1-D sequence of token ids, not of shape {ids.shape}")
+        found = f"of shape {ids.shape}" if ids.ndim else shown(tokens)
+        raise ValueError(f"{name} must be a 1-D sequence of token ids, not {found}")
     if ids.size == 0:
         raise ValueError(f"{name} is empty: at least one token id is needed")
-    if not np.issubdtype(ids.dtype, np.integer):
-        raise ValueError(f"{name} must hold integer token ids, not {ids.dtype}")
-    limit = np.iinfo(np.int32).max if vocab_size is None else vocab_size - 1
+    # numpy converts booleans among integers to integers.
+    kinds = set(map(type, tokens)) if isinstance(tokens, list | tuple) else set()
+    if kinds & {bool, np.bool_} or not is_kind(ids.dtype, np.integer):
+        found = "booleans" if kinds & {bool, np.bool_} else ids.dtype
+        raise ValueError(f"{name} must hold integer token ids, not {found}")
+    limit = INT32_MAX if vocab_size is None else vocab_size - 1
     outside = ids[(ids < 0) | (ids > limit)]
     if outside.size:
         raise ValueError(f"{name} holds the token id {outside[0]}, outside 0..{limit}")
     return ids.astype(np.int32)
 
 
-def per_prompt(name: str, value: Any, num_prompts: int) -> list[Any]:
-    """One value per prompt, from a scalar or a sequence.
+def as_end_token_ids(name: str, ids: Any, vocab_size: int) -> np.ndarray:
+    """A token id, or any iterable of them, as an ascending int32 array [m] without duplicates.
 
     Raises:
-        ValueError: it is a sequence of another length, or of sequences.
+        ValueError: they are text, not integers, or outside the vocabulary.
     """
-    try:
-        values = np.asarray(value)
-    except ValueError:  # sequences of different lengths
-        values = np.zeros((0, 0))
-    if values.ndim > 1:
+    number = plain(ids)
+    if isinstance(number, numbers.Integral):
+        ids = [number]
+    elif isinstance(ids, str | bytes | Mapping) or not isinstance(ids, Iterable):
+        refuse(name, "token ids", ids)
+    elif getattr(ids, "ndim", 1) != 1:
+        refuse(name, "one token id or a 1-D sequence of them", ids)
+    # One by one, so that an endless iterator of numbers ends at the first id outside.
+    unique = {check_at_least(f"a token id of {name}", one, 0, vocab_size - 1) for one in ids}
+    return np.array(sorted(unique), np.int32)
+
+
+def per_prompt(
+    name: str, value: Any, num_prompts: int, check: Callable[[str, Any], Any]
+) -> list[Any]:
+    """One checked value per prompt, from a single value or a sequence.
+
+    Args:
+        check: a check of one value, given its name.
+
+    Raises:
+        ValueError: it is a sequence of another length, or of sequences, or a value is wrong.
+    """
+    if not is_per_prompt(value):
+        return [check(name, value)] * num_prompts
+    if getattr(value, "ndim", 1) > 1 or any(is_per_prompt(one) for one in value):
         raise ValueError(f"{name} must be one value or one per prompt, not sequences of them")
-    if values.ndim == 0:
-        return [values.item()] * num_prompts
-    # Items of a list are kept as they are, because an array would convert booleans to numbers.
-    values = list(value) if isinstance(value, list | tuple) else values.tolist()
-    if len(values) != num_prompts:
+    if len(value) != num_prompts:
         raise ValueError(
-            f"{name} must be one value or one per prompt: got {len(values)} for "
+            f"{name} must be one value or one per prompt: got {len(value)} for "
             f"{num_prompts} prompts"
         )
-    return values
+    values = value if isinstance(value, list | tuple) else np.asarray(value)
+    return [check(f"{name}[{i}]", one) for i, one in enumerate(values)]
+
+
+def is_per_prompt(value: Any) -> bool:
+    """Whether a setting is given for each prompt by itself, as a list or an array."""
+    return isinstance(value, list | tuple) or len(getattr(value, "shape", ())) > 0

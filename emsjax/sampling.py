@@ -1,6 +1,5 @@
 """Temperature, top-k and top-p, and random bits per sequence and position."""
 
-import dataclasses
 import enum
 from typing import Any
 
@@ -11,10 +10,10 @@ from jaxtyping import Array, Float, Int32, Key
 
 import pallas_kernels
 from emsjax.checks import per_prompt
+from emsjax.values import pytree
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Sampling:
     """Settings by which the next token is drawn: temperature, then top-k, then top-p.
 

@@ -22,12 +22,13 @@ from emsjax.engine.replicas import make_slots, rows_of_all
 from emsjax.engine.requests import KEY_IMPL, Requests, check_positions, check_requests
 from emsjax.engine.slots import Entry, Row, sequences_of
 from emsjax.sampling import Sampling
+from emsjax.values import comparable
 
 KEYS_AT_ONCE = 256
 WIDTH = 64  # cache lengths are multiples of it
 
 
-@dataclasses.dataclass(frozen=True)
+@comparable
 class Completion:
     """One sequence of a prompt; k = max_draft_tokens.
 

@@ -9,13 +9,13 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from emsjax.checks import check_at_least
 from emsjax.decode.row_counts import row_buckets
+from emsjax.values import pytree
 
 FORMAT = "emsjax profile 2"
 COSTS = ("row_ms", "token_ms", "reread", "draft_ms")
@@ -25,8 +25,7 @@ TILE_ROWS = 16  # rows of a sample for which attention reads its cache once
 LEAST_GAIN = 0.05
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class StepCosts:
     """Milliseconds of a decoding step: step_ms(rows) + token_ms x cached tokens + draft steps.
 

@@ -19,14 +19,14 @@ from emsjax.engine.adapt import as_policy, check_policy
 from emsjax.policies.costs import LEAST_GAIN, TILE_ROWS, StepCosts
 from emsjax.policies.survival import AcceptanceCounts, check_estimates
 from emsjax.returned import available_lengths, check_state
+from emsjax.values import pytree
 from pallas_kernels.common.indexing import take
 
 LIMIT = TILE_ROWS - 1  # a draft and the last emitted token before it fill a tile
 PRIOR_RATE, PRIOR_WEIGHT, MEMORY = 0.7, 16.0, 0.98
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Goodput(DraftLength):
     """One length per sample, chosen so that the step emits the most expected tokens per second.
 
@@ -133,8 +133,7 @@ class Goodput(DraftLength):
         return state.admit(fresh)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class CostCapped(DraftLength):
     """Caps another policy's lengths at the length with the most expected tokens per second.
 

@@ -1,6 +1,5 @@
 """Checks of your own drafters, draft-length policies and attention."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from emsjax.engine.preparation import check, for_prompts
 from emsjax.generation import generate, init_state
 from emsjax.sampling import Sampling
 from emsjax.testing.divergence import NEAR_TIE, Divergence, check_exact, first_divergences
+from emsjax.values import comparable
 
 EXPLAINED = 4  # sequences or tokens that a failure explains
 UNDEFINED = (
@@ -28,7 +28,7 @@ UNDEFINED = (
 ASKED = ("max_new_tokens", "num_sequences", "sampling", "key", "eos_token_ids")  # per prompt
 
 
-@dataclasses.dataclass(frozen=True)
+@comparable
 class Lossless:
     """Result of a check that passed.
 
