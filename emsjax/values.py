@@ -17,9 +17,7 @@ def equal(one: Any, other: Any) -> bool:
         return bool(one == other)
     if np.shape(one) != np.shape(other):
         return False
-    one, other = (
-        jax.random.key_data(x) if all(arrays) and _is_key(x) else x for x in (one, other)
-    )
+    one, other = (jax.random.key_data(x) if all(arrays) and _is_key(x) else x for x in (one, other))
     one, other = np.asarray(one), np.asarray(other)
     return bool(np.all((one == other) | ((one != one) & (other != other))))
 

@@ -10,7 +10,6 @@ A fresh row has query heads, then K/V heads of keys, then of values on its axis 
 K/V heads only.
 """
 
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32, PyTree
