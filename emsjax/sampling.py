@@ -71,7 +71,7 @@ class Sampling:
 
 
 def _temperature(name: str, value: Any) -> float:
-    most = np.finfo(np.float32).max
+    most = float(np.finfo(np.float32).max)
     return check_number(name, value, "finite and >= 0", lambda x: 0 <= x <= most)
 
 

@@ -39,16 +39,18 @@ class SequenceKeys:
     def __init__(self, key: jax.Array):
         self.key, self.impl = key, jax.random.key_impl(key)
         self.given = np.asarray(jax.random.key_data(key)) if key.ndim else None
-        self.blocks: dict[int, np.ndarray] = {}  # the last block, by its first sequence
+        self.block: tuple[int, np.ndarray | None] = (0, None)  # the last one and its first number
 
     def data(self, sequence: int) -> np.ndarray:
         """Returns the data of a sequence's key."""
         if self.given is not None:
             return self.given[sequence]
-        first = sequence - sequence % KEYS_AT_ONCE
-        if first not in self.blocks:
-            self.blocks = {first: np.asarray(_keys_from(self.key, np.uint32(first)))}
-        return self.blocks[first][sequence - first]
+        first, keys = self.block  # read at once, as other threads may replace it
+        if keys is None or not 0 <= sequence - first < KEYS_AT_ONCE:
+            first = sequence - sequence % KEYS_AT_ONCE
+            keys = np.asarray(_keys_from(self.key, np.uint32(first)))
+            self.block = first, keys
+        return keys[sequence - first]
 
     def at(self, sequences: Sequence[int]) -> jax.Array:
         """Returns the typed keys of these sequences."""
@@ -238,11 +240,10 @@ def check_positions(config: ModelConfig, place: int, prompt: np.ndarray, extra: 
 
 
 def _end_token_ids(config: ModelConfig, eos_token_ids: Any) -> np.ndarray:
+    name = "eos_token_ids"
     if eos_token_ids is None:
-        return as_end_token_ids(
-            "model.config.eos_token_ids", config.eos_token_ids, config.vocab_size
-        )
-    return as_end_token_ids("eos_token_ids", eos_token_ids, config.vocab_size)
+        name, eos_token_ids = "model.config.eos_token_ids", config.eos_token_ids
+    return as_end_token_ids(name, eos_token_ids, config.vocab_size)
 
 
 def _sequence_keys(key: jax.Array | None, count: int, *, needed: bool) -> SequenceKeys:

@@ -117,7 +117,8 @@ class Slots:
             )
         self.prompts = np.zeros(self.count, np.int64)  # prompt that each slot serves
         self.serve_prompts()
-        keys = requests.keys.at([0] * self.count)
+        self.idle_key = requests.keys.data(0)  # of slots without a sequence
+        keys = requests.keys.wrap(np.stack([self.idle_key] * self.count))
         zeros = lambda values: np.zeros(self.count, np.asarray(values[0]).dtype)
         sampling = jax.tree.map(zeros, requests.sampling)
         if self.state is None:
@@ -252,7 +253,7 @@ class Slots:
         sampling = self.state.sampling
         if sampling is not None:
             sampling = jax.tree.map(lambda x: np.zeros(places, x.dtype), sampling)
-        keys = [self.requests.keys.data(0)] * places
+        keys = [self.idle_key] * places
         for place, entry in enumerate(self.staged):
             tokens[place, : len(entry.tokens)] = entry.tokens
             numbers[:, place] = len(entry.tokens), entry.max_new_tokens, entry.sequence
