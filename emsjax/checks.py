@@ -152,6 +152,29 @@ def check_list(name: str, value: Any, content: str) -> Any:
     return value
 
 
+def check_table(
+    name: str, table: Any, check: Callable[[str, Any], Any], most: int | None = None
+) -> dict[int, Any]:
+    """A mapping from counts of at least 1 as an ascending dict.
+
+    Args:
+        check: a check of one value, given its name.
+        most: the largest count.
+
+    Raises:
+        ValueError: it is not a mapping, it is empty, or a count or a value is wrong.
+    """
+    if not isinstance(table, Mapping):
+        raise ValueError(f"{name} must be a mapping, not {type(table).__name__}")
+    if not table:
+        raise ValueError(f"{name} is empty: at least one entry is needed")
+    checked = {
+        check_at_least(f"a key of {name}", at, 1, most): check(f"{name}[{shown(at)}]", value)
+        for at, value in table.items()
+    }
+    return dict(sorted(checked.items()))
+
+
 def as_token_ids(name: str, tokens: Any, vocab_size: int | None = None) -> np.ndarray:
     """`tokens` as an int32 array [n].
 

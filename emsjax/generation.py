@@ -52,16 +52,19 @@ def generate(
 
     Args:
         model: the target model.
-        prompts: 1-D integer token-id sequences of any lengths.
+        prompts: 1-D integer token-id sequences of any lengths, or what a tokenizer returns: a
+            mapping with input_ids, whose attention_mask is used if it holds one.
         drafter: proposes draft tokens; None: plain decoding.
         draft_length: a policy that limits draft tokens per step; None: as many as the
             drafter proposes. It has no effect without a drafter.
         max_new_tokens: maximum number of tokens to emit, one value for all prompts or one
             per prompt.
         sampling: temperature, top-k and top-p; None: greedy.
-        num_sequences: sequences per prompt; the prompt is prefilled once.
+        num_sequences: sequences per prompt; the prompt is prefilled once. More than one needs a
+            prompt with a temperature above 0; those of a prompt with temperature 0 are equal.
         batch_size: number of sequences decoded at a time; None: all at once.
-        eos_token_ids: tokens that end a sequence; None: the model config's; (): none.
+        eos_token_ids: tokens that end a sequence, one or any iterable of them; None: the model
+            config's; (): none.
         key: one typed key (sequence i uses fold_in(key, i)) or one per sequence;
             required if a temperature is above 0.
         time_budget_s: seconds after which unfinished sequences are returned as they
@@ -69,17 +72,25 @@ def generate(
         attention_implementation: "triton", "xla", "reference", a callable with the
             signature of `pallas_kernels.ragged_attention`, or None for the device's
             default.
+        attention_mask: for padded prompts, zeros and ones in the shape of the prompts. Tokens
+            with a zero, before or after all others, are left out.
+
+    It runs with 64-bit types off and JAX's default random generator, whatever else is set, and so
+    does code of yours that it calls.
 
     Returns:
         A `GenerateOutput` in prompt-major order.
 
     Raises:
-        ValueError: the list or a prompt is empty, ids are not integers or lie outside the
-            vocabulary, a count is below 1, the number of per-prompt values or keys is
-            wrong, a prompt's length + max_new_tokens - 1 exceeds the model's positions,
-            sampling values are out of range, the key is missing or a legacy key, the
-            budget is not positive, the drafter does not suit the model, or the run does
-            not fit into memory. The error comes before anything is allocated.
+        ValueError: an argument is of the wrong kind or out of range; the message names it. The
+            list or a prompt is empty, ids are not integers or lie outside the vocabulary, a prompt
+            without a mask begins or ends with a token that is for padding alone, a count is below
+            1, the number of per-prompt values or keys is wrong, a prompt's length +
+            max_new_tokens - 1 exceeds the model's positions, a sampling setting or several
+            sequences have no effect because decoding is greedy, the key is missing or a legacy
+            key, the budget is not positive, the drafter does not suit the model or is on another
+            device, or the run does not fit into memory. The error comes before anything is
+            allocated.
 
     Reference: EMS-SD, arXiv 2405.07542.
     """
@@ -170,6 +181,7 @@ def init_state(
     eos_token_ids: Iterable[int] | None = None,
     key: jax.Array | None = None,
     attention_implementation: str | Callable | None = None,
+    attention_mask: Sequence[Sequence[int]] | None = None,
     layout: Layout = UNPADDED,
 ) -> DecodeState:
     """Returns the state before the first `step`: prompts are prefilled and nothing is emitted.
@@ -189,6 +201,7 @@ def init_state(
     run, requests = check(
         run,
         prompts,
+        attention_mask=attention_mask,
         max_new_tokens=max_new_tokens,
         sampling=sampling,
         num_sequences=num_sequences,

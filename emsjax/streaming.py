@@ -95,6 +95,7 @@ def stream(
             which set the size of the caches; None: as many as the model has positions for.
         devices: devices that each decode with a replica of the model and take prompts from the
             same queue; None: the model's device.
+        attention_mask: as for `emsjax.generate`; only with a sequence of prompts.
 
     Yields:
         A `Completion` for each sequence. A malformed or too long prompt from an iterator is

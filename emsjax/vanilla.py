@@ -29,6 +29,7 @@ def generate(
     batch_size: int | None = None,
     eos_token_ids: Iterable[int] | None = None,
     attention_implementation: str | Callable | None = None,
+    attention_mask: Sequence[Sequence[int]] | None = None,
 ) -> GenerateOutput:
     """Completes prompts greedily by the vanilla method or one of its two ablations.
 
@@ -64,5 +65,11 @@ def generate(
         attention_implementation=attention_implementation,
         layout=Layout(pad_inputs=not unpad_inputs, pad_kv_cache=not unpad_kv_cache),
     )
-    run, requests = check(run, prompts, max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids)
+    run, requests = check(
+        run,
+        prompts,
+        attention_mask=attention_mask,
+        max_new_tokens=max_new_tokens,
+        eos_token_ids=eos_token_ids,
+    )
     return complete(run, requests, batch_size=batch_size)

@@ -1,7 +1,7 @@
 """Draft lengths that maximise expected tokens per second, from acceptance and step costs."""
 
 import dataclasses
-import numbers
+import math
 from collections.abc import Mapping
 from os import PathLike
 from typing import Any
@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from emsjax.checks import check_at_least
+from emsjax.checks import MOST, check_at_least
 from emsjax.decode.base import DraftLength, StepView
 from emsjax.decode.row_counts import row_buckets, smallest_bucket
 from emsjax.decode.state import admitted_policy_state
 from emsjax.engine.adapt import as_policy, check_policy
 from emsjax.policies.costs import LEAST_GAIN, TILE_ROWS, StepCosts
-from emsjax.policies.survival import AcceptanceCounts, check_estimates
+from emsjax.policies.survival import AcceptanceCounts, check_estimates, check_setting
 from emsjax.returned import available_lengths, check_state
 from emsjax.values import pytree
 from pallas_kernels.common.indexing import take
@@ -61,7 +61,7 @@ class Goodput(DraftLength):
     least_gain: float = LEAST_GAIN
 
     def __post_init__(self):
-        check_at_least("limit", self.limit, 1)
+        object.__setattr__(self, "limit", check_at_least("limit", self.limit, 1, MOST))
         check_no_profile(self.costs, "Goodput.from_profile(profile)")
 
     @classmethod
@@ -247,8 +247,7 @@ def check_costs(costs: Any) -> None:
 
 def check_gain(least_gain: Any) -> None:
     """Raises a ValueError if the gain is below 0; traced values are not checked."""
-    if isinstance(least_gain, numbers.Real) and not least_gain >= 0:
-        raise ValueError(f"least_gain must be at least 0, not {least_gain}")
+    check_setting("least_gain", least_gain, "at least 0", lambda x: 0 <= x < math.inf)
 
 
 def cached_tokens(view: StepView) -> Float[Array, "b"]:
