@@ -113,7 +113,7 @@ class Watching:
         return state
 
 
-REPEATING = [[5, 6, 7, 8, 5, 6], [3, 4, 9], [1, 2, 9, 1, 2], [5, 6, 7, 8, 9, 5, 6], [5, 6, 5, 6]]
+REPEATING = [[5, 6, 7, 8, 5, 6], [3, 4, 9], [7, 8, 9, 7, 8], [5, 6, 7, 8, 9, 5, 6], [5, 6, 5, 6]]
 ROOM, ACTIVE = [9, 9, 3, 9, 9], [True, True, True, True, False]
 
 

@@ -9,6 +9,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from emsjax.checks import INT32_MAX, check_at_least
+from emsjax.configured import configured
 from emsjax.distillation.sequences import PackedSequences
 from emsjax.distillation.training import Trainer, TrainState
 from emsjax.models.opt import OPT
@@ -50,6 +52,7 @@ class Checkpoints:
         self.manager.close()
 
 
+@configured
 def train(
     trainer: Trainer,
     sequences: PackedSequences,
@@ -71,8 +74,10 @@ def train(
         say: called with a line about the progress every few seconds.
 
     Raises:
-        ValueError: the newest checkpoint has more steps.
+        ValueError: the newest checkpoint has more steps, or a number is out of range.
     """
+    steps = check_at_least("steps", steps, 0, INT32_MAX)
+    every = check_at_least("every", every, 1)
     state, losses, first = trainer.initial(), [], 0
     if checkpoints is not None:
         first, state, losses = checkpoints.restore(state)

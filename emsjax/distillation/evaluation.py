@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from emsjax.checks import check_at_least
+from emsjax.configured import configured
 from emsjax.decode.step import decode_loop
 from emsjax.drafters import DraftModel
 from emsjax.engine.adapt import make_run
@@ -12,6 +14,7 @@ from emsjax.generation import generate, init_state
 from emsjax.models.opt import OPT
 
 
+@configured
 def evaluate(
     target: OPT,
     draft_model: OPT | None,
@@ -40,6 +43,9 @@ def evaluate(
         ValueError: `emsjax.generate` rejects the arguments, there are no prompts, or
             `draft_tokens` is so large that no step drafts all of them.
     """
+    draft_tokens = check_at_least("draft_tokens", draft_tokens, 1)
+    new_tokens = check_at_least("new_tokens", new_tokens, 1)
+    batch_size = check_at_least("batch_size", batch_size, 1)
     if draft_tokens >= new_tokens:
         raise ValueError(f"draft_tokens must be below new_tokens {new_tokens}, not {draft_tokens}")
     if not len(prompts):

@@ -6,6 +6,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
+from emsjax.checks import INT32_MAX, check_at_least
+
 MIN_TOKENS = 2  # in a document: one to read, one to predict
 
 
@@ -37,12 +39,15 @@ class PackedSequences:
         seed: seed of the shuffles.
 
     Raises:
-        ValueError: there are no documents, one has fewer than two tokens, or all of them together
-            are shorter than a sequence.
+        ValueError: a number is out of range, there are no documents, one has fewer than two
+            tokens, or all of them together are shorter than a sequence.
     """
 
     def __init__(self, documents: Sequence[np.ndarray], length: int, batch: int, seed: int = 0):
-        if not documents:
+        length = check_at_least("length", length, MIN_TOKENS)
+        batch = check_at_least("batch", batch, 1, INT32_MAX // length)
+        seed = check_at_least("seed", seed, 0)
+        if not len(documents):
             raise ValueError("there are no texts")
         self.lengths = np.array([len(document) for document in documents])
         for index in np.flatnonzero(self.lengths < MIN_TOKENS):

@@ -17,7 +17,6 @@ from emsjax.checks import (
     check_flag,
     check_number,
     check_table,
-    plain,
 )
 from emsjax.decode.base import DraftLength, StepView
 from emsjax.engine.memory import MOST_SLOTS
@@ -182,9 +181,9 @@ class BatchSizeTable(DraftLength):
             context = check_number(
                 "settings.context", settings.get("context"), "at least 0", lambda x: 0 <= x < MOST
             )
-            rate = table.get("acceptance_rate")
-            assumed = check_number("table.acceptance_rate", rate, *PROBABILITY)
-        acceptance = assumed if acceptance is None else plain(acceptance)
+            if acceptance is None:
+                acceptance = table.get("acceptance_rate")
+                check_number("table.acceptance_rate", acceptance, *PROBABILITY)
         if hasattr(acceptance, "accepted_histogram"):
             accepted, drafted = acceptance_curves(acceptance)
         else:

@@ -10,6 +10,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from emsjax.configured import own_settings
+
 WIDE = 200  # columns
 
 
@@ -34,7 +36,8 @@ def exit_code(work: Callable[[], int], *, resumes: bool) -> int:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
-        return work()
+        with own_settings():
+            return work()
     except (ValueError, OverflowError, OSError, ImportError) as error:
         print("emsjax: error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
