@@ -12,18 +12,16 @@ def equal(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         same = type(one) is type(other) and len(one) == len(other)
         return same and all(map(equal, one, other))
-    arrays = [hasattr(x, "dtype") and hasattr(x, "shape") for x in (one, other)]
-    if not any(arrays):
+    if not any(hasattr(x, "dtype") and hasattr(x, "shape") for x in (one, other)):
         return bool(one == other)
-    if np.shape(one) != np.shape(other):
+    if np.shape(one) != np.shape(other) or _is_key(one) != _is_key(other):
         return False
-    one, other = (jax.random.key_data(x) if all(arrays) and _is_key(x) else x for x in (one, other))
-    one, other = np.asarray(one), np.asarray(other)
+    one, other = (np.asarray(jax.random.key_data(x) if _is_key(x) else x) for x in (one, other))
     return bool(np.all((one == other) | ((one != one) & (other != other))))
 
 
 def _is_key(x: Any) -> bool:
-    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 @dataclass_transform(frozen_default=True)

@@ -89,9 +89,9 @@ DECODED = {
     "step": lambda: stepped(jit=False),
     "step in jit": lambda: stepped(jit=True),
     "vanilla": of_vanilla,
-    "assert_lossless": lambda: assert_lossless(
-        tiny_model(), LOOKUP, PROMPTS, max_new_tokens=NEW
-    ).output.tokens,
+    "assert_lossless": lambda: (
+        assert_lossless(tiny_model(), LOOKUP, PROMPTS, max_new_tokens=NEW).output.tokens
+    ),
 }
 
 
