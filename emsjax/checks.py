@@ -8,7 +8,7 @@ it must be, and the value that was found. Checks run before any work, on the hos
 import math
 import numbers
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, NoReturn
 
 import jax
@@ -243,10 +243,12 @@ def per_prompt(
             f"{name} must be one value or one per prompt: got {len(value)} for "
             f"{num_prompts} prompts"
         )
-    values = value if isinstance(value, list | tuple) else np.asarray(value)
+    values = value if isinstance(value, Sequence) else np.asarray(value)
     return [check(f"{name}[{i}]", one) for i, one in enumerate(values)]
 
 
 def is_per_prompt(value: Any) -> bool:
     """Whether a setting is given for each prompt by itself, as a list or an array."""
-    return isinstance(value, list | tuple) or len(getattr(value, "shape", ())) > 0
+    if isinstance(value, str | bytes | bytearray):
+        return False
+    return isinstance(value, Sequence) or len(getattr(value, "shape", ())) > 0

@@ -119,6 +119,7 @@ def stream(
     if not hasattr(prompts, "__len__"):
         sizes = {"batch_size": batch_size, "max_len": max_len}
         return stream_numbered(run, enumerate(prompts), **sizes, devices=devices, **options)
+    longest_sequence(run, max_len)  # checks it, although the prompts decide
     run, requests = check(run, prompts, **options)
     count = min(check_at_least("batch_size", batch_size, 1), requests.total_sequences)
     slots = make_slots(run, requests, count, devices)
