@@ -5,70 +5,40 @@ raises a ValueError for anything else, a wrong type included. The message names 
 it must be, and the value that was found. Checks run before any work, on the host.
 """
 
-import math
 import numbers
-import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import numpy as np
+
+from pallas_kernels.common.numbers import (
+    check_at_least,
+    check_flag,
+    check_number,
+    is_kind,
+    plain,
+    refuse,
+    shown,
+)
+
+__all__ = [
+    "check_at_least",
+    "check_flag",
+    "check_number",
+    "is_kind",
+    "plain",
+    "refuse",
+    "shown",
+]
 
 INT32_MAX = np.iinfo(np.int32).max
 MOST = 1 << 30  # the largest length, far from int32 overflow: the device loop may add to it
 NOT_TEXT = "pass token ids, such as tokenizer(texts).input_ids"
 
 
-def refuse(name: str, rule: str, value: Any) -> NoReturn:
-    """Raises the ValueError that `name` must be `rule` and not `value`."""
-    raise ValueError(f"{name} must be {rule}, not {shown(value)}")
-
-
-def shown(value: Any) -> str:
-    """A value as short text."""
-    try:
-        return reprlib.repr(plain(value))
-    except Exception:  # an integer of too many digits, or an object's own __repr__
-        return f"this {type(value).__name__}"
-
-
-def plain(value: Any) -> Any:
-    """numpy's numbers and booleans and 0-d arrays as Python's; everything else as it is."""
-    if getattr(value, "shape", None) != ():
-        return value
-    try:
-        array = np.asarray(value)
-    except Exception:  # a traced value or a random key
-        return value
-    for kind, convert in ((np.bool_, bool), (np.integer, int), (np.floating, float)):
-        if is_kind(array.dtype, kind):
-            return convert(array[()])
-    return value
-
-
-def is_kind(dtype: Any, kind: type) -> bool:
-    """Whether numbers have this kind; ml_dtypes' do too, and numpy's durations are no integers."""
-    return getattr(dtype, "kind", "m") not in "mM" and jax.dtypes.issubdtype(dtype, kind)
-
-
 def is_traced(value: Any) -> bool:
     return isinstance(value, jax.core.Tracer)
-
-
-def check_at_least(name: str, value: Any, minimum: int, most: int | None = None) -> int:
-    """`value` as an int.
-
-    Raises:
-        ValueError: it is not an integer, below `minimum`, or above `most`.
-    """
-    number = plain(value)
-    if isinstance(number, bool) or not isinstance(number, numbers.Integral):
-        refuse(name, f"an integer of at least {minimum}", value)
-    if number < minimum:
-        refuse(name, f"at least {minimum}", number)
-    if most is not None and number > most:
-        refuse(name, f"at most {most}", number)
-    return int(number)
 
 
 def check_seed(name: str, value: Any) -> int:
@@ -78,40 +48,6 @@ def check_seed(name: str, value: Any) -> int:
         ValueError: it is not such an integer.
     """
     return check_at_least(name, value, 0, 2**32 - 1)
-
-
-def check_number(name: str, value: Any, rule: str, fits: Callable[[float], bool]) -> float:
-    """`value` as a float.
-
-    Args:
-        rule: what it must be, as in "above 0".
-        fits: whether a number follows the rule; it is not asked about NaN.
-
-    Raises:
-        ValueError: it is not a real number, or breaks the rule.
-    """
-    number = plain(value)
-    if isinstance(number, bool) or not isinstance(number, numbers.Real):
-        refuse(name, rule, value)
-    try:
-        number = float(number)
-    except OverflowError:
-        number = math.copysign(math.inf, number)
-    if math.isnan(number) or not fits(number):
-        refuse(name, rule, value)
-    return number
-
-
-def check_flag(name: str, value: Any) -> bool:
-    """`value` as a bool; 0 and 1 are refused, as is text.
-
-    Raises:
-        ValueError: it is not a boolean.
-    """
-    flag = plain(value)
-    if not isinstance(flag, bool):
-        refuse(name, "True or False", value)
-    return flag
 
 
 def check_choice(name: str, value: Any, choices: Iterable[str]) -> str:
@@ -146,7 +82,8 @@ def check_list(name: str, value: Any, content: str) -> Any:
     Raises:
         ValueError: it is text, a mapping, a set, or has no length.
     """
-    unsuited = isinstance(value, str | bytes | Mapping | Set) or not hasattr(value, "__len__")
+    unsuited = isinstance(value, str | bytes | bytearray | Mapping | Set | type)
+    unsuited = unsuited or not hasattr(value, "__len__")
     if unsuited or getattr(value, "shape", None) == ():
         raise ValueError(f"{name} must be a {content}, not {type(value).__name__}")
     return value
@@ -182,7 +119,7 @@ def as_token_ids(name: str, tokens: Any, vocab_size: int | None = None) -> np.nd
         ValueError: they are text, empty, not 1-D, not integers, negative, or not below
             `vocab_size`.
     """
-    if isinstance(tokens, str | bytes):
+    if isinstance(tokens, str | bytes | bytearray):
         raise ValueError(f"{name} is a {type(tokens).__name__}: {NOT_TEXT}")
     try:
         ids = np.asarray(tokens)
@@ -214,7 +151,7 @@ def as_end_token_ids(name: str, ids: Any, vocab_size: int) -> np.ndarray:
     number = plain(ids)
     if isinstance(number, numbers.Integral):
         ids = [number]
-    elif isinstance(ids, str | bytes | Mapping) or not isinstance(ids, Iterable):
+    elif isinstance(ids, str | bytes | bytearray | Mapping | type) or not isinstance(ids, Iterable):
         refuse(name, "token ids", ids)
     elif getattr(ids, "ndim", 1) != 1:
         refuse(name, "one token id or a 1-D sequence of them", ids)
@@ -251,4 +188,5 @@ def is_per_prompt(value: Any) -> bool:
     """Whether a setting is given for each prompt by itself, as a list or an array."""
     if isinstance(value, str | bytes | bytearray):
         return False
-    return isinstance(value, Sequence) or len(getattr(value, "shape", ())) > 0
+    shape = getattr(value, "shape", ())  # of a class, it is a descriptor
+    return isinstance(value, Sequence) or (isinstance(shape, tuple) and len(shape) > 0)

@@ -133,7 +133,7 @@ def complete(
         # A few idle slots give ragged batches a common shape; more would never be used.
         most = max(LEAST_SHAPE, 1 << (total - 1).bit_length())
         count = min(check_at_least("batch_size", batch_size, 1), most)
-    check_results_fit(requests.num_sequences, total, requests.max_len)
+    check_results_fit("num_sequences", requests.num_sequences, total, requests.max_len)
     if count < total and run.layout == UNPADDED:
         slots = Slots(run, requests, count)
         rows = slots.serve(sequences_of(requests), deadline=deadline)

@@ -23,6 +23,7 @@ from emsjax.streaming import (
     Source,
     check_unseen,
     completions_of,
+    is_list,
     longest_sequence,
 )
 
@@ -97,7 +98,7 @@ class Engine:
             "eos_token_ids": eos_token_ids,
             "key": key,
         }
-        if hasattr(prompts, "__len__"):
+        if is_list(prompts):
             _, requests = check(self.run, prompts, **options)
             if requests.positions >= self.longest:
                 raise ValueError(

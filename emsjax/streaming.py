@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from emsjax.checks import check_at_least
+from emsjax.checks import check_at_least, refuse
 from emsjax.configured import configured, configured_generator
 from emsjax.decode.base import Drafter, DraftLength, Model, ModelConfig
 from emsjax.decode.row_counts import round_up
@@ -116,7 +116,7 @@ def stream(
         "key": key,
     }
     run = make_run(model, drafter, draft_length, attention_implementation=attention_implementation)
-    if not hasattr(prompts, "__len__"):
+    if not is_list(prompts):
         sizes = {"batch_size": batch_size, "max_len": max_len}
         return stream_numbered(run, enumerate(prompts), **sizes, devices=devices, **options)
     longest_sequence(run, max_len)  # checks it, although the prompts decide
@@ -125,6 +125,18 @@ def stream(
     slots = make_slots(run, requests, count, devices)
     rows = rows_of_all(slots, sequences_of(requests))
     return configured_generator(completions_of(rows, requests.num_sequences))
+
+
+def is_list(prompts: Any) -> bool:
+    """Whether prompts are all there, rather than read from an iterator.
+
+    Raises:
+        ValueError: they are neither.
+    """
+    known = hasattr(prompts, "__len__")
+    if not known and not isinstance(prompts, Iterable):
+        refuse("prompts", "a sequence or an iterator of token-id sequences", prompts)
+    return known
 
 
 @configured
@@ -178,7 +190,7 @@ def check_unseen(run: Run, longest: int, **options: Any) -> tuple[Run, Requests]
     if new >= longest:
         raise ValueError(
             f"max_new_tokens must be below {longest}, the tokens of a prompt and its continuation "
-            f"together, not {new}"
+            f"together (max_len), not {new}"
         )
     # The whole run has one width, so it need not be rounded to one of a few common widths.
     requests = dataclasses.replace(requests, max_len=round_up(longest, WIDTH))

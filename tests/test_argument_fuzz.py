@@ -39,7 +39,7 @@ class Value:
     Args:
         make: makes the value anew, as a generator can be read only once.
         meanings: the plain value by kind: `int`, `real`, `flag`, `text`, `ids` (end tokens),
-            `each` (one value per prompt, as plain values), `prompts`, `table`, `object`.
+            `each` (one value per prompt), `prompts`, `texts` (references), `table`.
     """
 
     def __init__(self, make: Callable[[], Any], **meanings: Any):
@@ -56,6 +56,10 @@ def integer(it: Any, number: int) -> Value:
 
 def number(it: Any, real: float) -> Value:
     return value(it, real=real)
+
+
+def texts(it: Any, plain: list[list[int]]) -> Value:
+    return value(it, prompts=plain, texts=plain)
 
 
 INTEGERS = [
@@ -92,12 +96,12 @@ MEANINGLESS = [
     value([[3, 4], []]),
     value([[3, 4], [5.5]]),
     value([[3, 4], [10**30]]),
-    value([[3], [4], [5]]),
+    value([[3], [4], [5]], texts=[[3], [4], [5]]),
     Value(lambda: (text for text in "ab")),
 ]
 SEVERAL = [
-    value([], ids=set()),
-    value((), ids=set()),
+    value([], ids=set(), texts=[]),
+    value((), ids=set(), texts=[]),
     value(set(), ids=set()),
     value([3, 2], each=[3, 2], ids={2, 3}),
     value((3, 2), each=[3, 2], ids={2, 3}),
@@ -119,16 +123,16 @@ SEVERAL = [
     value({1: NAN}),
     value({"3": 2}),
     value({2.0: 2}),
-    value([[5, 6], [7]], prompts=[[5, 6], [7]]),
-    value(([5, 6], (7, 8)), prompts=[[5, 6], [7, 8]]),
-    value(np.array([[5, 6], [7, 8]], np.uint8), prompts=[[5, 6], [7, 8]]),
-    value(jnp.array([[5, 6], [7, 8]]), prompts=[[5, 6], [7, 8]]),
+    texts([[5, 6], [7]], [[5, 6], [7]]),
+    texts(([5, 6], (7, 8)), [[5, 6], [7, 8]]),
+    texts(np.array([[5, 6], [7, 8]], np.uint8), [[5, 6], [7, 8]]),
+    texts(jnp.array([[5, 6], [7, 8]]), [[5, 6], [7, 8]]),
     value({"input_ids": [[5, 6], [7]]}, prompts=[[5, 6], [7]]),
-    value([[5, 6], [1]]),  # padding
-    value([[5, 6], [61]]),  # outside the vocabulary
-    value([[5, 6], [5] * 65]),  # longer than the model allows
+    value([[5, 6], [1]], texts=[[5, 6], [1]]),  # padding
+    value([[5, 6], [61]], texts=[[5, 6], [61]]),  # outside the vocabulary
+    value([[5, 6], [5] * 65], texts=[[5, 6], [5] * 65]),  # longer than the model allows
 ]
-NONE = value(None, object=None)
+NONE = value(None)
 POOL = [*INTEGERS, *EDGES, *REALS, *FLAGS, *MEANINGLESS, *SEVERAL, NONE]
 BAD = object()  # what a value means that means nothing
 Kind = Callable[[Value], Any]
@@ -207,8 +211,15 @@ class Argument:
 
 @dataclasses.dataclass(frozen=True)
 class Function:
+    """A function to call.
+
+    Attributes:
+        wrong_together: names of arguments that are wrong beside the others, given plain values.
+    """
+
     call: Callable[..., Any]
     arguments: dict[str, Argument]
+    wrong_together: Callable[[dict[str, Any]], list[str]] = lambda plain: []
 
 
 MODEL = tiny_model(num_hidden_layers=1)
@@ -232,11 +243,11 @@ DECODING = {
     "eos_token_ids": Argument(None, end_tokens),
 }
 SAMPLED = {
-    "sampling": Argument(SAMPLING, **one_of(SAMPLING)),
+    "sampling": Argument(SAMPLING, **one_of(None, SAMPLING)),
     "key": Argument(KEY, **one_of(KEY)),
     "num_sequences": Argument(1, count(1, 3)),
 }
-BATCH = {"batch_size": Argument(2, count(2))}
+BATCH = {"batch_size": Argument(2, optional(count(2)))}
 ATTENTION = {
     "attention_implementation": Argument("xla", exactly(None, "xla"), (value(None), value("xla")))
 }
@@ -245,6 +256,10 @@ MASK = {
         None, lambda given: None if given is NONE else BAD, (value([[1, 0, 1]]), value([[1]]))
     )
 }
+
+
+def several_need_sampling(plain):
+    return ["num_sequences"] if plain["num_sequences"] > 1 and plain["sampling"] is None else []
 
 
 def generate(**options):
@@ -406,15 +421,16 @@ FUNCTIONS = {
         | BATCH
         | ATTENTION
         | MASK
-        | {"time_budget_s": Argument(60.0, real(lambda x: x > 0), compared=False)},
+        | {"time_budget_s": Argument(60.0, optional(real(lambda x: x > 0)), compared=False)},
+        several_need_sampling,
     ),
     "generate greedily": Function(generate, DECODING | BATCH | MASK),
     "stream": Function(
         stream,
         DECODING
-        | BATCH
         | MASK
         | {
+            "batch_size": Argument(2, count(2)),
             "devices": Argument(None, **one_of(None, DEVICES)),
             "max_len": Argument(None, optional(count(2))),
         },
@@ -425,18 +441,19 @@ FUNCTIONS = {
         | {
             "max_new_tokens": Argument(2, count(1, 60)),
             "batch_size": Argument(2, count(1, 2**16), compared=False),
-            "max_len": Argument(63, count(62)),
+            "max_len": Argument(63, optional(count(2))),
         },
+        lambda plain: ["max_len"] if plain["max_new_tokens"] >= (plain["max_len"] or 99) else [],
     ),
     "vanilla": Function(
         vanilla,
         DECODING | {"unpad_kv_cache": Argument(True, flag), "unpad_inputs": Argument(True, flag)},
     ),
-    "init_state": Function(init_state, DECODING | SAMPLED | MASK),
+    "init_state": Function(init_state, DECODING | SAMPLED | MASK, several_need_sampling),
     "Engine": Function(
         engine,
         {name: DECODING[name] for name in ("drafter", "draft_length")}
-        | {"batch_size": Argument(2, count(1, 3)), "max_len": Argument(8, count(2, 64))}
+        | {"batch_size": Argument(2, count(1, 3)), "max_len": Argument(8, optional(count(2)))}
         | ATTENTION,
     ),
     "Engine.stream": Function(
@@ -456,16 +473,7 @@ FUNCTIONS = {
             "match_length": Argument(2, count(1, 2**30)),
             "max_draft_tokens": Argument(7, count(1, 2**30)),
             "search_generated": Argument(False, flag),
-            "references": Argument(
-                None,
-                optional(
-                    lambda given: (
-                        given.make()
-                        if given.meanings.get("prompts") and not isinstance(given.make(), dict)
-                        else BAD
-                    )
-                ),
-            ),
+            "references": Argument(None, optional(meaning("texts"))),
         },
     ),
     "DraftModel": Function(
@@ -482,11 +490,12 @@ FUNCTIONS = {
     "BassHeuristic": Function(
         lambda **options: attributes(emsjax.BassHeuristic(**options)),
         {
-            "initial": Argument(2, count(1, 60)),
+            "initial": Argument(2, count(1, 2**30)),
             "increment": Argument(2, count(1, 2**30)),
             "divisor": Argument(2, count(1, 2**30)),
-            "limit": Argument(60, count(60, 2**30)),
+            "limit": Argument(60, count(1, 2**30)),
         },
+        lambda plain: ["initial"] if plain["initial"] > plain["limit"] else [],
     ),
     "BatchSizeTable": Function(
         lambda **options: attributes(emsjax.BatchSizeTable(**options)),
@@ -529,8 +538,8 @@ FUNCTIONS = {
     "assert_same_distribution": Function(
         same_distribution,
         {
-            "samples": Argument(64, lambda given: BAD),
-            "new_tokens": Argument(1, lambda given: BAD),
+            "samples": Argument(64, optional(count(64, 64))),
+            "new_tokens": Argument(1, count(1, 3)),
             "sampling": Argument(SAMPLING, **one_of(SAMPLING)),
         },
     ),
@@ -550,7 +559,7 @@ FUNCTIONS = {
         {
             "draft_tokens": Argument(1, count(1, 1)),
             "new_tokens": Argument(2, count(2, 62)),
-            "batch_size": Argument(2, count(2, 3)),
+            "batch_size": Argument(2, count(1)),
         },
     ),
     "make_optimizer": Function(
@@ -566,14 +575,14 @@ FUNCTIONS = {
         packed,
         {
             "length": Argument(4, count(2, 37)),
-            "batch": Argument(2, count(1, 3)),
+            "batch": Argument(2, count(1, 61)),
             "seed": Argument(0, count(0)),
         },
     ),
     "pruned_config": Function(
         pruned,
         {
-            "layers": Argument(1, count(1, 1)),
+            "layers": Argument(1, count(1, 2)),
             "width": Argument(16, lambda given: BAD),
             "embeddings": Argument(
                 "shared", exactly("shared", "projected"), (value("shared"), value("projected"))
@@ -629,6 +638,8 @@ def test_arguments_are_right_or_named(name):
         plain = {name: argument.plain for name, argument in arguments.items()}
         means = {name: arguments[name].kind(given) for name, given in drawn.items()}
         wrong = [name for name, meant in means.items() if meant is BAD]
+        if not wrong:
+            wrong = function.wrong_together(plain | means)
         given = plain | {name: given.make() for name, given in drawn.items()}
         told = {name: repr(given[name])[:60] for name in drawn}
         try:

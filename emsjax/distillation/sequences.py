@@ -45,7 +45,7 @@ class PackedSequences:
 
     def __init__(self, documents: Sequence[np.ndarray], length: int, batch: int, seed: int = 0):
         length = check_at_least("length", length, MIN_TOKENS)
-        batch = check_at_least("batch", batch, 1, INT32_MAX // length)
+        batch = check_at_least("batch", batch, 1, INT32_MAX // MIN_TOKENS)
         seed = check_at_least("seed", seed, 0)
         if not len(documents):
             raise ValueError("there are no texts")
@@ -59,7 +59,7 @@ class PackedSequences:
         if not self.per_epoch:
             raise ValueError(
                 f"the texts have {self.lengths.sum()} tokens together, fewer than one sequence "
-                f"of {length}"
+                f"of {length}, the length"
             )
         self._epoch: tuple[int, Batch] | None = None
 

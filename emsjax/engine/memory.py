@@ -196,8 +196,12 @@ def check_fits(
     )
 
 
-def check_results_fit(num_sequences: int, total_sequences: int, max_len: int) -> None:
+def check_results_fit(name: str, each: int, total_sequences: int, max_len: int) -> None:
     """Checks that the tokens and log-probabilities of all sequences fit into the host's memory.
+
+    Args:
+        name: the argument that gives their number, by prompt.
+        each: its value.
 
     Raises:
         ValueError: they do not.
@@ -206,7 +210,7 @@ def check_results_fit(num_sequences: int, total_sequences: int, max_len: int) ->
     needed, available = 3 * total_sequences * max_len * 8, available_host_bytes()
     if available is not None and needed > available:
         raise ValueError(
-            f"num_sequences {num_sequences}, {total_sequences} sequences in all, has results of "
+            f"{name} {each}, {total_sequences} sequences in all, has results of "
             f"{readable(needed)}, but only {readable(available)} of the host's memory are free: "
             "emsjax.stream yields them one by one"
         )

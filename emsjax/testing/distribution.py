@@ -18,7 +18,9 @@ from emsjax.checks import (
 )
 from emsjax.configured import configured
 from emsjax.decode.base import Drafter, DraftLength, Model
+from emsjax.decode.row_counts import round_up_length
 from emsjax.engine.adapt import check_is_model
+from emsjax.engine.memory import check_results_fit
 from emsjax.engine.output import GenerateOutput, Stats
 from emsjax.generation import generate
 from emsjax.sampling import Sampling, warp
@@ -96,6 +98,7 @@ def assert_same_distribution(
         (probs,) = _target_probs(model, prompt[None], one)
         samples = samples_to_detect(detects, probs, LEVEL / new_tokens)
     samples = check_at_least("samples", samples, 1, INT32_MAX)
+    check_results_fit("samples", samples, samples, round_up_length(len(prompt) + new_tokens + 1))
     out = generate(
         model,
         [prompt],
