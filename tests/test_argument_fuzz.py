@@ -11,7 +11,7 @@ import decimal
 import fractions
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -91,12 +91,11 @@ MEANINGLESS = [
     *map(value, (object(), int, ..., NotImplemented, np.array("a"), np.array(None), slice(3))),
     *map(value, (np.timedelta64(3), np.datetime64(3, "s"), {"a": 3}, [None, 3], [[[3]]])),
     *map(value, (["3", "4"], [3.5, "a"], np.ones((2, 2)), np.ones((2, 0)), [NAN, 1.0], memoryview)),
-    *map(value, ([True, 3], [2**63, 10**30], {(3, 4), (5,)}, [[3, 4], "ab"], SimpleNamespace(a=3))),
+    *map(value, ([True, 3], {(3, 4), (5,)}, [[3, 4], "ab"], SimpleNamespace(a=3))),
     value({}, table={}),
     value([[3, 4], []]),
     value([[3, 4], [5.5]]),
     value([[3, 4], [10**30]]),
-    value([[3], [4], [5]], texts=[[3], [4], [5]]),
     Value(lambda: (text for text in "ab")),
 ]
 SEVERAL = [
@@ -245,9 +244,9 @@ DECODING = {
 SAMPLED = {
     "sampling": Argument(SAMPLING, **one_of(None, SAMPLING)),
     "key": Argument(KEY, **one_of(KEY)),
-    "num_sequences": Argument(1, count(1, 3)),
+    "num_sequences": Argument(1, count(1, 61)),
 }
-BATCH = {"batch_size": Argument(2, optional(count(2)))}
+BATCH = {"batch_size": Argument(2, optional(count(1)))}
 ATTENTION = {
     "attention_implementation": Argument("xla", exactly(None, "xla"), (value(None), value("xla")))
 }
@@ -272,6 +271,8 @@ def in_order(completions):
 
 
 def stream(**options):
+    if isinstance(options["prompts"], Iterator):
+        raise ValueError("iterators of prompts are tested by themselves")
     return in_order(emsjax.stream(MODEL, **options))
 
 
@@ -430,7 +431,7 @@ FUNCTIONS = {
         DECODING
         | MASK
         | {
-            "batch_size": Argument(2, count(2)),
+            "batch_size": Argument(2, count(1)),
             "devices": Argument(None, **one_of(None, DEVICES)),
             "max_len": Argument(None, optional(count(2))),
         },
@@ -453,7 +454,7 @@ FUNCTIONS = {
     "Engine": Function(
         engine,
         {name: DECODING[name] for name in ("drafter", "draft_length")}
-        | {"batch_size": Argument(2, count(1, 3)), "max_len": Argument(8, optional(count(2)))}
+        | {"batch_size": Argument(2, count(1, 2**16)), "max_len": Argument(8, optional(count(2)))}
         | ATTENTION,
     ),
     "Engine.stream": Function(
@@ -523,9 +524,9 @@ FUNCTIONS = {
     "Sampling": Function(
         expanded,
         {
-            "temperature": Argument(1.0, per_prompt(lambda x: 1e-30 < x < 3e38, whole=False)),
+            "temperature": Argument(1.0, per_prompt(lambda x: 0 < x < 3e38, whole=False)),
             "top_k": Argument(3, per_prompt(lambda n: n >= 0, whole=True)),
-            "top_p": Argument(0.5, per_prompt(lambda x: 1e-30 < x <= 1, whole=False)),
+            "top_p": Argument(0.5, per_prompt(lambda x: 0 < x <= 1, whole=False)),
         },
     ),
     "Layout": Function(
@@ -538,8 +539,8 @@ FUNCTIONS = {
     "assert_same_distribution": Function(
         same_distribution,
         {
-            "samples": Argument(64, optional(count(64, 64))),
-            "new_tokens": Argument(1, count(1, 3)),
+            "samples": Argument(64, optional(count(60, 64))),
+            "new_tokens": Argument(1, count(1, 61)),
             "sampling": Argument(SAMPLING, **one_of(SAMPLING)),
         },
     ),
@@ -549,8 +550,8 @@ FUNCTIONS = {
             "count": Argument(2, count(0, 3)),
             "prompt_tokens": Argument(2, count(1)),
             "new_tokens": Argument(2, count(1, 63)),
-            "batch_size": Argument(2, count(2)),
-            "temperature": Argument(1.0, real(lambda x: 1e-30 < x < 3e38)),
+            "batch_size": Argument(2, count(1)),
+            "temperature": Argument(1.0, real(lambda x: 0 <= x < 3e38)),
             "seed": Argument(0, count(0, 2**32 - 1)),
         },
     ),
@@ -558,7 +559,7 @@ FUNCTIONS = {
         evaluate,
         {
             "draft_tokens": Argument(1, count(1, 1)),
-            "new_tokens": Argument(2, count(2, 62)),
+            "new_tokens": Argument(2, count(2, 63)),
             "batch_size": Argument(2, count(1)),
         },
     ),
@@ -593,7 +594,7 @@ FUNCTIONS = {
     "ragged_attention": Function(
         attention,
         {
-            "max_rows_per_sample": Argument(2, optional(count(2))),
+            "max_rows_per_sample": Argument(2, optional(count(1)), compared=False),  # a promise
             "scale": Argument(0.5, optional(real(positive))),
             "window": Argument(2, optional(count(1))),
             "implementation": Argument("xla", exactly(None, "xla"), (value("xla"),)),

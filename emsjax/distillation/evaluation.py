@@ -44,7 +44,8 @@ def evaluate(
             `draft_tokens` is so large that no step drafts all of them.
     """
     draft_tokens = check_at_least("draft_tokens", draft_tokens, 1)
-    new_tokens = check_at_least("new_tokens", new_tokens, 1)
+    positions = target.config.max_position_embeddings
+    new_tokens = check_at_least("new_tokens", new_tokens, 1, positions)
     batch_size = check_at_least("batch_size", batch_size, 1)
     if draft_tokens >= new_tokens:
         raise ValueError(f"draft_tokens must be below new_tokens {new_tokens}, not {draft_tokens}")

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from emsjax.checks import check_at_least, check_instance, refuse
+from emsjax.checks import check_at_least, check_instance
 from emsjax.decode.base import Drafter, DraftLength, ModelConfig
 from emsjax.decode.kernels import resolve_kernels
 from emsjax.decode.layout import UNPADDED, Layout
@@ -213,8 +213,6 @@ def make_run(
     """
     check_is_model("model", model)
     check_instance("layout", layout, Layout, "an emsjax.decode.layout.Layout")
-    if isinstance(attention_implementation, type):
-        refuse("attention_implementation", "a name or a function", attention_implementation)
     kernels, policy = resolve_kernels(attention_implementation), as_policy(draft_length)
     drafter = with_policy_limit(as_drafter(drafter), policy, model.config)
     if drafter is not None and processors:

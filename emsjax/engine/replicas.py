@@ -50,7 +50,7 @@ def make_slots(
     """
     if devices is None:
         return {None: Slots(run, requests, count)}
-    if not isinstance(devices, Iterable):
+    if not isinstance(devices, Iterable) or getattr(devices, "shape", None) == ():
         raise ValueError(f"devices must be a sequence of devices, not {type(devices).__name__}")
     devices = tuple(devices)
     if not devices:

@@ -14,6 +14,7 @@ from pallas_kernels.common.shapes import (
     check_shapes,
 )
 
+MOST_POSITIONS = 2**31 - 1
 IMPLEMENTATIONS = {
     "triton": triton.ragged_attention,
     "xla": xla.ragged_attention,
@@ -110,7 +111,7 @@ def ragged_attention(
     if scale is not None:
         scale = check_number("scale", scale, "above 0", lambda x: 0 < x < math.inf)
     if window is not None:
-        window = check_at_least("window", window, 1)
+        window = min(check_at_least("window", window, 1), MOST_POSITIONS)
     if max_rows_per_sample is not None:
         max_rows_per_sample = check_at_least("max_rows_per_sample", max_rows_per_sample, 1)
     if (key is None) != (value is None):
