@@ -7,7 +7,9 @@ import numpy as np
 
 from emsjax.checks import INT32_MAX, check_at_least, check_seed
 from emsjax.configured import configured
+from emsjax.decode.row_counts import round_up_length
 from emsjax.drafters import PromptLookup
+from emsjax.engine.memory import check_results_fit
 from emsjax.generation import generate
 from emsjax.models.opt import OPT
 from emsjax.sampling import Sampling
@@ -65,6 +67,7 @@ def continuations(
             f"new_tokens must be below {target.config.max_position_embeddings}, the positions of "
             f"the target, not {new_tokens}"
         )
+    check_results_fit("count", count, count, round_up_length(min(prompt_tokens, room) + new_tokens))
     rng = np.random.default_rng(seed)
     rounds = -(-count // len(documents))
     order = np.concatenate([rng.permutation(len(documents)) for _ in range(rounds)])[:count]
