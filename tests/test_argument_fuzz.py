@@ -39,7 +39,7 @@ class Value:
     Args:
         make: makes the value anew, as a generator can be read only once.
         meanings: the plain value by kind: `int`, `real`, `flag`, `text`, `ids` (end tokens),
-            `each` (one value per prompt), `prompts`, `texts` (references), `table`.
+            `each` (one value per prompt), `prompts`, `texts` (references), `table`, `json`.
     """
 
     def __init__(self, make: Callable[[], Any], **meanings: Any):
@@ -120,7 +120,7 @@ SEVERAL = [
     value({3: 2}, table={3: 2}),
     value({np.int8(3): np.float32(0.5), 1: 1}, table={3: 0.5, 1: 1}),
     value({1: NAN}),
-    value({"3": 2}),
+    value({"3": 2}, json={3: 2}),
     value({2.0: 2}),
     texts([[5, 6], [7]], [[5, 6], [7]]),
     texts(([5, 6], (7, 8)), [[5, 6], [7, 8]]),
@@ -180,6 +180,16 @@ def table(key_fits: Callable[[int], bool], fits: Callable[[float], bool], *, who
         )
 
     return meaning("table", right)
+
+
+def of_json(kind: Kind) -> Kind:
+    """A table of a profile, whose counts may be texts."""
+
+    def read(given: Value) -> Any:
+        plain = given.meanings.get("json")
+        return kind(given if plain is None else value(plain, table=plain))
+
+    return read
 
 
 def exactly(*objects: Any) -> Kind:
@@ -406,10 +416,10 @@ ESTIMATES = {
     "costs": Argument(COSTS, **one_of(COSTS)),
 }
 PROFILE = {
-    "row_ms": Argument({1: 1.0}, ROWS),
+    "row_ms": Argument({1: 1.0}, of_json(ROWS)),
     "token_ms": Argument(0.0, real(COST)),
     "lengths": Argument(
-        {1: 2}, table(lambda n: 1 <= n <= 2**16, lambda n: n >= 0, whole=True), name="lengths"
+        {1: 2}, of_json(table(lambda n: 1 <= n <= 2**16, lambda n: n >= 0, whole=True))
     ),
     "context": Argument(9, real(lambda x: 0 <= x < 2**30)),
     "max_draft_tokens": Argument(3, count(1, 1024)),
