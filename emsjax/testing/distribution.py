@@ -110,6 +110,7 @@ def assert_same_distribution(
         batch_size=batch_size,
         key=key,
         attention_implementation=attention_implementation,
+        attention_mask=[np.ones_like(prompt)],
     )
     if drafter is not None:
         _check_drafts(out.stats)
