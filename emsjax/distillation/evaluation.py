@@ -43,14 +43,14 @@ def evaluate(
         ValueError: `emsjax.generate` rejects the arguments, there are no prompts, or
             `draft_tokens` is so large that no step drafts all of them.
     """
+    if not len(prompts):
+        raise ValueError("prompts must not be empty")
     draft_tokens = check_at_least("draft_tokens", draft_tokens, 1)
     positions = target.config.max_position_embeddings
     new_tokens = check_at_least("new_tokens", new_tokens, 1, positions)
     batch_size = check_at_least("batch_size", batch_size, 1)
     if draft_tokens >= new_tokens:
         raise ValueError(f"draft_tokens must be below new_tokens {new_tokens}, not {draft_tokens}")
-    if not len(prompts):
-        raise ValueError("prompts must not be empty")
     drafter = None if draft_model is None else DraftModel(draft_model, draft_tokens)
     groups = [prompts[at : at + batch_size] for at in range(0, len(prompts), batch_size)]
     for _ in range(2):  # the first time compiles

@@ -44,7 +44,6 @@ class PackedSequences:
     """
 
     def __init__(self, documents: Sequence[np.ndarray], length: int, batch: int, seed: int = 0):
-        length = check_at_least("length", length, MIN_TOKENS)
         batch = check_at_least("batch", batch, 1, INT32_MAX // MIN_TOKENS)
         seed = check_at_least("seed", seed, 0)
         if not len(documents):
@@ -54,6 +53,7 @@ class PackedSequences:
             raise ValueError(
                 f"text {index} is too short: {self.lengths[index]} tokens, not {MIN_TOKENS}"
             )
+        length = check_at_least("length", length, MIN_TOKENS)
         self.documents, self.length, self.batch, self.seed = documents, length, batch, seed
         self.per_epoch = int(self.lengths.sum()) // length
         if not self.per_epoch:
