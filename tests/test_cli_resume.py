@@ -30,7 +30,7 @@ def test_an_interrupted_run_ends_with_the_results_of_an_uninterrupted_one(
     tiny_model, paths, monkeypatch, num_sequences, finished, cut_bytes
 ):
     write_records(paths.input)
-    options = ["--num-sequences", num_sequences]
+    options = ["--temperature", "1", "--num-sequences", num_sequences]
     monkeypatch.setattr(streaming, "stream_numbered", FakeStream())
     assert main(command(tiny_model, paths, *options)) == 0
     whole = paths.output.read_bytes()
@@ -55,7 +55,7 @@ def test_an_interrupted_run_ends_with_the_results_of_an_uninterrupted_one(
 @pytest.mark.parametrize("missing", [1, 5, 17, 32])
 def test_only_the_missing_sequences_of_a_record_are_appended(tiny_model, paths, fake, missing):
     write_records(paths.input)
-    options = ["--num-sequences", "3", "--batch-size", "6"]
+    options = ["--temperature", "1", "--num-sequences", "3", "--batch-size", "6"]
     assert main(command(tiny_model, paths, *options)) == 0
     whole = paths.output.read_bytes().splitlines(keepends=True)
     chosen = np.random.default_rng(0).permutation(len(whole))[missing:]
@@ -127,7 +127,7 @@ CHANGES = {
     "drafter": ["--drafter", "prompt-lookup"],
     "max_prompt_tokens": ["--max-prompt-tokens", "9"],
     "temperature": ["--temperature", "0.5"],
-    "num_sequences": ["--num-sequences", "2"],
+    "num_sequences": ["--temperature", "1", "--num-sequences", "2"],
 }
 
 
@@ -192,7 +192,7 @@ def test_a_line_without_a_valid_sequence_is_named(
     tiny_model, paths, fake, capsys, place, wrong, part
 ):
     write_records(paths.input)
-    options = ["--num-sequences", "3"]
+    options = ["--temperature", "1", "--num-sequences", "3"]
     assert main(command(tiny_model, paths, *options)) == 0
     lines = read_lines(paths.output)[:8]
     del lines[place]["sequence"]
@@ -208,7 +208,7 @@ def test_a_line_without_a_valid_sequence_is_named(
 
 def test_a_sequence_that_appears_twice_is_named(tiny_model, paths, fake, capsys):
     write_records(paths.input)
-    options = ["--num-sequences", "3"]
+    options = ["--temperature", "1", "--num-sequences", "3"]
     assert main(command(tiny_model, paths, *options)) == 0
     lines = read_lines(paths.output)[:5]
     write_records(paths.output, [*lines, lines[1]])

@@ -208,9 +208,9 @@ def check_sampling(given: dict[str, Any]) -> None:
 
     for name in ("temperature", "top_k", "top_p"):
         try:
-            Sampling(**{name: given[name]}).expand(1)
+            Sampling(**({"temperature": 1.0} | {name: given[name]})).expand(1)
         except ValueError as error:
             raise ValueError(str(error).replace(f"sampling.{name}", flag(name))) from error
-    for name, off in (("top_k", 0), ("top_p", 1)):
+    for name, off in (("top_k", 0), ("top_p", 1), ("num_sequences", 1)):
         if given["temperature"] == 0 and given[name] != off:
             raise ValueError(f"{flag(name)} needs a --temperature above 0: greedy has no choice")

@@ -10,6 +10,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from emsjax.checks import INT32_MAX, check_at_least
+from emsjax.configured import configured
 from emsjax.distillation.finite import NonFiniteError, check_finite
 from emsjax.distillation.sequences import PackedSequences
 from emsjax.distillation.training import Trainer, TrainState
@@ -58,6 +60,7 @@ class Checkpoints:
         self.manager.close()
 
 
+@configured
 def train(
     trainer: Trainer,
     sequences: PackedSequences,
@@ -79,11 +82,13 @@ def train(
         say: called with a line about the progress every few seconds.
 
     Raises:
-        ValueError: the newest checkpoint has more steps.
+        ValueError: the newest checkpoint has more steps, or a number is out of range.
         NonFiniteError: a loss, a gradient or a parameter is not finite, as at too high a learning
             rate. Losses are checked when they are reported and everything before it is saved, so
             the newest checkpoint is from before that step.
     """
+    steps = check_at_least("steps", steps, 0, INT32_MAX)
+    every = check_at_least("every", every, 1)
     state, losses, first = trainer.initial(), [], 0
     if checkpoints is not None:
         first, state, losses = checkpoints.restore(state)

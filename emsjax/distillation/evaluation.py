@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
+from emsjax.checks import check_at_least
+from emsjax.configured import configured
 from emsjax.decode.step import decode_loop
 from emsjax.distillation.finite import check_ends, check_finite
 from emsjax.drafters import DraftModel
@@ -14,6 +16,7 @@ from emsjax.generation import generate, init_state
 from emsjax.models.opt import OPT
 
 
+@configured
 def evaluate(
     target: OPT,
     draft_model: OPT | None,
@@ -43,10 +46,14 @@ def evaluate(
             `draft_tokens` is so large that no step drafts all of them.
         NonFiniteError: the draft model's parameters or the target's logits are not finite.
     """
-    if draft_tokens >= new_tokens:
-        raise ValueError(f"draft_tokens must be below new_tokens {new_tokens}, not {draft_tokens}")
     if not len(prompts):
         raise ValueError("prompts must not be empty")
+    draft_tokens = check_at_least("draft_tokens", draft_tokens, 1)
+    positions = target.config.max_position_embeddings
+    new_tokens = check_at_least("new_tokens", new_tokens, 1, positions)
+    batch_size = check_at_least("batch_size", batch_size, 1)
+    if draft_tokens >= new_tokens:
+        raise ValueError(f"draft_tokens must be below new_tokens {new_tokens}, not {draft_tokens}")
     drafter = None
     if draft_model is not None:
         check_finite("the draft model's parameters", nnx.state(draft_model))

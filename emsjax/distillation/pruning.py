@@ -19,6 +19,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from emsjax.checks import check_at_least, check_choice
+from emsjax.configured import configured
 from emsjax.distillation.finite import check_finite
 from emsjax.distillation.sequences import Batch, PackedSequences
 from emsjax.distillation.training import forward
@@ -36,8 +38,8 @@ def pruned_config(
     config: OPTConfig, layers: int, width: int, embeddings: str = PROJECTED
 ) -> OPTConfig:
     """The architecture that `prune` creates, with the same arguments and errors."""
-    if embeddings not in EMBEDDINGS:
-        raise ValueError(f"embeddings must be one of {', '.join(EMBEDDINGS)}, not {embeddings!r}")
+    check_choice("embeddings", embeddings, EMBEDDINGS)
+    layers, width = check_at_least("layers", layers, 0), check_at_least("width", width, 0)
     if not 1 <= layers <= config.num_hidden_layers:
         raise ValueError(
             f"layers must be in 1..{config.num_hidden_layers}, those of the target, not {layers}"
@@ -62,6 +64,7 @@ def pruned_config(
     )
 
 
+@configured
 @jax.default_matmul_precision("highest")  # in TF32 the basis would not be orthonormal
 def prune(
     target: OPT,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from emsjax.decode.base import DraftLength
 from emsjax.models.config import OPTConfig
-from emsjax.policies.costs import FORMAT, read_profile
+from emsjax.policies.costs import FORMAT, StepCosts, read_profile
 from emsjax.policies.goodput import Goodput
 from emsjax.policies.lengths import BassHeuristic, FixedLength
 from emsjax.records.writing import to_json
@@ -93,15 +93,18 @@ def read_for(path: Path, wanted: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     profile = read_profile(path)
     check_subject(profile, wanted, str(path))
+    StepCosts.from_profile(path)  # checks its numbers
     return profile
 
 
 def check_subject(profile: Mapping[str, Any], wanted: Mapping[str, Any], name: str) -> None:
     """Raises a ValueError unless the profile has the wanted device, dtype and models."""
-    if "subject" not in profile:
+    parts = ("device", "dtype", "model", "draft_model")
+    subject = profile.get("subject")
+    if not isinstance(subject, Mapping) or not all(part in subject for part in parts):
         raise ValueError(f"{name} does not say what it is a profile of")
-    for what in ("device", "dtype", "model", "draft_model"):
-        found, expected = profile["subject"][what], wanted[what]
+    for what in parts:
+        found, expected = subject[what], wanted[what]
         if found != expected and not (what == "draft_model" and expected is None):
             values = f"{_told(found, expected)}, not {_told(expected, found)}"
             raise ValueError(f"{name} is a profile of another {what}: {values}")

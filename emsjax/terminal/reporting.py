@@ -11,6 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from emsjax.configured import own_settings
 from emsjax.interrupts import SIGNALS, Interruptible
 from emsjax.records.writing import is_stream
 
@@ -41,7 +42,8 @@ def exit_code(work: Callable[[], int], *, resumes: bool) -> int:
     hint = "; start it again to go on" if resumes else ""
     with Interruptible(hint) as interruptible:
         try:
-            return work()
+            with own_settings():
+                return work()
         except (FloatingPointError, ValueError, OverflowError, OSError, ImportError) as error:
             if interruptible.received is None:
                 print("emsjax: error:", " ".join(str(error).split()), file=sys.stderr)
