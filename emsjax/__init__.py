@@ -1,5 +1,6 @@
 """Lossless batched speculative decoding in JAX, unpadded (EMS-SD)."""
 
+import emsjax.interrupts  # noqa: F401 - first: a command may be interrupted during the others
 from emsjax import vanilla, verification
 from emsjax.decode.base import Draft, Drafter, DraftLength, StepView
 from emsjax.decode.state import DecodeState, StepInfo

@@ -40,13 +40,14 @@ def available_bytes(device: jax.Device | None = None) -> int | None:
     if stats and "bytes_limit" in stats:
         # A reserve for fragmentation and for the libraries' own workspaces.
         return int(0.98 * stats["bytes_limit"]) - stats["bytes_in_use"]
-    if device.platform == "cpu" and "SC_AVPHYS_PAGES" in os.sysconf_names:
-        return _available_host_bytes()
-    return None
+    return available_host_bytes() if device.platform == "cpu" else None
 
 
-def _available_host_bytes() -> int:
-    """Free memory of the host, including file caches where the system reports them."""
+def available_host_bytes() -> int | None:
+    """Free memory of the host, including file caches where the system reports them; None where it
+    cannot be told."""
+    if "SC_AVPHYS_PAGES" not in os.sysconf_names:
+        return None
     try:
         with open("/proc/meminfo") as file:
             for line in file:

@@ -1,29 +1,34 @@
 """`generate` for completing prompts, and `init_state` and `step` for custom decoding loops."""
 
-import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import monotonic
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
-from emsjax.checks import check_at_least
-from emsjax.decode.base import Drafter, DraftLength, Model
+from emsjax.checks import INT32_MAX, check_at_least, check_instance, check_number, is_traced
+from emsjax.configured import configured
+from emsjax.decode.base import Drafter, DraftLength, Model, ModelConfig
 from emsjax.decode.layout import UNPADDED, Layout
 from emsjax.decode.run import Run
 from emsjax.decode.state import DecodeState, StepInfo
 from emsjax.decode.step import advance
 from emsjax.engine.adapt import make_run
 from emsjax.engine.group import begin_group, sequences_served
+from emsjax.engine.memory import check_results_fit
 from emsjax.engine.output import GenerateOutput, assemble
 from emsjax.engine.preparation import check, check_memory, for_prompts
 from emsjax.engine.requests import Requests
 from emsjax.engine.slots import Slots, sequences_of, stacked
 from emsjax.sampling import Sampling
 
+LEAST_SHAPE = 16  # slots; fewer would give a small batch a shape of its own
 
+
+@configured
 def generate(
     model: Model,
     prompts: Sequence[Sequence[int]],
@@ -33,10 +38,11 @@ def generate(
     sampling: Sampling | None = None,
     num_sequences: int = 1,
     batch_size: int | None = None,
-    eos_token_ids: Sequence[int] | None = None,
+    eos_token_ids: Iterable[int] | None = None,
     key: jax.Array | None = None,
     time_budget_s: float | None = None,
     attention_implementation: str | Callable | None = None,
+    attention_mask: Sequence[Sequence[int]] | None = None,
 ) -> GenerateOutput:
     """Completes ragged prompts by batched, unpadded, lossless speculative decoding.
 
@@ -46,16 +52,20 @@ def generate(
 
     Args:
         model: the target model.
-        prompts: 1-D integer token-id sequences of any lengths.
+        prompts: 1-D integer token-id sequences of any lengths, or what a tokenizer returns: a
+            mapping with input_ids, whose attention_mask is used if it holds one.
         drafter: proposes draft tokens; None: plain decoding.
         draft_length: a policy that limits draft tokens per step; None: as many as the
             drafter proposes. It has no effect without a drafter.
         max_new_tokens: maximum number of tokens to emit, one value for all prompts or one
             per prompt.
         sampling: temperature, top-k and top-p; None: greedy.
-        num_sequences: sequences per prompt; the prompt is prefilled once.
+        num_sequences: sequences per prompt; the prompt is prefilled once. More than one needs a
+            prompt with a temperature above 0; those of a prompt with temperature 0 are equal.
         batch_size: number of sequences decoded at a time; None: all at once.
-        eos_token_ids: tokens that end a sequence; None: the model config's; (): none.
+        eos_token_ids: tokens that end a sequence, one or any iterable of them; None: the model
+            config's, which are those of generation_config.json where the model was loaded from a
+            folder with one; (): none.
         key: one typed key (sequence i uses fold_in(key, i)) or one per sequence;
             required if a temperature is above 0.
         time_budget_s: seconds after which unfinished sequences are returned as they
@@ -63,28 +73,37 @@ def generate(
         attention_implementation: "triton", "xla", "reference", a callable with the
             signature of `pallas_kernels.ragged_attention`, or None for the device's
             default.
+        attention_mask: for padded prompts, zeros and ones in the shape of the prompts. Tokens
+            with a zero, before or after all others, are left out.
+
+    It runs with 64-bit types off and JAX's default random generator, whatever else is set, and so
+    does code of yours that it calls.
 
     Returns:
         A `GenerateOutput` in prompt-major order.
 
     Raises:
-        ValueError: the list or a prompt is empty, ids are not integers or lie outside the
-            vocabulary, a count is below 1, the number of per-prompt values or keys is
-            wrong, a prompt's length + max_new_tokens - 1 exceeds the model's positions,
-            sampling values are out of range, the key is missing or a legacy key, the
-            budget is not positive, the drafter does not suit the model, or the run does
-            not fit into memory. The error comes before anything is allocated.
+        ValueError: an argument is of the wrong kind or out of range; the message names it. The
+            list or a prompt is empty, ids are not integers or lie outside the vocabulary, a prompt
+            without a mask begins or ends with a token that is for padding alone, a count is below
+            1, the number of per-prompt values or keys is wrong, a prompt's length +
+            max_new_tokens - 1 exceeds the model's positions, a sampling setting or several
+            sequences have no effect because decoding is greedy, the key is missing or a legacy
+            key, the budget is not positive, the drafter does not suit the model or is on another
+            device, or the run does not fit into memory. The error comes before anything is
+            allocated.
 
     Reference: EMS-SD, arXiv 2405.07542.
     """
-    is_time = isinstance(time_budget_s, numbers.Real) and time_budget_s > 0
-    if not (is_time or time_budget_s is None):
-        raise ValueError(f"time_budget_s must be seconds above 0, not {time_budget_s!r}")
-    deadline = None if time_budget_s is None else monotonic() + time_budget_s
+    deadline = None
+    if time_budget_s is not None:
+        seconds = check_number("time_budget_s", time_budget_s, "seconds above 0", lambda s: s > 0)
+        deadline = monotonic() + seconds
     run = make_run(model, drafter, draft_length, attention_implementation=attention_implementation)
     run, requests = check(
         run,
         prompts,
+        attention_mask=attention_mask,
         max_new_tokens=max_new_tokens,
         sampling=sampling,
         num_sequences=num_sequences,
@@ -110,8 +129,12 @@ def complete(
         ValueError: the batch size is below 1, the drafter does not suit the requests, or the run
             does not fit into memory.
     """
-    total = requests.total_sequences
-    count = total if batch_size is None else check_at_least("batch_size", batch_size, 1)
+    count = total = requests.total_sequences
+    if batch_size is not None:
+        # A few idle slots give ragged batches a common shape; more would never be used.
+        most = max(LEAST_SHAPE, 1 << (total - 1).bit_length())
+        count = min(check_at_least("batch_size", batch_size, 1), most)
+    check_results_fit("num_sequences", requests.num_sequences, total, requests.max_len)
     if count < total and run.layout == UNPADDED:
         slots = Slots(run, requests, count)
         rows = slots.serve(sequences_of(requests), deadline=deadline)
@@ -119,7 +142,14 @@ def complete(
         results = [stacked(rows) | slots.counts()]
     else:
         results = in_groups(run, requests, count, deadline)
-    return assemble(results, requests, pad_token_id=run.model.config.pad_token_id or 0)
+    return assemble(results, requests, pad_token_id=padding_token(run.model.config, requests))
+
+
+def padding_token(config: ModelConfig, requests: Requests) -> int:
+    """The token after a sequence's end: as in transformers, an end token if there is no other."""
+    if config.pad_token_id is not None:
+        return config.pad_token_id
+    return int(requests.end_token_ids[0]) if requests.end_token_ids.size else 0
 
 
 def in_groups(
@@ -127,10 +157,10 @@ def in_groups(
 ) -> list[Mapping[str, np.ndarray]]:
     """Decodes groups of `count` sequences; each group runs until its last sequence ends."""
     total = requests.total_sequences
+    cache_length = check_memory(run, requests, count)
     groups = [np.arange(first, min(first + count, total)) for first in range(0, total, count)]
     # Every group is checked before the first one runs.
     runs = [group_run(run, requests, group, count) for group in groups]
-    cache_length = check_memory(run, requests, count)
     results = []
     for group, own in zip(groups, runs, strict=True):
         slots = Slots.filled(own, requests, group, count, cache_length)
@@ -146,6 +176,7 @@ def group_run(run: Run, requests: Requests, group: np.ndarray, slots: int) -> Ru
     return for_prompts(run, prompts, requests.num_prompts)
 
 
+@configured
 def init_state(
     model: Model,
     drafter: Drafter | None,
@@ -155,9 +186,10 @@ def init_state(
     max_new_tokens: int | Sequence[int] = 128,
     sampling: Sampling | None = None,
     num_sequences: int = 1,
-    eos_token_ids: Sequence[int] | None = None,
+    eos_token_ids: Iterable[int] | None = None,
     key: jax.Array | None = None,
     attention_implementation: str | Callable | None = None,
+    attention_mask: Sequence[Sequence[int]] | None = None,
     layout: Layout = UNPADDED,
 ) -> DecodeState:
     """Returns the state before the first `step`: prompts are prefilled and nothing is emitted.
@@ -177,6 +209,7 @@ def init_state(
     run, requests = check(
         run,
         prompts,
+        attention_mask=attention_mask,
         max_new_tokens=max_new_tokens,
         sampling=sampling,
         num_sequences=num_sequences,
@@ -184,11 +217,13 @@ def init_state(
         key=key,
     )
     slots = requests.total_sequences
+    cache_length = check_memory(run, requests, slots)
     group = np.arange(slots)
     run = group_run(run, requests, group, slots)
-    return begin_group(run, requests, group, slots, check_memory(run, requests, slots))
+    return begin_group(run, requests, group, slots, cache_length)
 
 
+@configured
 def step(
     model: Model,
     drafter: Drafter | Any | None,
@@ -197,7 +232,7 @@ def step(
     draft_length: DraftLength | Any | None = None,
     attention_implementation: str | Callable | None = None,
     layout: Layout = UNPADDED,
-    num_sequences: Int32[Array, ""] | None = None,
+    num_sequences: int | Int32[Array, ""] | None = None,
 ) -> tuple[DecodeState, StepInfo]:
     """Drafts, verifies and commits once for every sample that decodes.
 
@@ -221,6 +256,9 @@ def step(
             attention is unknown, a `free` drafter draws its
             tokens, or the attention, drafter or policy does not return what it should.
     """
+    check_instance("state", state, DecodeState, "what emsjax.init_state returned")
+    if num_sequences is not None and not is_traced(num_sequences):
+        num_sequences = jnp.int32(check_at_least("num_sequences", num_sequences, 1, INT32_MAX))
     if num_sequences is not None and layout != UNPADDED:
         raise ValueError("num_sequences must be None in a padded layout, which cannot feed prompts")
     run = make_run(

@@ -1,6 +1,5 @@
 """Temperature, top-k and top-p, and random bits per sequence and position."""
 
-import dataclasses
 import enum
 from typing import Any
 
@@ -10,20 +9,21 @@ import numpy as np
 from jaxtyping import Array, Float, Int32, Key
 
 import pallas_kernels
-from emsjax.checks import per_prompt
+from emsjax.checks import INT32_MAX, check_at_least, check_number, is_per_prompt, per_prompt
+from emsjax.values import pytree
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Sampling:
     """Settings by which the next token is drawn: temperature, then top-k, then top-p.
 
     Each field is one value for all prompts or one per prompt. Inside the device
-    loop it is an array [b], or None if no sample uses it.
+    loop it is an array [b], or None if no sample uses it. One top_k or top_p for all prompts
+    applies to those with a temperature above 0, of which there must be one; with one value per
+    prompt, prompts with temperature 0 must have the default.
 
     Attributes:
-        temperature: divides the logits; 0, the default, is greedy decoding, which ignores top_k
-            and top_p.
+        temperature: divides the logits; 0, the default, is greedy decoding.
         top_k: only the k likeliest tokens are kept, ties with the k-th included;
             0 keeps all.
         top_p: only the smallest set of likeliest tokens with at least this
@@ -39,27 +39,26 @@ class Sampling:
 
         Raises:
             ValueError: there is a wrong number of values, a negative or non-finite
-                temperature, a negative top_k, or a top_p outside (0, 1].
+                temperature, a negative top_k, a top_p outside (0, 1], or a top_k or top_p
+                without a temperature.
         """
-        columns = {}
-        for name, dtype in (("temperature", float), ("top_k", int), ("top_p", float)):
-            values = per_prompt(f"sampling.{name}", getattr(self, name), num_prompts)
-            columns[name] = np.array(values)
-            if columns[name].dtype.kind not in ("iu" if dtype is int else "iuf"):
-                raise ValueError(f"sampling.{name} must be of type {dtype.__name__}")
-        for value in columns["temperature"]:
-            if not (abs(value) <= np.finfo(np.float32).max and value >= 0):
-                raise ValueError(f"sampling.temperature must be finite and >= 0, not {value}")
-        if (columns["top_k"] < 0).any():
-            raise ValueError(f"sampling.top_k must be at least 0, not {columns['top_k'].min()}")
-        for value in columns["top_p"]:
-            if not 0 < value <= 1:
-                raise ValueError(f"sampling.top_p must lie in (0, 1], not {value}")
-        return Sampling(
-            columns["temperature"].astype(np.float32),
-            np.minimum(columns["top_k"], np.iinfo(np.int32).max).astype(np.int32),
-            columns["top_p"].astype(np.float32),
-        )
+        columns = {
+            name: np.array(
+                per_prompt(f"sampling.{name}", getattr(self, name), num_prompts, check), dtype
+            )
+            for name, (check, dtype, _) in FIELDS.items()
+        }
+        greedy = columns["temperature"] == 0
+        for name, (_, _, default) in FIELDS.items():
+            idle = greedy & (columns[name] != default)
+            given = getattr(self, name)
+            if idle.any() if is_per_prompt(given) else idle.all():
+                prompt = f" of prompts[{idle.argmax()}]" if is_per_prompt(given) else ""
+                raise ValueError(
+                    f"sampling.{name}{prompt} has no effect at temperature 0, which is greedy "
+                    f"decoding: set sampling.temperature above 0, or leave {name} at {default}"
+                )
+        return Sampling(**columns)
 
     def in_use(self) -> "Sampling | None":
         """The expanded settings without fields that have no effect; None if all are greedy."""
@@ -69,6 +68,27 @@ class Sampling:
         top_k = self.top_k if (sampled & (self.top_k > 0)).any() else None
         top_p = self.top_p if (sampled & (self.top_p < 1)).any() else None
         return Sampling(self.temperature, top_k, top_p)
+
+
+def _temperature(name: str, value: Any) -> float:
+    most = float(np.finfo(np.float32).max)
+    return check_number(name, value, "finite and >= 0", lambda x: 0 <= x <= most)
+
+
+def _top_k(name: str, value: Any) -> int:
+    return min(check_at_least(name, value, 0), INT32_MAX)
+
+
+def _top_p(name: str, value: Any) -> float:
+    return check_number(name, value, "in (0, 1]", lambda x: 0 < x <= 1)
+
+
+# The check, the dtype on the device and the value without effect of each field.
+FIELDS = {
+    "temperature": (_temperature, np.float32, 0.0),
+    "top_k": (_top_k, np.int32, 0),
+    "top_p": (_top_p, np.float32, 1.0),
+}
 
 
 class Purpose(enum.IntEnum):

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import jax
 
 from emsjax.checks import check_at_least
+from emsjax.configured import configured, configured_generator
 from emsjax.decode.base import Drafter, DraftLength, Model
 from emsjax.decode.row_counts import round_up
 from emsjax.engine.adapt import make_run
 from emsjax.engine.preparation import check, holds_prompts, with_checked_drafter
 from emsjax.engine.replicas import make_slots, reopen, rows_of_all
-from emsjax.engine.requests import check_requests
+from emsjax.engine.requests import PLACEHOLDER, check_requests
 from emsjax.engine.slots import sequences_of
 from emsjax.sampling import Sampling
 from emsjax.streaming import (
@@ -22,6 +23,7 @@ from emsjax.streaming import (
     Source,
     check_unseen,
     completions_of,
+    is_list,
     longest_sequence,
 )
 
@@ -42,6 +44,7 @@ class Engine:
         ValueError: as `emsjax.stream`; also if the drafter holds data for each prompt.
     """
 
+    @configured
     def __init__(
         self,
         model: Model,
@@ -63,12 +66,13 @@ class Engine:
             )
         self.longest = longest_sequence(run, max_len)
         self.run = with_checked_drafter(run, self.longest - 1)
-        requests = check_requests(model.config, [[0]], max_new_tokens=1)
+        requests = check_requests(model.config, **PLACEHOLDER, max_new_tokens=1)
         requests = dataclasses.replace(requests, max_len=round_up(self.longest, WIDTH))
         count = check_at_least("batch_size", batch_size, 1)
         self.slots = make_slots(self.run, requests, count, devices)
         self.last_call = lambda: None  # a weak reference to its results
 
+    @configured
     def stream(
         self,
         prompts: Iterable[Sequence[int]],
@@ -76,8 +80,9 @@ class Engine:
         sampling: Sampling | None = None,
         num_sequences: int = 1,
         *,
-        eos_token_ids: Sequence[int] | None = None,
+        eos_token_ids: Iterable[int] | None = None,
         key: jax.Array | None = None,
+        attention_mask: Sequence[Sequence[int]] | None = None,
     ) -> Iterator[Completion]:
         """Completes prompts in these slots: see `emsjax.stream`.
 
@@ -86,13 +91,14 @@ class Engine:
                 if another call's results have not all been read.
         """
         options = {
+            "attention_mask": attention_mask,
             "max_new_tokens": max_new_tokens,
             "sampling": sampling,
             "num_sequences": num_sequences,
             "eos_token_ids": eos_token_ids,
             "key": key,
         }
-        if hasattr(prompts, "__len__"):
+        if is_list(prompts):
             _, requests = check(self.run, prompts, **options)
             if requests.positions >= self.longest:
                 raise ValueError(
@@ -103,7 +109,7 @@ class Engine:
             requests = dataclasses.replace(requests, max_len=round_up(self.longest, WIDTH))
         else:
             _, requests = check_unseen(self.run, self.longest, **options)
-            source = Source(enumerate(prompts), self.run.model.config, requests, key, self.longest)
+            source = Source(enumerate(prompts), self.run.model.config, requests, self.longest)
             entries = source.entries()
         # The slots themselves notice a call only once its first result is asked for.
         last = self.last_call()
@@ -115,5 +121,6 @@ class Engine:
             results = source.completions(rows)
         else:
             results = completions_of(rows, requests.num_sequences)
+        results = configured_generator(results)
         self.last_call = weakref.ref(results)
         return results

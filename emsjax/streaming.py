@@ -7,11 +7,11 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from emsjax.checks import as_token_ids, check_at_least
+from emsjax.checks import check_at_least, refuse
+from emsjax.configured import configured, configured_generator
 from emsjax.decode.base import Drafter, DraftLength, Model, ModelConfig
 from emsjax.decode.row_counts import round_up
 from emsjax.decode.run import Run
@@ -19,15 +19,21 @@ from emsjax.engine.adapt import make_run
 from emsjax.engine.output import finish_reasons
 from emsjax.engine.preparation import check, holds_prompts, with_checked_drafter
 from emsjax.engine.replicas import make_slots, rows_of_all
-from emsjax.engine.requests import KEY_IMPL, Requests, check_positions, check_requests
+from emsjax.engine.requests import (
+    PLACEHOLDER,
+    Requests,
+    check_positions,
+    check_requests,
+    read_prompt,
+)
 from emsjax.engine.slots import Entry, Row, sequences_of
 from emsjax.sampling import Sampling
+from emsjax.values import comparable
 
-KEYS_AT_ONCE = 256
 WIDTH = 64  # cache lengths are multiples of it
 
 
-@dataclasses.dataclass(frozen=True)
+@comparable
 class Completion:
     """One sequence of a prompt; k = max_draft_tokens.
 
@@ -57,6 +63,7 @@ class Completion:
     error: str | None = None
 
 
+@configured
 def stream(
     model: Model,
     prompts: Iterable[Sequence[int]],
@@ -68,10 +75,11 @@ def stream(
     *,
     batch_size: int,
     max_len: int | None = None,
-    eos_token_ids: Sequence[int] | None = None,
+    eos_token_ids: Iterable[int] | None = None,
     key: jax.Array | None = None,
     attention_implementation: str | Callable | None = None,
     devices: Sequence[jax.Device] | None = None,
+    attention_mask: Sequence[Sequence[int]] | None = None,
 ) -> Iterator[Completion]:
     """Completes any number of prompts, `batch_size` sequences at a time, each as it finishes.
 
@@ -87,6 +95,7 @@ def stream(
             which set the size of the caches; None: as many as the model has positions for.
         devices: devices that each decode with a replica of the model and take prompts from the
             same queue; None: the model's device.
+        attention_mask: as for `emsjax.generate`; only with a sequence of prompts.
 
     Yields:
         A `Completion` for each sequence. A malformed or too long prompt from an iterator is
@@ -99,6 +108,7 @@ def stream(
             their number.
     """
     options = {
+        "attention_mask": attention_mask,
         "max_new_tokens": max_new_tokens,
         "sampling": sampling,
         "num_sequences": num_sequences,
@@ -106,16 +116,30 @@ def stream(
         "key": key,
     }
     run = make_run(model, drafter, draft_length, attention_implementation=attention_implementation)
-    if not hasattr(prompts, "__len__"):
+    if not is_list(prompts):
         sizes = {"batch_size": batch_size, "max_len": max_len}
         return stream_numbered(run, enumerate(prompts), **sizes, devices=devices, **options)
+    longest_sequence(run, max_len)  # checks it, although the prompts decide
     run, requests = check(run, prompts, **options)
     count = min(check_at_least("batch_size", batch_size, 1), requests.total_sequences)
     slots = make_slots(run, requests, count, devices)
     rows = rows_of_all(slots, sequences_of(requests))
-    return completions_of(rows, requests.num_sequences)
+    return configured_generator(completions_of(rows, requests.num_sequences))
 
 
+def is_list(prompts: Any) -> bool:
+    """Whether prompts are all there, rather than read from an iterator.
+
+    Raises:
+        ValueError: they are neither.
+    """
+    known = hasattr(prompts, "__len__")
+    if not known and not isinstance(prompts, Iterable):
+        refuse("prompts", "a sequence or an iterator of token-id sequences", prompts)
+    return known
+
+
+@configured
 def stream_numbered(
     run: Run,
     prompts: Iterator[tuple[int, Sequence[int]]],
@@ -132,9 +156,9 @@ def stream_numbered(
     batch_size = check_at_least("batch_size", batch_size, 1)
     longest = longest_sequence(run, max_len)
     run, requests = check_unseen(run, longest, **options)
-    source = Source(prompts, run.model.config, requests, options.get("key"), longest)
+    source = Source(prompts, run.model.config, requests, longest)
     slots = make_slots(run, requests, batch_size, devices)
-    return source.completions(rows_of_all(slots, source.entries()))
+    return configured_generator(source.completions(rows_of_all(slots, source.entries())))
 
 
 def longest_sequence(run: Run, max_len: int | None) -> int:
@@ -158,13 +182,15 @@ def check_unseen(run: Run, longest: int, **options: Any) -> tuple[Run, Requests]
         raise ValueError(
             "a drafter that holds data for each prompt needs a sequence of prompts, not an iterator"
         )
+    if options.get("attention_mask") is not None:
+        raise ValueError("attention_mask needs a sequence of prompts, not an iterator")
     # A placeholder prompt is used to check the other arguments.
-    requests = check_requests(run.model.config, [[0]], **options)
+    requests = check_requests(run.model.config, **(options | PLACEHOLDER))
     new = int(requests.max_new_tokens[0])
     if new >= longest:
         raise ValueError(
             f"max_new_tokens must be below {longest}, the tokens of a prompt and its continuation "
-            f"together, not {new}"
+            f"together (max_len), not {new}"
         )
     # The whole run has one width, so it need not be rounded to one of a few common widths.
     requests = dataclasses.replace(requests, max_len=round_up(longest, WIDTH))
@@ -185,13 +211,10 @@ class Source:
         prompts: Iterator[tuple[int, Sequence[int]]],
         config: ModelConfig,
         requests: Requests,
-        key: jax.Array | None,
         longest: int,
     ):
         self.prompts, self.config, self.requests = prompts, config, requests
-        self.key = jax.random.key(0, impl=KEY_IMPL) if key is None else key
         self.longest = longest
-        self.keys = {}  # the last block of keys, by the number of its first sequence
         self.error: BaseException | None = None
 
     def entries(self) -> Iterator["Entry | Completion"]:
@@ -205,7 +228,7 @@ class Source:
                 yield from (refusal(place, n, str(error)) for n in range(each))
                 continue
             for sequence in range(place * each, (place + 1) * each):
-                yield Entry(sequence, ids, new, self.key_of(sequence), sampling)
+                yield Entry(sequence, ids, new, self.requests.keys.data(sequence), sampling)
 
     def read(self) -> Iterator[tuple[int, Sequence[int]]]:
         """Yields the prompts; an error ends them and is stored in `self.error`."""
@@ -221,7 +244,7 @@ class Source:
             yield prompt
 
     def checked(self, place: int, prompt: Sequence[int], new: int) -> np.ndarray:
-        ids = as_token_ids(f"prompts[{place}]", prompt, self.config.vocab_size)
+        ids = read_prompt(self.config, place, prompt)
         check_positions(self.config, place, ids, new)
         if len(ids) + new > self.longest:
             raise ValueError(
@@ -230,24 +253,11 @@ class Source:
             )
         return ids
 
-    def key_of(self, sequence: int) -> np.ndarray:
-        """Returns the data of the sequence's key, which is the same as in `generate`."""
-        first = sequence - sequence % KEYS_AT_ONCE
-        if first not in self.keys:
-            self.keys = {first: np.asarray(_keys_from(self.key, first))}
-        return self.keys[first][sequence - first]
-
     def completions(self, rows: Generator[Row, None, None]) -> Iterator[Completion]:
         """Yields completions and refusals, then raises the iterator's error if there was one."""
         yield from completions_of(rows, self.requests.num_sequences)
         if self.error is not None:
             raise self.error
-
-
-@jax.jit
-def _keys_from(key: jax.Array, first: int) -> jax.Array:
-    numbers = first + jnp.arange(KEYS_AT_ONCE)
-    return jax.random.key_data(jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, numbers))
 
 
 def completions_of(rows: Generator[Row, None, None], num_sequences: int) -> Iterator[Completion]:

@@ -4,8 +4,10 @@ They are not meant for use, as `emsjax.generate` returns the same tokens sooner.
 step, loop, drafters and kernels, so the difference in time is the cost of padding.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+from emsjax.checks import check_flag
+from emsjax.configured import configured
 from emsjax.decode.base import Drafter, DraftLength, Model
 from emsjax.decode.layout import Layout
 from emsjax.engine.adapt import make_run
@@ -14,6 +16,7 @@ from emsjax.engine.preparation import check
 from emsjax.generation import complete
 
 
+@configured
 def generate(
     model: Model,
     prompts: Sequence[Sequence[int]],
@@ -24,8 +27,9 @@ def generate(
     unpad_kv_cache: bool = False,
     unpad_inputs: bool = False,
     batch_size: int | None = None,
-    eos_token_ids: Sequence[int] | None = None,
+    eos_token_ids: Iterable[int] | None = None,
     attention_implementation: str | Callable | None = None,
+    attention_mask: Sequence[Sequence[int]] | None = None,
 ) -> GenerateOutput:
     """Completes prompts greedily by the vanilla method or one of its two ablations.
 
@@ -52,6 +56,8 @@ def generate(
 
     Reference: EMS-SD, arXiv 2405.07542.
     """
+    unpad_inputs = check_flag("unpad_inputs", unpad_inputs)
+    unpad_kv_cache = check_flag("unpad_kv_cache", unpad_kv_cache)
     run = make_run(
         model,
         drafter,
@@ -59,5 +65,11 @@ def generate(
         attention_implementation=attention_implementation,
         layout=Layout(pad_inputs=not unpad_inputs, pad_kv_cache=not unpad_kv_cache),
     )
-    run, requests = check(run, prompts, max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids)
+    run, requests = check(
+        run,
+        prompts,
+        attention_mask=attention_mask,
+        max_new_tokens=max_new_tokens,
+        eos_token_ids=eos_token_ids,
+    )
     return complete(run, requests, batch_size=batch_size)

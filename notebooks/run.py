@@ -135,7 +135,7 @@ def load(path: Path) -> dict:
 
 
 def save(notebook: dict, path: Path) -> None:
-    text = json.dumps(notebook, indent=1, ensure_ascii=False, sort_keys=True)
+    text = json.dumps(notebook, indent=1, ensure_ascii=False, sort_keys=True, allow_nan=False)
     path.write_text(text + "\n", encoding="utf-8")
 
 
@@ -158,7 +158,7 @@ def run(path: Path, write: bool, limit: int, platform: str, output: Path | None)
 
     os.environ |= {**SURROUNDINGS, "JAX_PLATFORMS": platform}
     stored = normalise(stamp(load(path), path))
-    notebook = nbformat.reads(json.dumps(stored), as_version=4)
+    notebook = nbformat.reads(json.dumps(stored, allow_nan=False), as_version=4)
     begin = time.monotonic()
     client = nbclient.NotebookClient(
         notebook,

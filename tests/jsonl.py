@@ -104,6 +104,9 @@ class FakeStream:
         call.num_sequences, call.prompts, call.completions = num_sequences, {}, []
         self.calls.append(call)
         for place, prompt in prompts:
+            if not prompt:
+                yield from (streaming.refusal(place, n, "empty") for n in range(num_sequences))
+                continue
             call.prompts[place] = prompt
             for sequence in range(num_sequences):
                 if len(call.completions) == self.interrupt_after:

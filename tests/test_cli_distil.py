@@ -1,6 +1,7 @@
 """`emsjax distil`: what it leaves behind, how it goes on, and what it refuses."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,10 @@ from emsjax.cli.main import main, make_parser
 from emsjax.distillation.texts import read_texts
 
 LINES = [{"text": TEXTS[i % 5] * (1 + i % 4)} for i in range(14)]
-FILES = {"README.md", "config.json", "model.safetensors", command.RECORD, command.FIGURE}
+FILES = {
+    *("README.md", "config.json", "generation_config.json", "model.safetensors"),
+    *(command.RECORD, command.FIGURE),
+}
 
 
 @pytest.fixture
@@ -156,6 +160,58 @@ def test_a_finished_run_is_left_unchanged_and_another_is_refused(
     assert_error(capsys, main(arguments(tiny_model, data, whole)), "data_sha256")
 
 
+def poisoned_target(tiny_model, folder):
+    """The target with one weight that is NaN."""
+    shutil.copytree(tiny_model, folder)
+    model = emsjax.OPT.from_pretrained(folder, dtype=jnp.float32)
+    kernel = model.layers[0].fc2.kernel
+    kernel[...] = kernel[...].at[0, 0].set(jnp.nan)
+    model.save_pretrained(folder)
+    return folder
+
+
+RATE = ["--learning-rate", 1e18, "--steps", 12]
+DIVERGING = {  # options, error, and the step of the newest checkpoint
+    "rate too high": (RATE, "the loss of step 3 or its gradient is not finite", 2),
+    "target": ([], "the target's parameters are not finite", None),
+    "continuations": (["--start", "random"], "the target's logits are not finite", None),
+    "loss": (
+        ["--start", "random", "--generations", 0],
+        "the loss of step 1 or its gradient is not finite: nan; no checkpoint yet",
+        None,
+    ),
+    "evaluation": (
+        ["--start", "random", "--generations", 0, "--losses", "cross-entropy"],
+        "the target's logits are not finite for 3 of 3 prompts",
+        6,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DIVERGING)
+def test_a_run_whose_numbers_are_not_finite_leaves_no_draft_model(
+    tiny_model, data, tmp_path, capsys, case
+):
+    options, error, step = DIVERGING[case]
+    target = tiny_model
+    if case != "rate too high":
+        target = poisoned_target(tiny_model, tmp_path / "target")
+    run = arguments(target, data, tmp_path / "draft", *options)
+    for _ in range(2):  # started again, it ends as it did
+        assert main(run) == 1
+        said = capsys.readouterr().err.splitlines()
+        assert said[-1].startswith("emsjax: error: ")
+        assert error in said[-1]
+        assert not any(line.startswith("emsjax: ") for line in said[:-1])
+        folder = tmp_path / "draft"
+        left = {path.name for path in folder.iterdir()}
+        assert left <= {command.RECORD, command.GENERATIONS, command.CHECKPOINTS}
+        assert "results" not in record_of(folder)
+        checkpoints = distillation.Checkpoints(folder / command.CHECKPOINTS)
+        assert checkpoints.manager.latest_step() == step
+        checkpoints.close()
+
+
 def test_a_given_draft_model_is_trained_further(tmp_path, tiny_model, data):
     save_random_model(tmp_path / "start", 1, hidden_size=8, ffn_dim=16, num_attention_heads=1)
     run = arguments(tiny_model, data, tmp_path / "draft", "--draft-model", tmp_path / "start")
@@ -202,7 +258,7 @@ def test_without_matplotlib_everything_else_is_written(tmp_path, whole, monkeypa
     ("lines", "error"),
     [
         ([], "holds no texts"),
-        (['{"text": ""}'], "line 1"),
+        (['{"text": ""}'], "line 1: the text is empty"),
         (['{"text": "a"}', "{"], "line 2"),
         (['{"title": "a", "id": null}'], 'missing field "text"'),
         (["[1]"], "line 1: a record must be a JSON object"),

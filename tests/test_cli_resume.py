@@ -30,7 +30,7 @@ def test_an_interrupted_run_ends_with_the_results_of_an_uninterrupted_one(
     tiny_model, paths, monkeypatch, num_sequences, finished, cut_bytes
 ):
     write_records(paths.input)
-    options = ["--num-sequences", num_sequences]
+    options = ["--temperature", "1", "--num-sequences", num_sequences]
     monkeypatch.setattr(streaming, "stream_numbered", FakeStream())
     assert main(command(tiny_model, paths, *options)) == 0
     whole = paths.output.read_bytes()
@@ -55,7 +55,7 @@ def test_an_interrupted_run_ends_with_the_results_of_an_uninterrupted_one(
 @pytest.mark.parametrize("missing", [1, 5, 17, 32])
 def test_only_the_missing_sequences_of_a_record_are_appended(tiny_model, paths, fake, missing):
     write_records(paths.input)
-    options = ["--num-sequences", "3", "--batch-size", "6"]
+    options = ["--temperature", "1", "--num-sequences", "3", "--batch-size", "6"]
     assert main(command(tiny_model, paths, *options)) == 0
     whole = paths.output.read_bytes().splitlines(keepends=True)
     chosen = np.random.default_rng(0).permutation(len(whole))[missing:]
@@ -100,8 +100,11 @@ def test_a_killed_run_resumes_and_ends_with_the_plain_results(tiny_model, paths)
     paths.output = paths.output.with_name("plain.jsonl")
     assert main(command(tiny_model, paths, *sampling, "--batch-size", "24")) == 0
     expected = sorted(read_lines(paths.output), key=place)
-    for line, plain in zip(sorted(resumed, key=place), expected, strict=True):
-        assert line == plain | {"mean_logprob": pytest.approx(plain["mean_logprob"], rel=1e-4)}
+    # Log-probabilities differ by rounding, which may move a mean across the border of two values.
+    near = [line | {"mean_logprob": 0} for line in expected]
+    resumed = sorted(resumed, key=place)
+    assert [line | {"mean_logprob": 0} for line in resumed] == near
+    assert sum(line != plain for line, plain in zip(resumed, expected, strict=True)) <= 1
 
 
 def test_a_complete_output_is_left_unchanged_and_no_model_is_loaded(
@@ -124,7 +127,7 @@ CHANGES = {
     "drafter": ["--drafter", "prompt-lookup"],
     "max_prompt_tokens": ["--max-prompt-tokens", "9"],
     "temperature": ["--temperature", "0.5"],
-    "num_sequences": ["--num-sequences", "2"],
+    "num_sequences": ["--temperature", "1", "--num-sequences", "2"],
 }
 
 
@@ -189,7 +192,7 @@ def test_a_line_without_a_valid_sequence_is_named(
     tiny_model, paths, fake, capsys, place, wrong, part
 ):
     write_records(paths.input)
-    options = ["--num-sequences", "3"]
+    options = ["--temperature", "1", "--num-sequences", "3"]
     assert main(command(tiny_model, paths, *options)) == 0
     lines = read_lines(paths.output)[:8]
     del lines[place]["sequence"]
@@ -205,7 +208,7 @@ def test_a_line_without_a_valid_sequence_is_named(
 
 def test_a_sequence_that_appears_twice_is_named(tiny_model, paths, fake, capsys):
     write_records(paths.input)
-    options = ["--num-sequences", "3"]
+    options = ["--temperature", "1", "--num-sequences", "3"]
     assert main(command(tiny_model, paths, *options)) == 0
     lines = read_lines(paths.output)[:5]
     write_records(paths.output, [*lines, lines[1]])

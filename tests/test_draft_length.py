@@ -113,7 +113,7 @@ class Watching:
         return state
 
 
-REPEATING = [[5, 6, 7, 8, 5, 6], [3, 4, 9], [1, 2, 9, 1, 2], [5, 6, 7, 8, 9, 5, 6], [5, 6, 5, 6]]
+REPEATING = [[5, 6, 7, 8, 5, 6], [3, 4, 9], [7, 8, 9, 7, 8], [5, 6, 7, 8, 9, 5, 6], [5, 6, 5, 6]]
 ROOM, ACTIVE = [9, 9, 3, 9, 9], [True, True, True, True, False]
 
 
@@ -319,9 +319,9 @@ def test_other_settings_need_no_new_compilation(first, second):
         (lambda: emsjax.BassHeuristic(initial=9, limit=8), "initial must be at most limit=8"),
         (lambda: emsjax.BassHeuristic(increment=2**40), "increment must be at most 1073741824"),
         (lambda: emsjax.BatchSizeTable([1, 2]), "table must be a mapping, not list"),
-        (lambda: emsjax.BatchSizeTable({1: 1, "a": 2}), "size of table must be an integer"),
+        (lambda: emsjax.BatchSizeTable({1: 1, "a": 2}), "key of table must be an integer"),
         (lambda: emsjax.BatchSizeTable({}), "table is empty"),
-        (lambda: emsjax.BatchSizeTable({0: 1}), "size of table must be at least 1"),
+        (lambda: emsjax.BatchSizeTable({0: 1}), "key of table must be at least 1"),
         (lambda: emsjax.BatchSizeTable({4: -1}), r"table\[4\] must be at least 0"),
     ],
 )

@@ -216,6 +216,7 @@ SAMPLING = emsjax.Sampling(0.9, top_p=0.95)
 def four_tokens(seed):
     config = emsjax.OPTConfig(
         vocab_size=CELLS,
+        pad_token_id=None,  # all four are text
         hidden_size=8,
         num_hidden_layers=1,
         ffn_dim=8,

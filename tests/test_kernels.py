@@ -278,7 +278,7 @@ def test_blocks_outside_of_all_windows_are_in_no_share():
 
 @pytest.mark.parametrize("window", [0, -1, 2.0, "3"])
 def test_a_window_that_is_not_a_positive_integer_raises_an_error(window):
-    with pytest.raises(ValueError, match="window must be None or an integer of at least 1"):
+    with pytest.raises(ValueError, match=r"window must be (an integer of )?at least 1"):
         pallas_kernels.ragged_attention(*map(jnp.asarray, case([1] * 4, [1] * 4)), window=window)
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -162,6 +163,11 @@ def test_a_bad_name_is_refused_before_the_work(bench, capsys, name, part):
     assert part in shown
     assert shown.count("\n") == 1
     assert not measured
+
+
+def test_in_python_the_file_is_named_without_an_option():
+    with pytest.raises(ValueError, match=r"^a\.txt must end in one of \."):
+        plotting.check_format(Path("a.txt"))
 
 
 def test_without_matplotlib_its_extra_is_named(bench, results, monkeypatch, capsys):

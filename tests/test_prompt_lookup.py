@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy import tiny_model
+from toy import NEARLY_GREEDY, tiny_model
 
 import emsjax
 
@@ -66,7 +66,8 @@ def test_drafts_copy_the_tokens_after_the_last_occurrence(
 def test_a_step_of_several_sequences_per_prompt_needs_references_for_each():
     model, prompts = tiny_model(), [[5, 6, 5], [9]]
     drafter = emsjax.PromptLookup(references=prompts)
-    state = emsjax.init_state(model, drafter, prompts, num_sequences=2, max_new_tokens=4)
+    options = {"num_sequences": 2, "max_new_tokens": 4, **NEARLY_GREEDY}
+    state = emsjax.init_state(model, drafter, prompts, **options)
     with pytest.raises(ValueError, match="2 references for 4 samples"):
         emsjax.step(model, drafter, state)
     served = drafter.for_prompts(np.arange(4) // 2, 2)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy import CARELESS, ragged_prompts, tiny_model
+from toy import CARELESS, NEARLY_GREEDY, ragged_prompts, tiny_model
 
 import emsjax
 from emsjax.decode import refill as feeding
@@ -145,7 +145,7 @@ def slots_for(model, prompts, *, count, drafter=None, **asked):
 
 def test_a_prompt_is_fed_once_for_any_number_of_sequences():
     model, prompts = tiny_model(), ragged_prompts([9, 20, 14])
-    asked = {"max_new_tokens": 6, "num_sequences": 8, "eos_token_ids": ()}
+    asked = {"max_new_tokens": 6, "num_sequences": 8, "eos_token_ids": (), **NEARLY_GREEDY}
     served, sequences, _ = slots_for(model, prompts, count=4, **asked)
     rows = list(served.serve(sequences))
     assert len(rows) == 24
@@ -215,7 +215,7 @@ def test_slots_are_not_idle_while_sequences_wait():
 
 def test_prompts_of_several_sequences_are_admitted_together():
     model, prompts = tiny_model(), ragged_prompts([6] * 8)
-    asked = {"max_new_tokens": 6, "num_sequences": 2, "eos_token_ids": ()}
+    asked = {"max_new_tokens": 6, "num_sequences": 2, "eos_token_ids": (), **NEARLY_GREEDY}
     served, sequences, _ = slots_for(model, prompts, count=8, **asked)
     assert len(list(served.serve(sequences))) == 16
     # Two rounds of one step for all prompts and one per token. Sequences that copy a prompt's

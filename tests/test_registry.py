@@ -109,6 +109,24 @@ def test_results_name_command_commit_versions_hardware_and_settings(tmp_path):
     assert found["settings"] == {"k": 1}
 
 
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "{}", '{"settings": {"k": 1}}'])
+def test_a_file_without_results_is_left_unchanged(tmp_path, text):
+    options = Namespace(output=tmp_path / "a.json", commit="abc", resumes=True)
+    options.output.write_text(text)
+    with pytest.raises(ValueError, match=r"a\.json holds no results"):
+        writer.begin(options, "", {"k": 1})
+    assert options.output.read_text() == text
+
+
+def test_a_device_takes_results_and_keeps_none(tmp_path):
+    (tmp_path / "device").symlink_to("/dev/null")
+    options = Namespace(output=tmp_path / "device", commit="abc", resumes=True)
+    results = writer.begin(options, "", {"k": float("nan")})
+    writer.add_entry({"ms": float("inf")}, results, options.output)
+    assert [path.name for path in tmp_path.iterdir()] == ["device"]
+    assert options.output.is_char_device()
+
+
 def test_only_a_run_that_resumes_keeps_earlier_entries(tmp_path):
     options = Namespace(output=tmp_path / "a.json", commit="abc", resumes=True)
     writer.add_entry({"ms": 2.0}, writer.begin(options, "", {"k": 1}), options.output)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy import VOCAB, ragged_prompts, tiny_model
+from toy import NEARLY_GREEDY, VOCAB, ragged_prompts, tiny_model
 
 import emsjax
 from emsjax import vanilla
@@ -185,7 +185,7 @@ def test_observed_hidden_states_equal_those_of_a_fresh_forward(taps, num_sequenc
     model, prompts, kernels = tiny_model(), ragged_prompts(LENGTHS), resolve_kernels(None)
     right = emsjax.generate(model, prompts, max_new_tokens=9)
     drafter = Watching(model, jnp.arange(VOCAB, dtype=jnp.int32), taps=taps)
-    asked = {"max_new_tokens": 9, "num_sequences": num_sequences}
+    asked = {"max_new_tokens": 9, "num_sequences": num_sequences, **NEARLY_GREEDY}
     run, requests = check(make_run(model, drafter), prompts, **asked)
     count = num_sequences * len(LENGTHS)
     if refilled:

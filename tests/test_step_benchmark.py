@@ -45,6 +45,21 @@ def test_wrong_shapes_are_refused(text, capsys):
     )
 
 
+def test_a_negative_number_of_kernels_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        BENCHMARKS["step"].main(["--profile-top", "-1"])
+    assert "--profile-top: must be at least 0, not -1" in capsys.readouterr().err
+
+
+def test_attention_is_chosen_alike_in_all_benchmarks():
+    for name in ("step", "overheads"):
+        parser = BENCHMARKS[name].make_parser()
+        assert parser.parse_args([]).attention is None
+        assert parser.parse_args(["--attention", "xla"]).attention == "xla"
+        with pytest.raises(SystemExit):
+            parser.parse_args(["--attention", "None"])
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     path = tmp_path_factory.mktemp("step") / "step.json"

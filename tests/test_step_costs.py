@@ -78,17 +78,26 @@ def test_one_time_of_a_draft_step_serves_all_batch_sizes():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: emsjax.StepCosts.of({}), "must each hold at least one"),
-        (lambda: emsjax.StepCosts.of({1: 1.0}, draft_ms={}), "must each hold at least one"),
-        (lambda: emsjax.StepCosts.of({1: 1.0, 2: 0.0}), "row_ms must be finite and above 0"),
-        (lambda: emsjax.StepCosts.of({1: 1.0, 2: math.nan}), "row_ms must be finite and above 0"),
-        (lambda: emsjax.StepCosts.of({1: "x"}), "row_ms must be finite and above 0"),
-        (lambda: emsjax.StepCosts.of({0: 1.0}), "rows or slots must be at least 1, not 0"),
-        (lambda: emsjax.StepCosts.of({1: 1.0}, -0.1), "token_ms, draft_ms and reread at least 0"),
-        (lambda: emsjax.StepCosts.of({1: 1.0}, draft_ms=-1.0), "draft_ms and reread at least 0"),
+        (lambda: emsjax.StepCosts.of({}), "row_ms is empty"),
+        (lambda: emsjax.StepCosts.of({1: 1.0}, draft_ms={}), "draft_ms is empty"),
+        (lambda: emsjax.StepCosts.of({1: 1.0, 2: 0.0}), r"row_ms\[2\] must be finite and"),
+        (
+            lambda: emsjax.StepCosts.of({1: 1.0, 2: math.nan}),
+            r"row_ms\[2\] must be finite and",
+        ),
+        (lambda: emsjax.StepCosts.of({1: "x"}), r"row_ms\[1\] must be finite and above 0"),
+        (lambda: emsjax.StepCosts.of({0: 1.0}), "a key of row_ms must be at least 1, not 0"),
+        (
+            lambda: emsjax.StepCosts.of({1: 1.0}, -0.1),
+            "token_ms must be .* at least 0, not -0.1",
+        ),
+        (
+            lambda: emsjax.StepCosts.of({1: 1.0}, draft_ms=-1.0),
+            "draft_ms must be finite and at least",
+        ),
         (
             lambda: emsjax.StepCosts.of({1: 1.0}, draft_ms={1: 0, 2: -1}),
-            "draft_ms and reread at least 0",
+            r"draft_ms\[2\] must be finite and at least 0",
         ),
     ],
     ids=[

@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from toy import VOCAB, ragged_prompts, tiny_model
+from toy import NEARLY_GREEDY, VOCAB, ragged_prompts, tiny_model
 
 import emsjax
 from emsjax.decode.step import decode_loop
@@ -122,6 +122,7 @@ def test_caches_of_an_iterator_are_not_much_longer_than_the_model_allows(monkeyp
 def test_refused_prompts_are_yielded_at_once():
     endless = ([VOCAB] for _ in itertools.count())
     options = {"max_new_tokens": 4, "batch_size": 2, "max_len": 16, "num_sequences": 2}
+    options |= NEARLY_GREEDY
     refused = emsjax.stream(tiny_model(), endless, **options)
     found = [(c.prompt, c.sequence, c.finish_reason) for c in itertools.islice(refused, 4)]
     assert found == [(place, n, "refused") for place in (0, 1) for n in (0, 1)]

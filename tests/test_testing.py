@@ -299,7 +299,8 @@ def test_a_drafter_whose_drafts_are_not_verified_or_accepted_is_not_judged(few_t
     # Only the likeliest token is sampled, after a prompt where that is not one of the drafts'.
     likeliest = SAMPLED | {"sampling": emsjax.Sampling(0.9, top_k=1), "samples": 64}
     prompts = [[i, j] for i in range(8) for j in range(8)]
-    greedy = emsjax.generate(few_tokens, prompts, max_new_tokens=3).tokens
+    mask = [[1, 1]] * len(prompts)  # the padding token is one of them
+    greedy = emsjax.generate(few_tokens, prompts, max_new_tokens=3, attention_mask=mask).tokens
     prompt = prompts[np.flatnonzero(~np.isin(greedy, (3, 4, 5)).any(axis=1))[0]]
     with pytest.raises(ValueError, match=r"none of [0-9]+ draft tokens was accepted"):
         assert_same_distribution(few_tokens, drafter, prompt, **likeliest)

@@ -12,6 +12,8 @@ import emsjax
 
 VOCAB = 61
 POSITIONS = 64
+# Sampling that emits the greedy tokens, for several sequences of a prompt.
+NEARLY_GREEDY = {"sampling": emsjax.Sampling(1e-30), "key": jax.random.key(0)}
 
 
 @functools.cache

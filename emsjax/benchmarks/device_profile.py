@@ -7,11 +7,12 @@ from typing import Any
 
 from emsjax.benchmarks import step_costs
 from emsjax.benchmarks.options import PROFILED_BATCH_SIZES, PROFILED_CONTEXT, PROFILED_DRAFT_TOKENS
-from emsjax.benchmarks.results import surroundings, write_results
+from emsjax.benchmarks.results import write_results
 from emsjax.benchmarks.runs import LONG, SHORT
 from emsjax.models.config import DecoderConfig
 from emsjax.policies import profiles as profile_store
 from emsjax.terminal.reporting import check_writable, own_version
+from emsjax.terminal.surroundings import surroundings
 
 
 def measure_and_store(

@@ -19,7 +19,7 @@ from emsjax.benchmarks.subjects import check_shapes
 from emsjax.benchmarks.workloads import EmbeddedModels, ScriptedModels
 from emsjax.policies import profiles as profile_store
 from emsjax.policies.costs import FORMAT
-from emsjax.terminal.reporting import check_writable, make_console, progress
+from emsjax.terminal.reporting import check_plot, check_writable, make_console, progress
 
 
 def run(options: argparse.Namespace, command: str) -> int:
@@ -35,9 +35,7 @@ def run(options: argparse.Namespace, command: str) -> int:
         if name not in models.workloads:
             known = ", ".join(models.workloads)
             raise ValueError(f"--workloads: {name!r} is none of --shape {options.shape}: {known}")
-    if options.plot is not None:
-        plotting.check_format(options.plot)
-    check_writable("--plot", options.plot)
+    check_plot(options.plot)
     check_writable("--output", options.output)
     say = progress()
     wanted = profile_store.subject(models.config, models.draft_config, models.dtype)

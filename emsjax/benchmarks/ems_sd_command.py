@@ -22,7 +22,13 @@ from emsjax.benchmarks.workloads import ScriptedModels, Workload
 from emsjax.drafters import DraftModel, PromptLookup
 from emsjax.policies import profiles as profile_store
 from emsjax.terminal.options import flag
-from emsjax.terminal.reporting import check_writable, make_console, make_table, progress
+from emsjax.terminal.reporting import (
+    check_plot,
+    check_writable,
+    make_console,
+    make_table,
+    progress,
+)
 
 OF_DRAFT = {
     "llma": ("prompt-lookup", PROFILES["llma"], ("draft_tokens", "miss", "whole", "decay")),
@@ -43,11 +49,9 @@ def run(options: argparse.Namespace, command: str) -> int:
         if method not in ems_sd.METHODS:
             known = ", ".join(ems_sd.METHODS)
             raise ValueError(f"--methods: {method!r} is none of {known}")
-    if options.plot is not None:
-        if ems_sd.GREEDY not in methods:
-            raise ValueError(f"--plot shows speed-ups: --methods must name {ems_sd.GREEDY}")
-        plotting.check_format(options.plot)
-    check_writable("--plot", options.plot)
+    if options.plot is not None and ems_sd.GREEDY not in methods:
+        raise ValueError(f"--plot shows speed-ups: --methods must name {ems_sd.GREEDY}")
+    check_plot(options.plot)
     check_writable("--output", options.output)
     rates = rates_of(options)
     make, subject = (scripted if options.model is None else texts)(options)

@@ -22,12 +22,14 @@ import jax
 import numpy as np
 
 from emsjax.benchmarks.registry import BENCHMARKS
-from emsjax.benchmarks.results import surroundings, write_results
+from emsjax.benchmarks.results import write_results
 from emsjax.benchmarks.runs import random_model
 from emsjax.benchmarks.shapes import MODELS
 from emsjax.drafters import DraftModel, PromptLookup
 from emsjax.generation import generate
+from emsjax.records.writing import to_json
 from emsjax.terminal.options import flag
+from emsjax.terminal.surroundings import surroundings
 
 PROMPT_TOKENS, NEW_TOKENS = 900, 128
 
@@ -65,7 +67,7 @@ def in_new_process(arguments: Sequence[str], cache: str) -> dict[str, Any]:
 
 def run(options: argparse.Namespace, command: str) -> int:
     if options.in_process:
-        print(json.dumps(decode_twice(options)))
+        print(to_json(decode_twice(options)))
         return 0
     # This process leaves the device to the others, which report versions and hardware.
     results: dict[str, Any] = {"command": command}

@@ -8,6 +8,7 @@ from emsjax.benchmarks.shapes import MODELS
 from emsjax.terminal.options import (
     DEFAULT_DTYPE,
     DTYPES,
+    count,
     names,
     positive_float,
     positive_int,
@@ -37,6 +38,11 @@ def add_number(parser: argparse.ArgumentParser, option: str, default: int, what:
 
 def add_context(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--context", 900, "mean cached tokens per sample")
+
+
+def add_attention(parser: argparse.ArgumentParser) -> None:
+    choices = ("triton", "xla")
+    parser.add_argument("--attention", choices=choices, help="default: the device's")
 
 
 def add_batch_sizes(parser, default: tuple[int, ...] | None = None, shown: str = "") -> None:
@@ -207,11 +213,17 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
     add_model(parser, "opt-6.7b")
     add("--layers", **NUMBER, help="another depth; the floor is that model's")
     add_context(parser)
-    add("--attention", choices=("None", "triton", "xla"), default="None", help="default: None")
+    add_attention(parser)
     rate = "for the floor (default: an H200's, %(default)g)"
     add("--read-rate", type=positive_float, default=H200.read / 1e12, help=f"TB/s {rate}")
     add("--matmul-rate", type=positive_float, default=H200.matmul / 1e12, help=f"TFLOP/s {rate}")
-    add("--profile-top", type=int, default=25, help="kernels to list (default: 25; 0: no profile)")
+    add(
+        "--profile-top",
+        type=count,
+        default=25,
+        metavar="N",
+        help="kernels to list (default: 25; 0: no profile)",
+    )
     add_result_options(parser, resumes=False)
 
 
@@ -226,7 +238,7 @@ def add_overheads_options(parser: argparse.ArgumentParser) -> None:
     add_model(parser, "opt-6.7b")
     add_model(parser, "opt-125m", "--draft-model")
     add_context(parser)
-    parser.add_argument("--attention", choices=("triton", "xla"), help="default: the device's")
+    add_attention(parser)
     add_result_options(parser, resumes=False)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from emsjax.benchmarks import options as of
 from emsjax.terminal.options import OneLineErrorParser
-from emsjax.terminal.reporting import exit_code
+from emsjax.terminal.reporting import exit_code, is_kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Benchmark:
         command = shlex.join([*self.program, *arguments])
         return exit_code(
             lambda: self.run(options, command),
-            resumes=self.resumes and options.output is not None,
+            resumes=self.resumes and is_kept(options.output),
         )
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from emsjax.records.output import write_atomically
-from pallas_kernels.benchmark import report
+from emsjax.records.writing import is_stream, to_json, write_atomically
+from emsjax.terminal.surroundings import surroundings
 
 
 def begin(
@@ -39,23 +39,10 @@ def begin(
     return results
 
 
-def surroundings(commit: str | None, *packages: str) -> dict[str, Any]:
-    """Commit, versions and hardware, on which figures depend as they do on the settings.
-
-    Args:
-        commit: None: the checkout's.
-        packages: further packages whose versions matter.
-    """
-    found = report.surroundings("jax", "jaxlib", "flax", "numpy", *packages)
-    hardware = found["hardware"]
-    hardware["device"] = hardware.pop("device_kind")
-    return {**found, "commit": commit or report.checkout_commit()}
-
-
 def write_results(results: Mapping[str, Any], output: Path | None) -> None:
     """Write the results as JSON, if there is a file to write them to."""
     if output is not None:
-        write_atomically(output, json.dumps(results, indent=1))
+        write_atomically(output, to_json(results, indent=1))
 
 
 def add_entry(
@@ -76,14 +63,14 @@ def resume(settings: Mapping[str, Any], results: dict[str, Any], output: Path | 
         ValueError: the file belongs to another run.
     """
     results["settings"], results["entries"] = dict(settings), []
-    if output is None or not output.exists():
+    if output is None or not output.exists() or is_stream(output):
         return
     try:
         before = json.loads(output.read_bytes())
     except ValueError as error:
         raise ValueError(f"{output} holds no results: {error}") from error
-    if not isinstance(before, dict):
+    if not (isinstance(before, dict) and isinstance(before.get("entries"), list)):
         raise ValueError(f"{output} holds no results")
-    if before.get("settings") != json.loads(json.dumps(settings)):
+    if before.get("settings") != json.loads(to_json(settings)):
         raise ValueError(f"{output} holds results with other settings")
     results["entries"] = before["entries"]

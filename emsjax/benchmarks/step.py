@@ -112,7 +112,6 @@ def run(options: argparse.Namespace, command: str) -> int:
     config = MODELS[options.model]
     if options.layers is not None:
         config = config.resized(layers=options.layers)
-    attention = None if options.attention == "None" else options.attention
     rates = {
         "reference": Rates(options.read_rate * 1e12, options.matmul_rate * 1e12),
         "measured": measured_rates(large=jax.default_backend() == "gpu"),
@@ -123,13 +122,14 @@ def run(options: argparse.Namespace, command: str) -> int:
         "dtype": "bfloat16",
         "context": options.context,
         "repetitions": REPETITIONS,
-        "attention": resolve_kernels(attention).attention.implementation,
+        "attention": resolve_kernels(options.attention).attention.implementation,
     }
     results = begin(options, command, settings, entries="shapes")
     results["rates"] = {name: rate.describe() for name, rate in rates.items()}
     model = random_model(config)
     for shape in options.shapes:
-        entry = measure(model, shape, options.context, attention, rates, options.profile_top)
+        asked = (options.context, options.attention)
+        entry = measure(model, shape, *asked, rates, options.profile_top)
         report(entry)
         add_entry(entry, results, options.output, "shapes")
     return 0

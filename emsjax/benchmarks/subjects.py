@@ -10,7 +10,7 @@ from emsjax.device import dtype_name
 from emsjax.models.decoder import Decoder
 from emsjax.models.pretrained import from_pretrained
 from emsjax.records.input import Records, survey
-from emsjax.records.prompts import Prompts, check_prompts
+from emsjax.records.prompts import Limits, Prompts, check_prompts
 from emsjax.terminal.models import load_config, load_tokenizer
 from emsjax.terminal.options import flag
 
@@ -60,15 +60,15 @@ def read_trained(options: argparse.Namespace, max_prompts: int, largest_batch: i
     records = Records(options.data, options.prompt_template)
     data = survey(records)
     tokenizer = load_tokenizer(options.model, options.revision, keep="last")
-    tokenized = Prompts(records, tokenizer, options.max_prompt_tokens)
+    config = load_config(options.model, options.revision)
+    limits = Limits(options.max_new_tokens, config.max_position_embeddings, config.vocab_size)
+    tokenized = Prompts(records, tokenizer, options.max_prompt_tokens, limits)
     prompts = list(itertools.islice(tokenized, max_prompts))
     if len(prompts) < largest_batch:
         raise ValueError(
             f"--batch-sizes: {largest_batch} is more than the {len(prompts)} prompts of --data"
         )
-    config = load_config(options.model, options.revision)
-    limits = (config.max_position_embeddings, config.vocab_size)
-    check_prompts(prompts, options.max_new_tokens, *limits)
+    check_prompts(prompts)
     dtype = dtype_name(options.dtype)
 
     def loads(model: str, revision: str | None) -> Callable[[], Decoder]:

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from emsjax import distillation, plotting
-from emsjax.benchmarks.results import surroundings
+from emsjax.distillation.finite import check_finite
 from emsjax.distillation.losses import check_losses
 from emsjax.distillation.model_card import gains, model_card
 from emsjax.distillation.pruning import PROJECTED, num_parameters, pruned_config
@@ -24,10 +24,12 @@ from emsjax.distillation.texts import hold_out, read_texts, tokenize
 from emsjax.models.config import DecoderConfig
 from emsjax.models.decoder import Decoder
 from emsjax.models.pretrained import from_pretrained
-from emsjax.records.output import write_atomically
-from emsjax.terminal.models import load_config, revision_of
+from emsjax.records.reading import in_one_line
+from emsjax.records.writing import to_json, write_atomically
+from emsjax.terminal.models import load_config, load_tokenizer
 from emsjax.terminal.options import flag
 from emsjax.terminal.reporting import line, make_console, progress
+from emsjax.terminal.surroundings import surroundings
 
 RECORD = "distillation.json"  # settings of the run, and when it is done its results
 GENERATIONS, CHECKPOINTS, FIGURE = "generations.json", "checkpoints", "distillation.png"
@@ -144,9 +146,7 @@ def prepare(
             f"--batch-size must be a multiple of {devices}, the number of local devices, "
             f"not {options.batch_size}"
         )
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(options.target, **revision_of(options.revision))
+    tokenizer = load_tokenizer(options.target, options.revision)
     ends = config.eos_token_ids
     sizes = {"vocab_size": config.vocab_size, "end_token_ids": ends}
     documents = {path: tokenize(tokenizer, of, str(path), **sizes) for path, of in texts.items()}
@@ -176,11 +176,12 @@ def open_output(options: argparse.Namespace) -> dict[str, Any]:
         path = getattr(options, name)
         digest = None if path is None else hashlib.sha256(path.read_bytes()).hexdigest()
         settings[name + "_sha256"] = digest
-    settings = json.loads(json.dumps(settings))
+    settings = json.loads(to_json(settings))
     folder, path = options.output, options.output / RECORD
     if path.exists():
-        record = json.loads(path.read_bytes())
-        before = record["settings"]
+        with in_one_line(f"--output: {path} does not belong to a run"):
+            record = json.loads(path.read_bytes())
+            before = {**record["settings"]}
         changes = [
             f"{name} was {before.get(name)!r}, is now {value!r}"
             for name, value in settings.items()
@@ -195,7 +196,7 @@ def open_output(options: argparse.Namespace) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     if {path.name for path in folder.iterdir()} - unfinished:
         raise ValueError(f"--output: {folder} holds something else")
-    write_atomically(path, json.dumps({"settings": settings}, indent=1))
+    write_atomically(path, to_json({"settings": settings}, indent=1))
     return {"settings": settings}
 
 
@@ -206,7 +207,12 @@ def run(
     training: Documents,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Train, save and evaluate."""
+    """Train, evaluate and save.
+
+    Raises:
+        NonFiniteError: a loss, or anything that follows from it, is not finite. The newest
+            checkpoint is from before that step, and no draft model has been written.
+    """
     load = from_pretrained
     target = load(options.target, dtype=options.dtype, revision=options.revision)
     if options.draft_model is not None:
@@ -219,7 +225,7 @@ def run(
     training = training + generations(options, target, training, say)
     model, losses = train(options, start, target, training, say)
     model, start = (one.astype(options.dtype) for one in (model, start))
-    model.save_pretrained(options.output)
+    check_finite(f"the trained parameters in {options.dtype}", nnx.state(model))
     results = {
         "losses": losses.tolist(),
         "parameters": {"target": num_parameters(target), "draft": num_parameters(model)},
@@ -236,6 +242,7 @@ def run(
             draft_tokens=options.draft_tokens,
             new_tokens=options.max_new_tokens,
         )
+    model.save_pretrained(options.output)  # only a draft model whose figures are known
     return results
 
 
@@ -256,8 +263,9 @@ def generations(
             temperature=options.temperature,
             seed=options.seed,
         )
-        write_atomically(path, json.dumps([ids.tolist() for ids in new]))
-    return [np.array(ids, np.int32) for ids in json.loads(path.read_bytes())]
+        write_atomically(path, to_json([ids.tolist() for ids in new]))
+    with in_one_line(f"--output: {path} cannot be read"):
+        return [np.array(ids, np.int32) for ids in json.loads(path.read_bytes())]
 
 
 def train(options: argparse.Namespace, start, target, training: Documents, say):
@@ -284,23 +292,25 @@ def train(options: argparse.Namespace, start, target, training: Documents, say):
             every=options.checkpoint_every,
             say=say,
         )
+    except distillation.NonFiniteError as error:
+        step = checkpoints.manager.latest_step()
+        kept = "no checkpoint yet" if step is None else f"the checkpoint of step {step} is kept"
+        advice = "try a lower --learning-rate with another --output"
+        raise distillation.NonFiniteError(f"{error}; {kept}; {advice}") from error
     finally:
         checkpoints.close()
 
 
 def finish(folder: Path, record: dict[str, Any], say: Callable[[str], None]) -> None:
     """Write everything that needs the results; the record is last, as it marks the run as done."""
-    from transformers import AutoTokenizer
-
     settings = record["settings"]
-    revision = revision_of(settings["revision"])
-    AutoTokenizer.from_pretrained(settings["target"], **revision).save_pretrained(folder)
+    load_tokenizer(settings["target"], settings["revision"]).save_pretrained(folder)
     (folder / "README.md").write_text(model_card(record))
     try:
         plotting.distillation_figure(record["results"]).savefig(folder / FIGURE)
     except ImportError as error:
         say(f"no figure: {error}")
-    write_atomically(folder / RECORD, json.dumps(record, indent=1))
+    write_atomically(folder / RECORD, to_json(record, indent=1))
     clean_up(folder)
 
 

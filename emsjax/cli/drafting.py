@@ -33,10 +33,10 @@ def load_drafter(options: RunOptions, target, tokenizer_size: int, positions: in
     model = from_pretrained(
         options.draft_model, dtype=options.dtype, revision=options.draft_revision
     )
-    same_size = model.config.vocab_size == target.vocab_size
-    drafter = DraftModel(
-        model, options.max_draft_tokens, vocab_size=None if same_size else tokenizer_size
-    )
+    sizes = {model.config.vocab_size, target.vocab_size}
+    # Of vocabularies of different sizes, only ids that both models and the tokenizer have.
+    shared = None if len(sizes) == 1 else min(*sizes, tokenizer_size)
+    drafter = DraftModel(model, options.max_draft_tokens, vocab_size=shared)
     drafter.check_target(target, positions)
     return drafter
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import json
 import time
 from pathlib import Path
 
@@ -15,11 +16,14 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from emsjax.checks import as_token_ids
 from emsjax.cli.drafting import draft_policy, load_drafter, resolve
 from emsjax.cli.generate_arguments import RunOptions
-from emsjax.records.input import Record, Records, survey
+from emsjax.cli.summary import Tally, output_line, report_errors
+from emsjax.records.input import Records, survey
 from emsjax.records.output import open_results, read_resolved, read_results
-from emsjax.records.prompts import Missing, Prompts, check_prompts
+from emsjax.records.prompts import Extent, Limits, Missing, Prompts, check_prompts
+from emsjax.records.writing import to_json
 from emsjax.terminal.models import load_config, load_tokenizer
 from emsjax.terminal.reporting import line
 
@@ -32,53 +36,57 @@ def run(
     output_path: Path,
     profile_path: Path | None,
     console: Console,
-) -> None:
+) -> int:
     """Complete every record of the input that the output does not hold yet.
 
     The input is read twice to check it and once to complete it; memory grows by 16 bytes for each
     record and result. A sequence's random key depends on its position in the input only, so a
     resumed run draws the same tokens.
 
+    Returns:
+        The exit code: 1 if the output holds sequences that ended with an error, otherwise 0.
+
     Raises:
         ValueError: bad input, an output of another run, or an unsuitable profile. The output is
             untouched.
     """
-    records = Records(input_path, options.prompt_template)
+    records = Records(input_path, options.prompt_template, keep_invalid=options.skip_invalid)
     known = survey(records)
-    configuration = {
-        **dataclasses.asdict(options),
-        "input_sha256": known.sha256,
-        "profile_sha256": profile_path and hashlib.sha256(profile_path.read_bytes()).hexdigest(),
-    }
-    if not output_path.parent.is_dir():
-        raise ValueError(f"--output: {output_path.parent} is not a folder")
+    profile = profile_path and hashlib.sha256(profile_path.read_bytes()).hexdigest()
+    configuration = dataclasses.asdict(options)
+    configuration |= {"input_sha256": known.sha256, "profile_sha256": profile}
+    configuration = json.loads(to_json(configuration))  # as it will be read again
+    if output_path.is_dir() or not output_path.parent.is_dir():
+        wrong = f"{output_path} is" if output_path.is_dir() else f"{output_path.parent} is not"
+        raise ValueError(f"--output: {wrong} a folder")
     total = known.count * options.num_sequences
-    done, _ = read_results(output_path, configuration, known.ids, options.num_sequences)
-    if len(done) == total:
+    earlier = read_results(output_path, configuration, known.keys, options.num_sequences)
+    if len(earlier.done) == total:
         line(console, f"{output_path} is complete: {total} results.")
-        return
+        return report_errors(console, earlier.errors)
 
     config = load_config(options.model, options.revision)
+    if options.eos_token_ids:
+        as_token_ids("--eos-token-ids", options.eos_token_ids, config.vocab_size)
     tokenizer = load_tokenizer(options.model, options.revision, options.keep)
-    prompts = Prompts(records, tokenizer, options.max_prompt_tokens)
-    limits = (config.max_position_embeddings, config.vocab_size)
-    longest, truncated = check_prompts(prompts, options.max_new_tokens, *limits)
-    if truncated:
-        line(
-            console,
-            f"{truncated} of {known.count} prompts are cut to {options.max_prompt_tokens} tokens: "
-            'their lines have "truncated".',
-        )
-    resolved = read_resolved(output_path) if len(done) else resolve(options, config, profile_path)
+    limits = Limits(options.max_new_tokens, config.max_position_embeddings, config.vocab_size)
+    prompts = Prompts(records, tokenizer, options.max_prompt_tokens, limits)
+    extent = check_prompts(prompts, keep_invalid=options.skip_invalid)
+    report_input(console, extent, known.count, options)
+    longest = extent.longest + options.max_new_tokens
+    if len(earlier.done):
+        resolved = read_resolved(output_path)
+    else:
+        resolved = resolve(options, config, profile_path)
     from emsjax.models.pretrained import from_pretrained
 
     # The drafter is loaded first: it is small, and may turn out not to suit the model.
     drafter = load_drafter(options, config, len(tokenizer), longest - 1)
     model = from_pretrained(options.model, dtype=options.dtype, revision=options.revision)
     with open_results(
-        output_path, configuration, known.ids, options.num_sequences, resolved
+        output_path, configuration, known.keys, options.num_sequences, resolved
     ) as results:
-        done = results.done
+        done = results.earlier.done
         policy = draft_policy(options, results.resolved, len(done) > 0, console)
         if len(done):
             line(console, f"Going on after {len(done)} results.")
@@ -88,36 +96,32 @@ def run(
         with make_progress(console) as progress:
             task = progress.add_task("", total=left, speed="")
             for completion in completions(model, drafter, policy, missing, longest, options):
-                tally.add(completion)
                 record = missing.record_of(completion)
-                if completion.error is not None:
-                    raise ValueError(f"record {record.id!r}: {completion.error}")
-                if (record.id, completion.sequence) not in done:
+                error = record.error or completion.error
+                if error is not None and not options.skip_invalid:
+                    raise ValueError(f"record {record.id!r}: {error}")
+                if (record.key, completion.sequence) not in done:
+                    tally.add(record, completion)
                     results.append(output_line(record, completion, tokenizer, options))
                     progress.update(task, advance=1, speed=tally.speed)
                     log.add(tally.speed)
-    line(
-        console,
-        f"{left} results, {tally.emitted} tokens, {tally.speed}, "
-        f"mean acceptance length {tally.emitted / max(tally.steps, 1):.2f}",
-    )
+    tally.report(console, left)
+    return report_errors(console, results.earlier.errors + tally.errors.count, tally.errors)
 
 
-@dataclasses.dataclass
-class Tally:
-    """Tokens and steps since `start`; the speed includes compilation."""
-
-    start: float
-    emitted: int = 0
-    steps: int = 0
-
-    def add(self, completion) -> None:
-        self.emitted += len(completion.tokens)
-        self.steps += completion.num_steps
-
-    @property
-    def speed(self) -> str:
-        return f"{self.emitted / (time.perf_counter() - self.start):.1f} tokens/s"
+def report_input(console: Console, extent: Extent, count: int, options: RunOptions) -> None:
+    """Say how many records are cut, and how many are invalid."""
+    if extent.truncated:
+        line(
+            console,
+            f"{extent.truncated} of {count} prompts are cut to {options.max_prompt_tokens} tokens: "
+            'their lines have "truncated".',
+        )
+    if extent.invalid:
+        line(
+            console,
+            f'{extent.invalid} of {count} records are invalid: their lines have an "error".',
+        )
 
 
 class Log:
@@ -171,20 +175,7 @@ def completions(model, drafter, policy, missing: Missing, longest: int, options:
         num_sequences=options.num_sequences,
         batch_size=options.batch_size,
         max_len=longest,
+        eos_token_ids=options.eos_token_ids,
         key=jax.random.key(options.seed),
         devices=devices if len(devices) > 1 else None,
     )
-
-
-def output_line(record: Record, completion, tokenizer, options: RunOptions) -> dict:
-    tokens = completion.tokens.tolist()
-    sequence = {"sequence": completion.sequence} if options.num_sequences > 1 else {}
-    return {
-        "id": record.id,
-        **sequence,
-        "text": tokenizer.decode(tokens, skip_special_tokens=True),
-        "tokens": tokens,
-        "mean_logprob": float(f"{completion.logprobs.mean(dtype=float):.6g}"),
-        "finish_reason": completion.finish_reason,
-        **({"truncated": True} if record.truncated else {}),
-    }

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from emsjax.terminal.options import add_model_arguments, flag, positive_int
+from emsjax.terminal.options import add_model_arguments, flag, positive_int, token_ids
 
 POLICIES = ("auto", "bass", "goodput")  # values of --draft-length other than numbers
 OWN_POLICY = {"draft_length": "auto", "profile": None}  # options of every drafter except none
@@ -51,6 +51,8 @@ class RunOptions:
     max_prompt_tokens: int | None
     keep: str
     seed: int
+    eos_token_ids: tuple[int, ...] | None
+    skip_invalid: bool
 
 
 def draft_length(text: str) -> str:
@@ -79,7 +81,7 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         type=Path,
         help="JSON Lines: id, text, tokens, mean_logprob (higher is likelier), finish_reason; "
-        "truncated where the prompt was cut",
+        "truncated where the prompt was cut. Only a run that writes a regular file can be resumed",
     )
     add(
         "--prompt-template",
@@ -98,7 +100,21 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         default="first",
         help="which end of a cut prompt is kept (default: %(default)s)",
     )
+    add(
+        "--skip-invalid",
+        action="store_true",
+        help='write records that cannot be completed with an "error", and complete the others '
+        "(default: refuse the input)",
+    )
     add("--max-new-tokens", type=positive_int, default=128, metavar="N", help="default: 128")
+    ends = parser.add_mutually_exclusive_group()
+    ends.add_argument(
+        "--eos-token-ids",
+        type=token_ids,
+        metavar="ID,ID,...",
+        help="tokens that end a sequence (default: the model's)",
+    )
+    ends.add_argument("--ignore-eos", action="store_true", help="no token ends a sequence")
     add(
         "--num-sequences",
         type=positive_int,
@@ -158,6 +174,8 @@ def run_options(arguments: argparse.Namespace) -> RunOptions:
     from emsjax.terminal.models import resolve_models
 
     resolve_models(given)
+    if given["ignore_eos"]:
+        given["eos_token_ids"] = ()
     given["dtype"] = dtype_name(given["dtype"])
     return RunOptions(**{name: given[name] for name in RunOptions.__dataclass_fields__})
 
@@ -190,9 +208,9 @@ def check_sampling(given: dict[str, Any]) -> None:
 
     for name in ("temperature", "top_k", "top_p"):
         try:
-            Sampling(**{name: given[name]}).expand(1)
+            Sampling(**({"temperature": 1.0} | {name: given[name]})).expand(1)
         except ValueError as error:
             raise ValueError(str(error).replace(f"sampling.{name}", flag(name))) from error
-    for name, off in (("top_k", 0), ("top_p", 1)):
+    for name, off in (("top_k", 0), ("top_p", 1), ("num_sequences", 1)):
         if given["temperature"] == 0 and given[name] != off:
             raise ValueError(f"{flag(name)} needs a --temperature above 0: greedy has no choice")

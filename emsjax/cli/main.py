@@ -13,7 +13,7 @@ from emsjax.cli.distil_arguments import add_distil_arguments
 from emsjax.cli.generate_arguments import add_generate_arguments, run_options
 from emsjax.cli.profile_arguments import add_profile_arguments
 from emsjax.terminal.options import OneLineErrorParser
-from emsjax.terminal.reporting import exit_code, own_version
+from emsjax.terminal.reporting import exit_code, is_kept, own_version
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +45,8 @@ def run_generate(options: argparse.Namespace, command: str) -> int:
     checked = run_options(options)
     from emsjax.cli import generate
 
-    generate.run(checked, options.input, options.output, options.profile, Console(stderr=True))
-    return 0
+    console = Console(stderr=True)
+    return generate.run(checked, options.input, options.output, options.profile, console)
 
 
 def run_profile(options: argparse.Namespace, command: str) -> int:
@@ -126,12 +126,13 @@ def make_parser(version: str) -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
-    The exit code is 0, 1 (demo, bench: tokens not identical), 2 (bad input) or 130 (interrupted).
+    The exit code is 0, 1 (it ran, and its results are not as they should be), 2 (bad input),
+    130 (interrupted) or 143 (terminated).
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     options = make_parser(own_version()).parse_args(arguments)
     # These two are not options, and must not be stored among them.
     values = vars(options)
-    run, resumes = values.pop("run"), values.pop("resumes") and values.get("output") is not None
+    run, resumes = values.pop("run"), values.pop("resumes") and is_kept(values.get("output"))
     command = shlex.join(["emsjax", *arguments])
     return exit_code(lambda: run(options, command), resumes=resumes)

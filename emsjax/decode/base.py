@@ -6,7 +6,6 @@ methods work too: `emsjax.engine.adapt` wraps them, and no other module inspects
 Axis legend: see `emsjax.decode.pack`.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -16,6 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int32, Key
 
 from emsjax.sampling import Sampling
+from emsjax.values import pytree
 
 
 @runtime_checkable
@@ -28,8 +28,7 @@ class ModelConfig(Protocol):
     pad_token_id: int | None
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class ModelOutput:
     """The outputs of one model call.
 
@@ -91,8 +90,7 @@ class Model(Protocol):
         ...
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Draft:
     """Proposed continuations, each sample with its own number of tokens.
 

@@ -14,11 +14,11 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from emsjax.decode.kernels import Visible
 from emsjax.decode.pack import AcceptedPath, PackedRows
+from emsjax.values import pytree
 from pallas_kernels.common.indexing import take
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class LayerCache:
     """Committed keys and values of one layer, as separate arrays: slicing a stack would copy it.
 
@@ -32,8 +32,7 @@ class LayerCache:
     scales: Float[Array, "..."] | None = None
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class KVCache:
     """Committed keys and values; entries at or beyond `lengths` are undefined.
 
@@ -107,8 +106,7 @@ class KVCache:
         return dataclasses.replace(self, layers=layers)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class SharedIndexCache:
     """A cache in which all samples are written at the same place, with gaps that are masked.
 

@@ -95,7 +95,7 @@ def resolve_kernels(attention_implementation: str | Callable | None) -> Kernels:
     Raises:
         ValueError: an unknown name, or one that the device cannot run.
     """
-    if callable(attention_implementation):
+    if callable(attention_implementation) and not isinstance(attention_implementation, type):
         return Kernels(attention_implementation, OwnUpdate(None))
     try:
         name = choose(attention_implementation, ATTENTIONS)

@@ -13,6 +13,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
+from emsjax.checks import check_flag
 from emsjax.decode.cache import Cache, KVCache, SharedIndexCache
 from emsjax.decode.pack import PackedRows, pack
 from emsjax.decode.row_counts import round_up_length, row_buckets, smallest_bucket
@@ -30,6 +31,10 @@ class Layout:
 
     pad_inputs: bool = False
     pad_kv_cache: bool = False
+
+    def __post_init__(self):
+        for name in ("pad_inputs", "pad_kv_cache"):
+            object.__setattr__(self, name, check_flag(name, getattr(self, name)))
 
     def row_counts(self, batch: int, k1: int) -> tuple[int, ...]:
         """Static row counts of a step, ascending; each is compiled once."""

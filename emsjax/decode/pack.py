@@ -10,17 +10,15 @@ A fresh row has query heads, then K/V heads of keys, then of values on its axis 
 K/V heads only.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32, PyTree
 
+from emsjax.values import pytree
 from pallas_kernels.common.indexing import take
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class PackedRows:
     """Where each row of the packed axis belongs; padding rows come last.
 
@@ -65,8 +63,7 @@ class PackedRows:
         return jax.tree.map(lambda x: take(x, row), rows)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class AcceptedPath:
     """Which rows of a call are committed, and where: a path through each sample's rows.
 

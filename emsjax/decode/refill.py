@@ -19,14 +19,14 @@ from jaxtyping import Array, Bool, Float, Int32
 from emsjax.decode.row_counts import smallest_bucket
 from emsjax.decode.run import Run
 from emsjax.decode.state import DecodeState, Sequences, admit
+from emsjax.values import pytree
 from pallas_kernels.common.indexing import take
 
 PER_SLOT = ("tokens", "logprobs", "lengths", "prompt_lengths", "end", "sequence_ids")
 COUNTED = ("num_steps", "num_drafted", "num_accepted", "num_invalid", "accepted_histogram")
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Finished:
     """Sequences that have finished in a call of the loop, at places 0..count - 1.
 
@@ -71,8 +71,7 @@ def sequence_results(state: DecodeState) -> dict[str, Array]:
     return results | {name: getattr(state.counters, name) for name in COUNTED}
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Queue:
     """Waiting and finished sequences.
 

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int32
 from emsjax.decode.base import Drafter, DraftLength, Model
 from emsjax.decode.kernels import Kernels
 from emsjax.decode.layout import UNPADDED, Layout
+from emsjax.values import pytree
 
 
 class LogitsContext(NamedTuple):
@@ -38,8 +39,7 @@ def process(
     return logits
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Run:
     """A model and everything that decides how it decodes; a pytree.
 
@@ -90,8 +90,7 @@ class Run:
         return dataclasses.replace(self, **whole) if whole else self
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class _Flat:
     """A flattened pytree."""
 

@@ -13,11 +13,11 @@ from emsjax.decode.cache import Cache, KVCache
 from emsjax.decode.run import Run
 from emsjax.returned import check_state
 from emsjax.sampling import Sampling
+from emsjax.values import pytree
 from pallas_kernels.common.indexing import take
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Counters:
     """Statistics so far; everything except the totals of rows and calls is per sample."""
 
@@ -48,8 +48,7 @@ class Counters:
         return jax.tree.map(zero, self)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class DecodeState:
     """Everything the next step needs. `cache` holds `lengths - 1` tokens of a sample, or fewer if
     part of its prompt is still to be fed.
@@ -88,8 +87,7 @@ class DecodeState:
     counters: Counters
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class StepInfo:
     """What one step did: diagnostics, not needed by the next step.
 
@@ -108,8 +106,7 @@ class StepInfo:
     num_rows: Int32[Array, ""]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Sequences:
     """Sequences before their first step, n of them, on the device or the host.
 

@@ -17,6 +17,8 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from emsjax.records.writing import to_json, to_json_line
+
 END_TOKEN, PAD_TOKEN = "<|endoftext|>", "<|pad|>"
 END_ID, PAD_ID = 0, 1
 HELD_OUT_FRACTION = 0.05  # share of the bytes
@@ -105,7 +107,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     path = folder / "tokenizer_config.json"
     values = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
     values.pop("backend", None)
-    path.write_text(json.dumps(values, indent=2) + "\n")
+    path.write_text(to_json(values, indent=2) + "\n")
 
 
 def xz_bytes(data: bytes) -> int:
@@ -141,7 +143,7 @@ def prepare(output: Path, *, vocab_size: int = 4096, library: Path | None = None
         "xz_bytes_together": xz_bytes("".join(held_out.values()).encode()),
         "vocab_size": len(tokenizer),
     }
-    (output / "corpus.json").write_text(json.dumps(info, indent=2) + "\n")
+    (output / "corpus.json").write_text(to_json(info, indent=2) + "\n")
     return info
 
 
@@ -156,8 +158,8 @@ def write_texts(output: Path, library: Path | None = None) -> None:
     prompts = [passage for name in sorted(held_out) for passage in passages(texts[name])]
     output.mkdir(parents=True, exist_ok=True)
     for file, lines in (("train", training), ("held-out", prompts)):
-        records = [json.dumps({"text": text}) + "\n" for text in lines]
-        (output / f"{file}.jsonl").write_text("".join(records))
+        records = [to_json_line({"text": text}) for text in lines]
+        (output / f"{file}.jsonl").write_bytes(b"".join(records))
 
 
 def passages(text: str, characters: int = 8000) -> list[str]:

@@ -7,7 +7,6 @@ modules and exports them. Stage `texts` writes the training and the held-out mod
 """
 
 import argparse
-import json
 import math
 import shutil
 import time
@@ -26,6 +25,7 @@ from emsjax.distillation.pruning import num_parameters
 from emsjax.distillation.training import forward
 from emsjax.models.decoder import Decoder
 from emsjax.models.opt import OPTConfig
+from emsjax.records.writing import to_json
 
 WINDOW = 1024  # tokens
 BATCH = 32  # windows
@@ -165,7 +165,7 @@ def train_pair(output: Path, steps: dict[str, int]) -> dict:
             "held_out_bits_per_byte": bits_per_byte(stored.astype(jnp.float32), data),
         }
         print(name, metrics[name], flush=True)
-    (output / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+    (output / "metrics.json").write_text(to_json(metrics, indent=2) + "\n")
     return metrics
 
 
@@ -181,7 +181,7 @@ def main(arguments: list[str] | None = None) -> None:
         corpus.write_texts(options.output)
         return
     if options.stage != "train":
-        print(json.dumps(corpus.prepare(options.output), indent=2), flush=True)
+        print(to_json(corpus.prepare(options.output), indent=2), flush=True)
     if options.stage != "prepare":
         train_pair(options.output, {"target": options.steps, "draft": options.draft_steps})
 

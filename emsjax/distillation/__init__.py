@@ -2,6 +2,7 @@
 
 from emsjax.distillation.checkpoints import Checkpoints, train
 from emsjax.distillation.evaluation import evaluate
+from emsjax.distillation.finite import NonFiniteError
 from emsjax.distillation.generations import continuations
 from emsjax.distillation.losses import LOSSES
 from emsjax.distillation.pruning import prune
@@ -12,6 +13,7 @@ __all__ = [
     "LOSSES",
     "Batch",
     "Checkpoints",
+    "NonFiniteError",
     "PackedSequences",
     "Trainer",
     "continuations",

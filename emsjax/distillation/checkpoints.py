@@ -1,7 +1,8 @@
 """Training that can be killed at any moment and resumed, with orbax checkpoints."""
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
 
@@ -9,9 +10,13 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from emsjax.checks import INT32_MAX, check_at_least
+from emsjax.configured import configured
+from emsjax.distillation.finite import NonFiniteError, check_finite
 from emsjax.distillation.sequences import PackedSequences
 from emsjax.distillation.training import Trainer, TrainState
 from emsjax.models.decoder import Decoder
+from emsjax.records.reading import in_one_line
 
 REPORT_SECONDS = 5.0
 
@@ -33,7 +38,11 @@ class Checkpoints:
         self.manager.save(step, args=ocp.args.StandardSave(saved))
 
     def restore(self, like: TrainState) -> tuple[int, TrainState, list[float]]:
-        """The newest step, its state and the losses so far; (0, `like`, []) if there is none."""
+        """The newest step, its state and the losses so far; (0, `like`, []) if there is none.
+
+        Raises:
+            ValueError: the newest checkpoint cannot be read, or is one of another model.
+        """
         step = self.manager.latest_step()
         if step is None:
             return 0, like, []
@@ -42,7 +51,8 @@ class Checkpoints:
             "state": jax.tree.map(abstract, like),
             "losses": jax.ShapeDtypeStruct((step,), np.float32),
         }
-        saved = self.manager.restore(step, args=ocp.args.StandardRestore(wanted))
+        with in_one_line(f"the checkpoint {self.manager.directory / str(step)} cannot be used"):
+            saved = self.manager.restore(step, args=ocp.args.StandardRestore(wanted))
         return step, saved["state"], np.asarray(saved["losses"]).tolist()
 
     def close(self) -> None:
@@ -50,6 +60,7 @@ class Checkpoints:
         self.manager.close()
 
 
+@configured
 def train(
     trainer: Trainer,
     sequences: PackedSequences,
@@ -71,8 +82,13 @@ def train(
         say: called with a line about the progress every few seconds.
 
     Raises:
-        ValueError: the newest checkpoint has more steps.
+        ValueError: the newest checkpoint has more steps, or a number is out of range.
+        NonFiniteError: a loss, a gradient or a parameter is not finite, as at too high a learning
+            rate. Losses are checked when they are reported and everything before it is saved, so
+            the newest checkpoint is from before that step.
     """
+    steps = check_at_least("steps", steps, 0, INT32_MAX)
+    every = check_at_least("every", every, 1)
     state, losses, first = trainer.initial(), [], 0
     if checkpoints is not None:
         first, state, losses = checkpoints.restore(state)
@@ -91,6 +107,8 @@ def train(
             tokens += batch.tokens.size
         done = step + 1
         if done == steps or time.monotonic() - reported > REPORT_SECONDS:
+            if not math.isfinite(loss):
+                fetch(new, done)
             seconds = max(time.monotonic() - begin, 1e-9)
             say(
                 f"step {done}/{steps}, loss {float(loss):.4f}, {tokens / seconds:.0f} tokens/s, "
@@ -98,7 +116,25 @@ def train(
             )
             reported = time.monotonic()
         if checkpoints is not None and (done % every == 0 or done == steps):
-            losses, new = [*losses, *map(float, jax.device_get(new))], []
+            losses, new = [*losses, *fetch(new, done)], []
+            check_finite(f"the parameters after step {done}", state)
             checkpoints.save(done, state, losses)
-    losses += map(float, jax.device_get(new))
+    losses += fetch(new, steps)
+    check_finite(f"the parameters after step {steps}", state)
     return trainer.model(state), np.array(losses, np.float32)
+
+
+def fetch(losses: Sequence[jax.Array], done: int) -> list[float]:
+    """The values of the losses of the last steps.
+
+    Args:
+        done: number of the last of these steps, from 1.
+
+    Raises:
+        NonFiniteError: one of them is not finite.
+    """
+    values = list(map(float, jax.device_get(losses)))
+    for step, loss in enumerate(values, start=done - len(values) + 1):
+        if not math.isfinite(loss):
+            raise NonFiniteError(f"the loss of step {step} or its gradient is not finite: {loss}")
+    return values

@@ -4,14 +4,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from flax import nnx
 
+from emsjax.checks import check_at_least
+from emsjax.configured import configured
 from emsjax.decode.step import decode_loop
+from emsjax.distillation.finite import check_ends, check_finite
 from emsjax.drafters import DraftModel
 from emsjax.engine.adapt import make_run
 from emsjax.generation import generate, init_state
 from emsjax.models.decoder import Decoder
 
 
+@configured
 def evaluate(
     target: Decoder,
     draft_model: Decoder | None,
@@ -39,17 +44,25 @@ def evaluate(
     Raises:
         ValueError: `emsjax.generate` rejects the arguments, there are no prompts, or
             `draft_tokens` is so large that no step drafts all of them.
+        NonFiniteError: the draft model's parameters or the target's logits are not finite.
     """
-    if draft_tokens >= new_tokens:
-        raise ValueError(f"draft_tokens must be below new_tokens {new_tokens}, not {draft_tokens}")
     if not len(prompts):
         raise ValueError("prompts must not be empty")
-    drafter = None if draft_model is None else DraftModel(draft_model, draft_tokens)
+    draft_tokens = check_at_least("draft_tokens", draft_tokens, 1)
+    positions = target.config.max_position_embeddings
+    new_tokens = check_at_least("new_tokens", new_tokens, 1, positions)
+    batch_size = check_at_least("batch_size", batch_size, 1)
+    if draft_tokens >= new_tokens:
+        raise ValueError(f"draft_tokens must be below new_tokens {new_tokens}, not {draft_tokens}")
+    drafter = None
+    if draft_model is not None:
+        check_finite("the draft model's parameters", nnx.state(draft_model))
+        drafter = DraftModel(draft_model, draft_tokens)
     groups = [prompts[at : at + batch_size] for at in range(0, len(prompts), batch_size)]
     for _ in range(2):  # the first time compiles
-        stats = [
-            generate(target, group, drafter, max_new_tokens=new_tokens).stats for group in groups
-        ]
+        outputs = [generate(target, group, drafter, max_new_tokens=new_tokens) for group in groups]
+    check_ends("prompts", [reason for out in outputs for reason in out.finish_reasons])
+    stats = [out.stats for out in outputs]
     total = lambda name: sum(int(getattr(of, name).sum()) for of in stats)
     return {
         "acceptance_rate": total("num_accepted") / max(total("num_drafted"), 1),

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from emsjax.checks import check_number
+
 CROSS_ENTROPY = "cross-entropy"
 
 
@@ -58,13 +60,15 @@ LOSSES = {
 
 def check_losses(weights: Mapping[str, float]) -> None:
     """Raises a ValueError unless all losses are known and have finite weights above 0."""
+    if not isinstance(weights, Mapping):
+        raise ValueError(f"losses must be a mapping, not {type(weights).__name__}")
     if not weights:
         raise ValueError("losses is empty: at least one is needed")
     for name, weight in weights.items():
         if name not in LOSSES:
             raise ValueError(f"losses must be of {', '.join(LOSSES)}, not {name!r}")
-        if not 0 < weight < math.inf:
-            raise ValueError(f"the weight of {name} must be above 0 and finite, not {weight}")
+        rule = "above 0 and finite"
+        check_number(f"the weight of {name}", weight, rule, lambda x: 0 < x < math.inf)
 
 
 def needs_target(weights: Mapping[str, float]) -> bool:

@@ -19,6 +19,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from emsjax.checks import check_at_least, check_choice
+from emsjax.configured import configured
+from emsjax.distillation.finite import check_finite
 from emsjax.distillation.sequences import Batch, PackedSequences
 from emsjax.distillation.training import forward
 from emsjax.models.config import ACTIVATIONS, POSITION_OFFSET, DecoderConfig
@@ -35,8 +38,8 @@ def pruned_config(
     config: DecoderConfig, layers: int, width: int, embeddings: str = PROJECTED
 ) -> DecoderConfig:
     """The architecture that `prune` creates, with the same arguments and errors."""
-    if embeddings not in EMBEDDINGS:
-        raise ValueError(f"embeddings must be one of {', '.join(EMBEDDINGS)}, not {embeddings!r}")
+    check_choice("embeddings", embeddings, EMBEDDINGS)
+    layers, width = check_at_least("layers", layers, 0), check_at_least("width", width, 0)
     if not 1 <= layers <= config.num_hidden_layers:
         raise ValueError(
             f"layers must be in 1..{config.num_hidden_layers}, those of the target, not {layers}"
@@ -52,8 +55,7 @@ def pruned_config(
         raise ValueError(
             "embeddings must be 'shared': those of the target are narrower than its layers already"
         )
-    return dataclasses.replace(
-        config,
+    return config.changed(
         num_hidden_layers=layers,
         hidden_size=width,
         num_attention_heads=width // config.head_dim,
@@ -62,6 +64,7 @@ def pruned_config(
     )
 
 
+@configured
 @jax.default_matmul_precision("highest")  # in TF32 the basis would not be orthonormal
 def prune(
     target: Decoder,
@@ -86,8 +89,10 @@ def prune(
     Raises:
         ValueError: a size does not fit the target, the kind of embeddings is unknown, or there are
             no documents.
+        NonFiniteError: the target's parameters or hidden states are not finite.
     """
     config = pruned_config(target.config, layers, width, embeddings)
+    check_finite("the target's parameters", nnx.state(target))
     target = target.astype(jnp.float32)
     chosen = np.linspace(0, len(target.layers) - 1, layers).round().astype(int).tolist()
     if width == target.config.hidden_size:
@@ -114,6 +119,7 @@ def prune(
         if scale is not None:
             scale[...] *= jnp.sqrt(jnp.mean((centred(streams[-1]) @ basis) ** 2))
             enlarge_stream(draft, by=jnp.mean(jnp.abs(scale[...])))
+    check_finite("the target's hidden states", nnx.state(draft))
     return draft
 
 

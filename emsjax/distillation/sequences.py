@@ -6,6 +6,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
+from emsjax.checks import INT32_MAX, check_at_least
+
 MIN_TOKENS = 2  # in a document: one to read, one to predict
 
 
@@ -37,24 +39,27 @@ class PackedSequences:
         seed: seed of the shuffles.
 
     Raises:
-        ValueError: there are no documents, one has fewer than two tokens, or all of them together
-            are shorter than a sequence.
+        ValueError: a number is out of range, there are no documents, one has fewer than two
+            tokens, or all of them together are shorter than a sequence.
     """
 
     def __init__(self, documents: Sequence[np.ndarray], length: int, batch: int, seed: int = 0):
-        if not documents:
+        batch = check_at_least("batch", batch, 1, INT32_MAX // MIN_TOKENS)
+        seed = check_at_least("seed", seed, 0)
+        if not len(documents):
             raise ValueError("there are no texts")
         self.lengths = np.array([len(document) for document in documents])
         for index in np.flatnonzero(self.lengths < MIN_TOKENS):
             raise ValueError(
                 f"text {index} is too short: {self.lengths[index]} tokens, not {MIN_TOKENS}"
             )
+        length = check_at_least("length", length, MIN_TOKENS)
         self.documents, self.length, self.batch, self.seed = documents, length, batch, seed
         self.per_epoch = int(self.lengths.sum()) // length
         if not self.per_epoch:
             raise ValueError(
                 f"the texts have {self.lengths.sum()} tokens together, fewer than one sequence "
-                f"of {length}"
+                f"of {length}, the length"
             )
         self._epoch: tuple[int, Batch] | None = None
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from emsjax.distillation.sequences import MIN_TOKENS
-from emsjax.records.input import make_record, parse_json, template_fields
+from emsjax.records.input import parse_json, template_fields, text_of
+from emsjax.records.reading import in_one_line
 
 
 def read_texts(path: Path, template: str) -> list[str]:
@@ -22,10 +23,7 @@ def read_texts(path: Path, template: str) -> list[str]:
         if not line.strip():
             continue
         try:
-            value = parse_json(line.decode())
-            if isinstance(value, dict) and "id" not in fields:  # it may be anything
-                value = {**value, "id": number}
-            texts.append(make_record(value, template, fields, number).prompt)
+            texts.append(text_of(parse_json(line.decode()), template, fields, "text"))
         except ValueError as error:  # bad UTF-8 included
             raise ValueError(f"{path}, line {number}: {error}") from error
     if not texts:
@@ -49,7 +47,9 @@ def tokenize(
         ValueError: a text of fewer than two tokens, or with tokens that the model does not know.
     """
     documents = []
-    for number, ids in enumerate(tokenizer(list(texts)).input_ids, start=1):
+    with in_one_line(f"the texts of {source} cannot be tokenized"):
+        encoded = tokenizer(list(texts)).input_ids
+    for number, ids in enumerate(encoded, start=1):
         if len(ids) < MIN_TOKENS:
             raise ValueError(
                 f"{source}, text {number} is too short: it has {len(ids)} tokens, not at least "

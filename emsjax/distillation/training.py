@@ -6,6 +6,7 @@ given dtype. Sequences are distributed over the devices, each of which holds all
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,10 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
+from emsjax.checks import INT32_MAX, check_at_least, check_number
+from emsjax.configured import configured
 from emsjax.decode.pack import PackedRows
+from emsjax.distillation.finite import all_finite
 from emsjax.distillation.losses import check_losses, combined, needs_target
 from emsjax.distillation.sequences import Batch
 from emsjax.models.decoder import Decoder
@@ -141,7 +145,15 @@ def make_optimizer(
         peak: the largest learning rate.
         warm_up: steps until the peak.
         weight_decay: per step, relative to the learning rate.
+
+    Raises:
+        ValueError: a number is out of range.
     """
+    steps = check_at_least("steps", steps, 0, INT32_MAX - 1)
+    warm_up = check_at_least("warm_up", warm_up, 0, INT32_MAX - 1)
+    finite = lambda x: 0 <= x < math.inf
+    peak = check_number("peak", peak, "finite and at least 0", finite)
+    weight_decay = check_number("weight_decay", weight_decay, "finite and at least 0", finite)
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, peak, warmup_steps=warm_up, decay_steps=max(steps, warm_up + 1), end_value=peak / 50
     )
@@ -177,6 +189,7 @@ class Trainer:
             another vocabulary.
     """
 
+    @configured
     def __init__(
         self,
         model: Decoder,
@@ -216,19 +229,26 @@ class Trainer:
         @functools.partial(jax.jit, donate_argnames=("state",))
         def step(state: TrainState, target, batch: Batch):
             loss, gradients = jax.value_and_grad(loss_fn)(state.params, target, batch)
+            # One number tells of both, so that the host has to read nothing else.
+            loss = jnp.where(all_finite(gradients), loss, jnp.nan)
             updates, inner = optimizer.update(gradients, state.optimizer, state.params)
             return TrainState(optax.apply_updates(state.params, updates), inner), loss
 
         self._step = step
 
+    @configured
     def initial(self) -> TrainState:
         """The state before the first step."""
         # Copies, because a step reuses the memory of the given state.
         inner = jax.device_put(self.optimizer.init(self.params), self.replicated)
         return TrainState(jax.tree.map(jnp.copy, self.params), inner)
 
+    @configured
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Float[Array, ""]]:
         """The next state and the loss before the step; the given state's memory is reused.
+
+        The loss is NaN if a gradient is not finite. Such steps raise no error by themselves,
+        because that would make the device wait for the host.
 
         Raises:
             ValueError: the batch cannot be distributed equally.
@@ -241,6 +261,7 @@ class Trainer:
         with jax.numpy_dtype_promotion("standard"):  # optax and jax.nn need it
             return self._step(state, self.target, jax.device_put(batch, self.sharded))
 
+    @configured
     def model(self, state: TrainState) -> Decoder:
         """The trained model, in float32."""
         return nnx.merge(self.master, jax.tree.map(jnp.copy, state.params))

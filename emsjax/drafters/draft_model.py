@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
-from emsjax.checks import check_at_least
+from emsjax.checks import MOST, check_at_least
 from emsjax.decode.base import Draft, Drafter, Model, ModelConfig
 from emsjax.decode.cache import KVCache
 from emsjax.decode.kernels import resolve_kernels
@@ -43,7 +43,7 @@ class DraftModel(Drafter):
 
     Raises:
         ValueError: `draft_model` is not a model, `max_draft_tokens` or `vocab_size` is below 1,
-            or `vocab_size` exceeds the draft model's vocabulary.
+            `vocab_size` exceeds the draft model's vocabulary, or the attention is unknown.
     """
 
     def __init__(
@@ -58,16 +58,16 @@ class DraftModel(Drafter):
         self.has_own_limit = max_draft_tokens is not None
         if max_draft_tokens is None:
             max_draft_tokens = DEFAULT_DRAFT_TOKENS
-        self.max_draft_tokens = check_at_least("max_draft_tokens", max_draft_tokens, 1)
-        self.vocab_size = vocab_size
-        self.attention_implementation = attention_implementation
+        self.max_draft_tokens = check_at_least("max_draft_tokens", max_draft_tokens, 1, MOST)
+        resolve_kernels(attention_implementation)
+        self.vocab_size, self.attention_implementation = vocab_size, attention_implementation
         self.processors: tuple[Processor, ...] = ()
         if vocab_size is not None:
-            check_at_least("vocab_size", vocab_size, 1)
-            if vocab_size > draft_model.config.vocab_size:
+            self.vocab_size = check_at_least("vocab_size", vocab_size, 1)
+            if self.vocab_size > draft_model.config.vocab_size:
                 raise ValueError(
                     f"vocab_size must be at most the draft model's {draft_model.config.vocab_size},"
-                    f" not {vocab_size}"
+                    f" not {self.vocab_size}"
                 )
 
     def tree_flatten(self):

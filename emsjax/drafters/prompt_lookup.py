@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32
 
-from emsjax.checks import as_token_ids, check_at_least
-from emsjax.decode.base import Draft, Drafter
+from emsjax.checks import MOST, as_token_ids, check_at_least, check_flag, check_list
+from emsjax.decode.base import Draft, Drafter, ModelConfig
 from emsjax.decode.row_counts import round_up_length
 from pallas_kernels.common.indexing import take_in_rows
 
@@ -29,8 +29,9 @@ class PromptLookup(Drafter):
             tokens; an occurrence there takes precedence over one in `references`.
 
     Raises:
-        ValueError: `match_length` or `max_draft_tokens` is below 1, or the references
-            are not sequences of token ids.
+        ValueError: `match_length` or `max_draft_tokens` is below 1 or far too large, the
+            references are not sequences of token ids, or `search_generated` is not a boolean.
+            When decoding begins: `match_length` is beyond the model's positions.
 
     References: LLMA, arXiv 2304.04487; the last occurrence is used as in EMS-SD,
     arXiv 2405.07542.
@@ -45,14 +46,12 @@ class PromptLookup(Drafter):
         references: Sequence[Any] | None = None,
         search_generated: bool = False,
     ):
-        self.match_length = check_at_least("match_length", match_length, 1)
-        self.max_draft_tokens = check_at_least("max_draft_tokens", max_draft_tokens, 1)
-        self.search_generated = bool(search_generated)
+        self.match_length = check_at_least("match_length", match_length, 1, MOST)
+        self.max_draft_tokens = check_at_least("max_draft_tokens", max_draft_tokens, 1, MOST)
+        self.search_generated = check_flag("search_generated", search_generated)
         self.references = self.reference_lengths = None
         if references is not None:
-            if not hasattr(references, "__len__"):
-                kind = type(references).__name__
-                raise ValueError(f"references must be a list of token-id sequences, not {kind}")
+            check_list("references", references, "list of token-id sequences")
             texts = [as_token_ids(f"references[{i}]", text) for i, text in enumerate(references)]
             self.reference_lengths = np.array([len(text) for text in texts], np.int32)
             width = round_up_length(max(map(len, texts), default=1))
@@ -87,6 +86,11 @@ class PromptLookup(Drafter):
         settings = self.tree_flatten()[1]
         chosen = (self.references[prompt_indices], self.reference_lengths[prompt_indices])
         return self.tree_unflatten(settings, chosen)
+
+    def check_target(self, config: ModelConfig, positions: int) -> None:
+        """Raises ValueError if no sample of the model could match so many tokens."""
+        most = config.max_position_embeddings
+        check_at_least("match_length", self.match_length, 1, most)
 
     def init(
         self, prompts: Int32[Array, "b t"], prompt_lengths: Int32[Array, "b"], max_len: int

@@ -4,13 +4,13 @@ import abc
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
 from emsjax.decode.base import Draft, Drafter, ModelConfig
 from emsjax.engine.adapt import as_drafter
+from emsjax.values import pytree
 from pallas_kernels.common.indexing import take_in_rows
 
 
@@ -88,8 +88,7 @@ class Overriding(Drafter, abc.ABC):
         return state if self.source is None else self._source.commit(state, lengths)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Replay(Overriding):
     """Proposes a given number of tokens, of which a given number are right.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from emsjax.checks import check_at_least
+from emsjax.checks import check_at_least, check_instance
 from emsjax.decode.base import Drafter, DraftLength, ModelConfig
 from emsjax.decode.kernels import resolve_kernels
 from emsjax.decode.layout import UNPADDED, Layout
@@ -169,10 +169,11 @@ def check_drafter(
             limit is not static, or the drafter cannot draft for this target.
     """
     check_policy(draft_length)
-    drafter = with_policy_limit(as_drafter(drafter), as_policy(draft_length))
+    drafter = with_policy_limit(as_drafter(drafter), as_policy(draft_length), config)
     if drafter is None:
         return None
-    check_at_least("drafter.max_draft_tokens", drafter.max_draft_tokens, 1)
+    most = config.max_position_embeddings
+    check_at_least("drafter.max_draft_tokens", drafter.max_draft_tokens, 1, most)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(unwrapped(drafter))]
     if any(getattr(path[0], "name", None) == "max_draft_tokens" for path in paths if path):
         raise ValueError(
@@ -183,11 +184,16 @@ def check_drafter(
     return drafter
 
 
-def with_policy_limit(drafter: Drafter | None, policy: DraftLength | None) -> Drafter | None:
-    """Returns the drafter with the policy's limit, unless the user has set the drafter's own."""
+def with_policy_limit(
+    drafter: Drafter | None, policy: DraftLength | None, config: ModelConfig
+) -> Drafter | None:
+    """Returns the drafter with the policy's limit, unless the user has set the drafter's own.
+
+    The limit is at most the model's positions.
+    """
     if drafter is None or policy is None or policy.max_draft_tokens is None:
         return drafter
-    return drafter.with_limit(policy.max_draft_tokens)
+    return drafter.with_limit(min(policy.max_draft_tokens, config.max_position_embeddings))
 
 
 def make_run(
@@ -206,8 +212,9 @@ def make_run(
             or cannot run on this device.
     """
     check_is_model("model", model)
+    check_instance("layout", layout, Layout, "an emsjax.decode.layout.Layout")
     kernels, policy = resolve_kernels(attention_implementation), as_policy(draft_length)
-    drafter = with_policy_limit(as_drafter(drafter), policy)
+    drafter = with_policy_limit(as_drafter(drafter), policy, model.config)
     if drafter is not None and processors:
         drafter = drafter.with_processors(processors)
     return Run(model, drafter, policy, processors, kernels, layout)

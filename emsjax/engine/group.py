@@ -14,7 +14,7 @@ from emsjax.decode.prefill import prefill, prefill_observed
 from emsjax.decode.run import Run
 from emsjax.decode.state import DecodeState, Sequences, begin
 from emsjax.engine.preparation import prompt_slots
-from emsjax.engine.requests import Requests, keys_at
+from emsjax.engine.requests import Requests
 from pallas_kernels.common.indexing import take
 
 
@@ -49,7 +49,7 @@ def begin_group(
     of_slots = (
         requests.max_new_tokens[prompt_of_slot],
         np.where(idle, -1, served).astype(np.int32),
-        keys_at(requests.keys, served),
+        requests.keys.at(served),
         jax.tree.map(lambda x: x[prompt_of_slot], requests.sampling),
     )
     slot_prompts = (prompt_of_slot - first).astype(np.int32) if fork else None

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from emsjax.decode.base import Model
 from emsjax.decode.pack import pack
 from emsjax.decode.row_counts import chunk_rows, prompt_row_counts, row_buckets
-from emsjax.device import available_bytes, readable, tree_bytes
+from emsjax.device import available_bytes, available_host_bytes, readable, tree_bytes
 
 
 class Sizes(NamedTuple):
@@ -34,6 +34,8 @@ class Sizes(NamedTuple):
     layer_token_bytes: int
     query_heads: int
 
+
+MOST_SLOTS = 1 << 16  # samples decoded at once; more are certain to be a mistake
 
 _known: dict[Any, Sizes] = {}  # cached, as tracing takes longer than the rest of a plan
 
@@ -164,8 +166,13 @@ def check_fits(
 
     Raises:
         ValueError: the run does not fit; the message gives the total and the largest batch size
-            that fits.
+            that fits. Or there are more than `MOST_SLOTS` slots.
     """
+    if slots > MOST_SLOTS:
+        raise ValueError(
+            f"batch_size, or num_sequences without it, must be at most {MOST_SLOTS} sequences "
+            f"that are decoded at once, not {slots}"
+        )
 
     def plan(slots: int, prompt_slots: int, refilled: bool) -> MemoryPlan:
         counts = {"slots": slots, "prompt_slots": prompt_slots}
@@ -187,3 +194,23 @@ def check_fits(
             else "not even batch_size 1 fits"
         )
     )
+
+
+def check_results_fit(name: str, each: int, total_sequences: int, max_len: int) -> None:
+    """Checks that the tokens and log-probabilities of all sequences fit into the host's memory.
+
+    Args:
+        name: the argument that gives their number, by prompt.
+        each: its value.
+
+    Raises:
+        ValueError: they do not.
+    """
+    # Those in the slots' layout, their copy as one array, and the output.
+    needed, available = 3 * total_sequences * max_len * 8, available_host_bytes()
+    if available is not None and needed > available:
+        raise ValueError(
+            f"{name} {each}, {total_sequences} sequences in all, has results of "
+            f"{readable(needed)}, but only {readable(available)} of the host's memory are free: "
+            "emsjax.stream yields them one by one"
+        )

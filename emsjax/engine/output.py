@@ -1,6 +1,5 @@
 """The output of `generate`: completions and statistics."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -10,6 +9,7 @@ from jaxtyping import Float32, Int32
 from emsjax.decode.refill import COUNTED
 from emsjax.decode.verify import End
 from emsjax.engine.requests import Requests
+from emsjax.values import comparable
 
 REASONS = {End.TOKEN: "eos", End.ERROR: "error"}
 
@@ -46,7 +46,7 @@ class LatencyPerToken(NamedTuple):
     all: float
 
 
-@dataclasses.dataclass(frozen=True)
+@comparable
 class Stats:
     """Counts per sequence and derived statistics. s = sequences, k = max_draft_tokens.
 
@@ -98,12 +98,13 @@ class Stats:
         return LatencyPerToken(float(first), float(last), float(latency.mean()))
 
 
-@dataclasses.dataclass(frozen=True)
+@comparable
 class GenerateOutput:
     """Completions in prompt-major order: s = prompts x num_sequences, m = largest max_new_tokens.
 
     Attributes:
-        tokens: emitted tokens, followed by pad_token_id.
+        tokens: emitted tokens, followed by the config's pad_token_id, or by the first end token if
+            that is None.
         lengths: number of emitted tokens per sequence, including the end token.
         logprobs: log-probability of each emitted token under the distribution it was chosen from
             (at temperature 0 the unwarped softmax); 0 after the end.

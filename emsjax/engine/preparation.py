@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from emsjax.checks import is_traced
 from emsjax.decode.base import Drafter
 from emsjax.decode.run import Run
 from emsjax.engine.adapt import check_drafter, unwrapped
@@ -83,8 +84,9 @@ def check_memory(run: Run, requests: Requests, slots: int, *, refilled: bool = F
         refilled: whether slots take new prompts while others decode, so that one step does both.
 
     Raises:
-        ValueError: the run does not fit.
+        ValueError: the run does not fit, or its parts lie on different devices.
     """
+    check_devices(run)
     k, max_len = run.max_draft_tokens, requests.max_len
     most_new = int(requests.max_new_tokens.max())
     cache_length = run.layout.cache_length(max_len, most_new, slots, k + 1)
@@ -99,6 +101,29 @@ def check_memory(run: Run, requests: Requests, slots: int, *, refilled: bool = F
         drafter_bytes_per_slot=0 if run.drafter is None else run.drafter.state_bytes(max_len),
     )
     return cache_length
+
+
+def check_devices(run: Run) -> None:
+    """Raises ValueError if the drafter's arrays were put on other devices than the model's.
+
+    Arrays that were not put anywhere follow the model.
+    """
+    of_model, of_drafter = _devices(run.model), _devices(run.drafter)
+    if of_model and of_drafter and of_model != of_drafter:
+        listed = [", ".join(sorted(map(str, devices))) for devices in (of_drafter, of_model)]
+        raise ValueError(
+            f"drafter is on {listed[0]} and model on {listed[1]}: put both on the same, as in "
+            "jax.device_put(draft_model, device)"
+        )
+
+
+def _devices(tree: Any) -> set[jax.Device]:
+    """The devices that the arrays of a pytree were put on."""
+    found = set()
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, jax.Array) and not is_traced(leaf) and leaf.committed:
+            found |= leaf.devices()
+    return found
 
 
 def device_of(model: Any) -> jax.Device | None:

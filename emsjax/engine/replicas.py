@@ -8,6 +8,8 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 
 import jax
 
+from emsjax.checks import check_instance
+from emsjax.configured import own_settings
 from emsjax.decode.run import Run
 from emsjax.engine.requests import Requests
 from emsjax.engine.slots import Entry, Row, Slots
@@ -44,15 +46,19 @@ def make_slots(
         devices: the devices; None: the model's device.
 
     Raises:
-        ValueError: as `Slots`, or `devices` is empty or not a sequence.
+        ValueError: as `Slots`, or `devices` is empty, repeats one, or holds something else.
     """
     if devices is None:
         return {None: Slots(run, requests, count)}
-    if not isinstance(devices, Iterable):
+    if not isinstance(devices, Iterable) or getattr(devices, "shape", None) == ():
         raise ValueError(f"devices must be a sequence of devices, not {type(devices).__name__}")
     devices = tuple(devices)
     if not devices:
         raise ValueError("devices must not be empty")
+    for i, device in enumerate(devices):
+        check_instance(f"devices[{i}]", device, jax.Device, "one of jax.local_devices()")
+    if len(set(devices)) < len(devices):
+        raise ValueError(f"devices must be different, not {', '.join(map(str, devices))}")
     slots = {}
     for device in devices:
         with jax.default_device(device):
@@ -98,7 +104,7 @@ def rows_of_all(
 
     def work(device: jax.Device) -> None:
         try:
-            with jax.default_device(device):
+            with own_settings(), jax.default_device(device):
                 all(map(put, slots[device].serve(shared)))
             put(None)
         except BaseException as error:

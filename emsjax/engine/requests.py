@@ -5,14 +5,66 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from emsjax.checks import as_token_ids, check_at_least, per_prompt
+from emsjax.checks import (
+    INT32_MAX,
+    NOT_TEXT,
+    as_end_token_ids,
+    as_token_ids,
+    check_at_least,
+    check_instance,
+    check_list,
+    is_kind,
+    per_prompt,
+)
 from emsjax.decode.base import ModelConfig
 from emsjax.decode.row_counts import round_up_length
 from emsjax.sampling import Sampling
 
 KEY_IMPL = "threefry2x32"  # implementation of random keys
+KEYS_AT_ONCE = 256
+# Stands for prompts that are not known yet; with a mask it may be the padding token.
+PLACEHOLDER = {"prompts": [[0]], "attention_mask": [[1]]}
+
+
+class SequenceKeys:
+    """The random keys of numbered sequences, computed as they are needed.
+
+    Args:
+        key: one typed key, of which sequence i has fold_in(key, i), or one per sequence.
+    """
+
+    def __init__(self, key: jax.Array):
+        self.key, self.impl = key, jax.random.key_impl(key)
+        self.given = np.asarray(jax.random.key_data(key)) if key.ndim else None
+        self.block: tuple[int, np.ndarray | None] = (0, None)  # the last one and its first number
+
+    def data(self, sequence: int) -> np.ndarray:
+        """Returns the data of a sequence's key."""
+        if self.given is not None:
+            return self.given[sequence]
+        first, keys = self.block  # read at once, as other threads may replace it
+        if keys is None or not 0 <= sequence - first < KEYS_AT_ONCE:
+            first = sequence - sequence % KEYS_AT_ONCE
+            keys = np.asarray(_keys_from(self.key, np.uint32(first)))
+            self.block = first, keys
+        return keys[sequence - first]
+
+    def at(self, sequences: Sequence[int]) -> jax.Array:
+        """Returns the typed keys of these sequences."""
+        return self.wrap(np.stack([self.data(int(sequence)) for sequence in sequences]))
+
+    def wrap(self, data: np.ndarray) -> jax.Array:
+        """Returns typed keys with this data."""
+        return jax.random.wrap_key_data(data, impl=self.impl)
+
+
+@jax.jit
+def _keys_from(key: jax.Array, first: jax.Array) -> jax.Array:
+    numbers = first + jnp.arange(KEYS_AT_ONCE, dtype=jnp.uint32)
+    return jax.random.key_data(jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, numbers))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +77,7 @@ class Requests:
         sampling: one value per prompt as host arrays, or None if all prompts decode greedily.
         num_sequences: sequences per prompt.
         end_token_ids: int32 [m].
-        keys: typed keys [sequences].
+        keys: the random keys of the sequences.
         max_len: static width that holds every prompt and its continuation.
     """
 
@@ -34,7 +86,7 @@ class Requests:
     sampling: Sampling | None
     num_sequences: int
     end_token_ids: np.ndarray
-    keys: jax.Array
+    keys: SequenceKeys
     max_len: int
 
     @property
@@ -56,10 +108,11 @@ def check_requests(
     config: ModelConfig,
     prompts: Sequence[Sequence[int]],
     *,
+    attention_mask: Sequence[Sequence[int]] | None = None,
     max_new_tokens: int | Sequence[int] = 128,
     sampling: Sampling | None = None,
     num_sequences: int = 1,
-    eos_token_ids: Sequence[int] | int | None = None,
+    eos_token_ids: Any = None,
     key: jax.Array | None = None,
 ) -> Requests:
     """Checks everything that a user passed in.
@@ -67,27 +120,20 @@ def check_requests(
     Raises:
         ValueError: see `generate`.
     """
-    if jax.config.jax_enable_x64:
-        raise ValueError(
-            "jax_enable_x64 is set, and decoding counts in 32 bits: call it within "
-            "jax.enable_x64(False)"
-        )
-    kind = type(prompts).__name__
-    if isinstance(prompts, (str, bytes)) or not hasattr(prompts, "__len__"):
-        raise ValueError(f"prompts must be a sequence of token-id sequences, not {kind}")
-    if isinstance(prompts, Mapping):
-        raise ValueError(f"prompts is a {kind}: pass token ids, such as tokenizer(texts).input_ids")
-    if len(prompts) == 0:
-        raise ValueError("prompts is empty: at least one prompt is needed")
-    ids = [as_token_ids(f"prompts[{i}]", p, config.vocab_size) for i, p in enumerate(prompts)]
-    new = per_prompt("max_new_tokens", max_new_tokens, len(ids))
-    new = [check_at_least("max_new_tokens", value, 1) for value in new]
+    ids = read_prompts(config, prompts, attention_mask)
+    at_least_1 = lambda name, value: check_at_least(name, value, 1)
+    new = per_prompt("max_new_tokens", max_new_tokens, len(ids), at_least_1)
     for i, (prompt, extra) in enumerate(zip(ids, new, strict=True)):
         check_positions(config, i, prompt, extra)
-    num_sequences = check_at_least("num_sequences", num_sequences, 1)
-    if not isinstance(sampling, Sampling | None):
-        raise ValueError(f"sampling must be emsjax.Sampling(...), not {type(sampling).__name__}")
+    num_sequences = check_at_least("num_sequences", num_sequences, 1, INT32_MAX // len(ids))
+    if sampling is not None:
+        check_instance("sampling", sampling, Sampling, "emsjax.Sampling(...)")
     sampling = (Sampling() if sampling is None else sampling).expand(len(ids)).in_use()
+    if num_sequences > 1 and sampling is None:
+        raise ValueError(
+            f"num_sequences is {num_sequences}, and greedy decoding has one sequence per prompt: "
+            "set a temperature above 0, as in sampling=emsjax.Sampling(temperature=0.8)"
+        )
     return Requests(
         prompts=ids,
         max_new_tokens=np.array(new, np.int32),
@@ -97,6 +143,89 @@ def check_requests(
         keys=_sequence_keys(key, len(ids) * num_sequences, needed=sampling is not None),
         max_len=round_up_length(max(len(p) + extra for p, extra in zip(ids, new, strict=True))),
     )
+
+
+def read_prompts(config: ModelConfig, prompts: Any, attention_mask: Any = None) -> list[np.ndarray]:
+    """The prompts' token ids, int32 [n] each.
+
+    Args:
+        prompts: a sequence of token-id sequences, or what a tokenizer returns: a mapping with
+            `input_ids` and, if it holds one, the `attention_mask`.
+        attention_mask: as in `generate`.
+
+    Raises:
+        ValueError: see `generate`.
+    """
+    kind = type(prompts).__name__
+    if isinstance(prompts, Mapping):
+        if "input_ids" not in prompts:
+            raise ValueError(f"prompts is a {kind} without input_ids: {NOT_TEXT}")
+        if attention_mask is None:
+            attention_mask = prompts.get("attention_mask")
+        prompts = prompts["input_ids"]
+    check_list("prompts", prompts, "sequence of token-id sequences")
+    if len(prompts) == 0:
+        raise ValueError("prompts is empty: at least one prompt is needed")
+    masks = [None] * len(prompts)
+    if attention_mask is not None:
+        masks = check_list("attention_mask", attention_mask, "sequence like the prompts")
+        if len(masks) != len(prompts):
+            raise ValueError(
+                f"attention_mask must have the shape of the prompts: got {len(masks)} for "
+                f"{len(prompts)} prompts"
+            )
+    each = enumerate(zip(prompts, masks, strict=True))
+    return [read_prompt(config, place, prompt, mask) for place, (prompt, mask) in each]
+
+
+def read_prompt(config: ModelConfig, place: int, prompt: Any, mask: Any = None) -> np.ndarray:
+    """The token ids of prompts[place], int32 [n], without those that the mask leaves out.
+
+    Raises:
+        ValueError: see `generate`.
+    """
+    name = f"prompts[{place}]"
+    if mask is None:
+        ids = as_token_ids(name, prompt, config.vocab_size)
+        _check_not_padded(config, name, ids)
+        return ids
+    ids = as_token_ids(name, prompt)
+    # The padding token may lie outside of the model's vocabulary.
+    real = _real(f"attention_mask[{place}]", mask, len(ids))
+    return as_token_ids(name, ids[real], config.vocab_size)
+
+
+def _real(name: str, mask: Any, length: int) -> slice:
+    """The tokens that a mask of zeros and ones keeps, which are contiguous."""
+    try:
+        mask = np.asarray(mask)
+        kept = mask.astype(bool)
+        known = is_kind(mask.dtype, np.bool_) or is_kind(mask.dtype, np.integer)
+        known = known and mask.shape == (length,) and bool((kept == mask).all())
+    except Exception:  # an object's __array__ may raise anything
+        known = False
+    if not known:
+        raise ValueError(f"{name} must be {length} zeros and ones, one for each token")
+    (places,) = kept.nonzero()
+    if not len(places):
+        raise ValueError(f"{name} leaves out all tokens: at least one is needed")
+    first, end = int(places[0]), int(places[-1]) + 1
+    if end - first != len(places):
+        raise ValueError(f"{name} has a hole: zeros may only come before or after all ones")
+    return slice(first, end)
+
+
+def _check_not_padded(config: ModelConfig, name: str, ids: np.ndarray) -> None:
+    """Raises ValueError if a prompt begins or ends with a token that is for padding alone."""
+    pad = config.pad_token_id
+    if pad is None or pad in (*config.eos_token_ids, getattr(config, "bos_token_id", None)):
+        return
+    for end, token in (("begins", ids[0]), ("ends", ids[-1])):
+        if token == pad:
+            raise ValueError(
+                f"{name} {end} with the padding token {pad}, which would be read as text: pass "
+                "ragged prompts, as in tokenizer(texts).input_ids, or the attention_mask too"
+            )
 
 
 def check_positions(config: ModelConfig, place: int, prompt: np.ndarray, extra: int) -> None:
@@ -111,15 +240,13 @@ def check_positions(config: ModelConfig, place: int, prompt: np.ndarray, extra: 
 
 
 def _end_token_ids(config: ModelConfig, eos_token_ids: Any) -> np.ndarray:
-    ids = config.eos_token_ids if eos_token_ids is None else eos_token_ids
-    ids = [ids] if np.ndim(ids) == 0 else list(ids)
-    if not ids:
-        return np.zeros(0, np.int32)
-    return as_token_ids("eos_token_ids", ids, config.vocab_size)
+    name = "eos_token_ids"
+    if eos_token_ids is None:
+        name, eos_token_ids = "model.config.eos_token_ids", config.eos_token_ids
+    return as_end_token_ids(name, eos_token_ids, config.vocab_size)
 
 
-def _sequence_keys(key: jax.Array | None, count: int, *, needed: bool) -> jax.Array:
-    """One typed key per sequence."""
+def _sequence_keys(key: jax.Array | None, count: int, *, needed: bool) -> SequenceKeys:
     if key is None:
         if needed:
             raise ValueError("key is needed when a temperature is above 0: pass jax.random.key(n)")
@@ -136,17 +263,8 @@ def _sequence_keys(key: jax.Array | None, count: int, *, needed: bool) -> jax.Ar
             f"key must be of jax.random.key(seed, impl={KEY_IMPL!r}), not of "
             f"{jax.random.key_impl(key)}"
         )
-    if key.ndim == 0:
-        numbers = np.arange(count, dtype=np.uint32)
-        return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, numbers)
-    if key.shape != (count,):
+    if key.shape not in ((), (count,)):
         raise ValueError(
             f"key must be one key or one per sequence: got shape {key.shape} for {count} sequences"
         )
-    return key
-
-
-def keys_at(keys: jax.Array, rows: int | np.ndarray) -> jax.Array:
-    """Selects typed keys on the host, as a device would compile a program for each shape."""
-    data = np.asarray(jax.random.key_data(keys))[rows]
-    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(keys))
+    return SequenceKeys(key)

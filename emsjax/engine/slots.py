@@ -19,7 +19,7 @@ from emsjax.decode.step import decode_loop
 from emsjax.engine.adapt import unwrapped
 from emsjax.engine.group import begin_group, begin_idle
 from emsjax.engine.preparation import check_memory, for_prompts, holds_prompts
-from emsjax.engine.requests import Requests, keys_at
+from emsjax.engine.requests import Requests
 from emsjax.sampling import Sampling
 
 STEPS = 64  # per call of the loop; finished sequences wait no longer than this
@@ -117,13 +117,8 @@ class Slots:
             )
         self.prompts = np.zeros(self.count, np.int64)  # prompt that each slot serves
         self.serve_prompts()
-        # The key is copied to the host, as it may lie on another device than the model.
-        key = keys_at(requests.keys, 0)
-        self.key_impl = jax.random.key_impl(key)
-        self.key_data = np.asarray(jax.random.key_data(key))[None]
-        keys = jax.random.wrap_key_data(
-            self.key_data.repeat(self.count, axis=0), impl=self.key_impl
-        )
+        self.idle_key = requests.keys.data(0)  # of slots without a sequence
+        keys = requests.keys.wrap(np.stack([self.idle_key] * self.count))
         zeros = lambda values: np.zeros(self.count, np.asarray(values[0]).dtype)
         sampling = jax.tree.map(zeros, requests.sampling)
         if self.state is None:
@@ -258,7 +253,7 @@ class Slots:
         sampling = self.state.sampling
         if sampling is not None:
             sampling = jax.tree.map(lambda x: np.zeros(places, x.dtype), sampling)
-        keys = np.zeros((places, *self.key_data.shape[1:]), self.key_data.dtype)
+        keys = [self.idle_key] * places
         for place, entry in enumerate(self.staged):
             tokens[place, : len(entry.tokens)] = entry.tokens
             numbers[:, place] = len(entry.tokens), entry.max_new_tokens, entry.sequence
@@ -268,8 +263,7 @@ class Slots:
                     jax.tree.leaves(sampling), jax.tree.leaves(entry.sampling), strict=True
                 ):
                     column[place] = value
-        keys = jax.random.wrap_key_data(keys, impl=self.key_impl)
-        return Sequences(tokens, *numbers, keys, sampling)
+        return Sequences(tokens, *numbers, self.requests.keys.wrap(np.stack(keys)), sampling)
 
     def take_finished(self) -> list[Row]:
         """Returns the rows of the sequences that finished in the last call."""
@@ -314,14 +308,13 @@ class Slots:
 
 def sequences_of(requests: Requests) -> Iterator[Entry]:
     """Yields all requested sequences in order."""
-    keys = np.asarray(jax.random.key_data(requests.keys))
     for sequence in range(requests.total_sequences):
         prompt = sequence // requests.num_sequences
         yield Entry(
             sequence,
             requests.prompts[prompt],
             int(requests.max_new_tokens[prompt]),
-            keys[sequence],
+            requests.keys.data(sequence),
             jax.tree.map(lambda values, at=prompt: values[at], requests.sampling),
         )
 

@@ -1,135 +1,104 @@
-"""Hugging Face OPT checkpoints, read in any published format and written as safetensors."""
+"""Hugging Face checkpoints, read in any published format and written as safetensors."""
 
 import dataclasses
-import functools
+import itertools
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-import huggingface_hub
-import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 from flax import nnx
-from huggingface_hub.errors import (
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
 from jax import Array
 
 from emsjax.device import available_bytes, readable, tree_bytes
-
-OPTConfig = None
-from emsjax.models.weight_files import (
-    FORMATS,
-    StoredTensor,
-    choose_format,
-    open_weights,
-    read_index,
-    read_json,
-)
+from emsjax.models import parameters, values
+from emsjax.models.config import DecoderConfig, check_supported
+from emsjax.models.families import FAMILIES, family_of
+from emsjax.models.family import Family
+from emsjax.models.hub import CONFIG, GENERATION_CONFIG, folder_of, tokenizer_files
+from emsjax.models.parameters import Parameter, Parameters
+from emsjax.models.stored import READABLE_DTYPES, StoredTensor, read_json
+from emsjax.models.weight_files import FORMATS, choose_format, first_files, open_weights
 
 LoadedModel = TypeVar("LoadedModel", bound=nnx.Module)
 DTYPES = ("bfloat16", "float16", "float32")
-READABLE_DTYPES = (*DTYPES, "float64")
 MAX_SHARD_BYTES = 2 << 30
-
-# Modules and leaves have their published names, with these exceptions.
-STORED_MODULES = {
-    "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "out_proj": ("self_attn.out_proj",),
-}
-TORCH_LEAVES = {"embedding": "weight", "kernel": "weight", "scale": "weight"}
-TIED_HEADS = ("lm_head.weight", "lm_head.kernel")  # copies of the embedding table
-
-
-@dataclasses.dataclass(frozen=True)
-class Parameter:
-    """A parameter of the model and the stored tensors that are concatenated on its last axis.
-
-    Attributes:
-        path: path in the model's state.
-        names: names of the stored tensors, without the leading "model.".
-        shape: shape of each stored tensor.
-        transposed: whether they are stored with their axes swapped.
-    """
-
-    path: tuple
-    names: tuple[str, ...]
-    shape: tuple[int, ...]
-    transposed: bool
-
-
-def weights_of(model: nnx.Module, *, torch_layout: bool) -> list[Parameter]:
-    """The stored tensors of every parameter of a (possibly abstract) model."""
-    weights = []
-    for path, variable in nnx.to_flat_state(nnx.state(model)):
-        *scope, module, leaf = map(str, path)
-        stored_modules = STORED_MODULES.get(module, (module,))
-        stored_leaf = TORCH_LEAVES.get(leaf, leaf) if torch_layout else leaf
-        names = tuple(".".join(["decoder", *scope, name, stored_leaf]) for name in stored_modules)
-        transposed = torch_layout and leaf == "kernel"
-        shape = (*variable.shape[:-1], variable.shape[-1] // len(names))
-        weights.append(Parameter(path, names, shape[::-1] if transposed else shape, transposed))
-    return weights
+SHOWN_PROBLEMS = 8  # of a checkpoint that does not fit its config
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def load(
-    cls: type[LoadedModel], path_or_repo_id: str | PathLike, *, dtype, revision: str | None = None
+    cls: Callable[..., LoadedModel],
+    path_or_repo_id: str | PathLike,
+    *,
+    dtype,
+    revision: str | None = None,
+    allow_nonfinite: bool = False,
+    families: Mapping[str, Family] = FAMILIES,
 ) -> LoadedModel:
     """A model from a local folder or a repository of the Hugging Face hub.
 
     The first of these formats that exists is read, in one file or in shards:
-    safetensors, Flax msgpack, PyTorch .bin. Tensors are transferred to the device one by one.
+    safetensors, Flax msgpack, PyTorch .bin. Names and shapes are compared with the config before
+    any tensor is read. Tensors are transferred to the device one by one. The end, start and padding
+    tokens are those of generation_config.json; what it lacks is taken from config.json.
 
     Args:
-        cls: the model's class.
-        path_or_repo_id: a folder, or a hub id such as "facebook/opt-125m".
+        cls: makes a model, as `emsjax.Decoder` does.
+        path_or_repo_id: a folder, or a hub id such as "Qwen/Qwen3-0.6B".
         dtype: dtype of the model, bfloat16, float16 or float32.
         revision: a branch, tag or commit of the repository.
+        allow_nonfinite: whether weights may be infinite or NaN.
+        families: the families that the model may be of, by `model_type`.
 
     Raises:
         ValueError: the dtype is another one; the path is neither a folder nor a repository; there
             is no config.json or there are no weights; a file is malformed, truncated, or does not
-            fit the config; the device has no room for the weights.
-        ImportError: the weights exist only as .bin, and torch is not installed.
+            fit the config; the weights are quantised, or not finite, in the file or in the dtype;
+            there is a head that differs from the embeddings; the device has no room for the
+            weights.
     """
     check_dtype(dtype)
-    is_folder = os.path.isdir(path_or_repo_id)  # Path("") would be the current folder
-    folder = Path(path_or_repo_id) if is_folder else download(path_or_repo_id, revision)
-    config = read_config(folder / "config.json")
-    names = [file.name for file in folder.iterdir() if file.is_file()]
-    form, first = choose_format(names, str(folder))
+    folder = folder_of(path_or_repo_id, revision)
+    config = read_config(folder, families)
+    family = family_of(config)
+    known = [name for form, name in first_files() if form.torch_layout or family.has_flax]
+    present = [name for name in known if os.path.lexists(folder / name)]
+    form, first = choose_format(present, str(folder))
+    source = folder / first
 
-    model = nnx.eval_shape(lambda: cls(config, rngs=nnx.Rngs(0), dtype=dtype))
-    weights = weights_of(model, torch_layout=form.torch_layout)
-    tensors = published(open_weights(form, folder / first), folder / first)
-    check(weights, tensors, folder / first)
-    check_weights_fit(model)
+    make = lambda config: cls(config, rngs=nnx.Rngs(0), dtype=dtype)
+    tensors = published(open_weights(form, source), family, source)
+    stored_as = {"torch_layout": form.torch_layout}
+    config, tensors = settle_head(config, tensors, family, dtype=dtype, **stored_as)
+    layout = parameters.parameters_of(make, config, family, **stored_as)
+    layers = len(config.architecture.layers)
+    check(layout, layers, tensors, source)
 
+    model = nnx.eval_shape(lambda: make(config))
+    check_weights_fit(model, folder)
     graph, state = nnx.split(model)
     variables = dict(nnx.to_flat_state(state))
-    for weight in weights:
-        value = read(weight, [tensors[name] for name in weight.names], dtype)
+    for weight in layout.of_layers(layers):
+        value = values.read(weight, tensors, dtype=dtype, finite=not allow_nonfinite)
         variables[weight.path] = variables[weight.path].replace(value)
     return nnx.merge(graph, nnx.from_flat_state(variables))
 
 
-def check_weights_fit(model: nnx.Module) -> None:
+def check_weights_fit(model: nnx.Module, folder: Path) -> None:
     """Raises ValueError unless the device has room for an abstract model's weights."""
     needed, available = tree_bytes(model), available_bytes()
     if available is not None and needed > available:
         raise ValueError(
-            f"the model's weights need {readable(needed)} in {jnp.dtype(model.dtype).name}, but "
-            f"only {readable(available)} are free"
+            f"{folder}: the model's weights need {readable(needed)} in "
+            f"{jnp.dtype(model.dtype).name}, but only {readable(available)} are free"
         )
 
 
@@ -143,110 +112,103 @@ def check_dtype(dtype) -> None:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {name}")
 
 
-def download(repo_id: str | PathLike, revision: str | None) -> Path:
-    """Download the config and the files of one weight format; returns the cached folder."""
-    if not isinstance(repo_id, str) or Path(repo_id).exists() or looks_like_path(repo_id):
-        raise ValueError(f"{str(repo_id)!r} is not a folder")
-    problem = f"{repo_id!r} is neither a folder nor a repository of the Hugging Face hub"
+def load_config(path_or_repo_id: str | PathLike, revision: str | None = None) -> DecoderConfig:
+    """The config of a model, without its weights; the arguments and errors are those of `load`."""
+    return read_config(folder_of(path_or_repo_id, revision, weights=False))
+
+
+def read_config(folder: Path, families: Mapping[str, Family] = FAMILIES) -> DecoderConfig:
+    """The config in a folder, with the tokens of generation_config.json.
+
+    Args:
+        folder: the folder.
+        families: the families that the model may be of, by `model_type`.
+
+    Raises:
+        ValueError: a file is malformed, or says what is not supported.
+    """
+    path = folder / CONFIG
+    contents = read_json(path)
     try:
-        names = huggingface_hub.list_repo_files(repo_id, revision=revision)
-    except OfflineModeIsEnabled as error:
-        return cached(repo_id, revision, error)
-    except HFValidationError as error:
-        raise ValueError(f"{problem}: {error}") from error
-    except RevisionNotFoundError as error:
-        raise ValueError(f"{repo_id!r} has no revision {revision!r}") from error
-    except RepositoryNotFoundError as error:
-        raise ValueError(problem) from error
-    except Exception as error:  # depends on the library that sends the request
-        return cached(repo_id, revision, error)
-    if "config.json" not in names:
-        raise ValueError(f"{repo_id!r} has no config.json")
-    form, first = choose_format(names, repr(repo_id))
-    wanted = {"config.json", first}
-    if first == form.index_name:
-        index = huggingface_hub.hf_hub_download(repo_id, first, revision=revision)
-        wanted |= set(read_index(Path(index)).values())
-    return Path(
-        huggingface_hub.snapshot_download(repo_id, revision=revision, allow_patterns=sorted(wanted))
-    )
-
-
-def cached(repo_id: str, revision: str | None, error: Exception) -> Path:
-    """The cached folder of a repository that cannot be reached."""
-    options = {"revision": revision, "local_files_only": True}
-    try:
-        return Path(huggingface_hub.snapshot_download(repo_id, **options))
-    except LocalEntryNotFoundError:
-        raise ValueError(
-            f"{repo_id!r} is not in the cache, and the Hugging Face hub cannot be reached: {error}"
-        ) from error
-
-
-def looks_like_path(text: str) -> bool:
-    """Whether it cannot be a repository id, which is a name, or an owner and a name."""
-    return text.startswith((".", "~", "/")) or text.count("/") > 1
-
-
-def read_config(path: Path) -> OPTConfig:
-    values = read_json(path)
-    try:
-        return OPTConfig.from_dict(values)
+        check_supported(contents, families)
+        config = families[contents["model_type"]].config.from_json(contents)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+    path = folder / GENERATION_CONFIG
+    if os.path.lexists(path):
+        contents = read_json(path)
+        ids = {name: contents[name] for name in TOKEN_IDS if contents.get(name) is not None}
+        try:
+            config = config.changed(**ids)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+    return config.changed(folder.absolute())
 
 
-def published(tensors: Mapping[str, StoredTensor], source: Path) -> dict[str, StoredTensor]:
-    """`tensors` without the optional "model." prefix of their names, and without the tied head."""
-    stripped = {}
+def published(
+    tensors: Mapping[str, StoredTensor], family: Family, source: Path
+) -> dict[str, StoredTensor]:
+    """`tensors` without the family's prefix of their names, and without those that are ignored."""
+    stripped: dict[str, StoredTensor] = {}
     for name, tensor in tensors.items():
-        if name not in TIED_HEADS:
-            short = name.removeprefix("model.")
-            if short in stripped:
-                raise ValueError(f"{source} has both {short} and model.{short}")
+        short = name.removeprefix(family.prefix)
+        if short in stripped:
+            raise ValueError(f"{source} has both {short} and {family.prefix}{short}")
+        if family.ignored is None or not re.fullmatch(family.ignored, short):
             stripped[short] = tensor
     return stripped
 
 
-def check(weights: Sequence[Parameter], tensors: Mapping[str, StoredTensor], source: Path) -> None:
-    """Raises a ValueError with all problems unless the stored tensors fit the model."""
-    shapes = {name: weight.shape for weight in weights for name in weight.names}
-    problems = [f"{name} is missing" for name in shapes if name not in tensors]
-    for name, tensor in tensors.items():
-        if name not in shapes:
-            problems.append(f"{name} is not a part of this model")
-            continue
-        if tensor.shape != shapes[name]:
-            problems.append(f"{name} has shape {tensor.shape} instead of {shapes[name]}")
-        if tensor.dtype not in READABLE_DTYPES:
-            problems.append(f"{name} is {tensor.dtype}, not one of {', '.join(READABLE_DTYPES)}")
-    if problems:
-        raise ValueError(f"{source} does not fit its config.json:\n  " + "\n  ".join(problems))
+def settle_head(
+    config: DecoderConfig,
+    tensors: dict[str, StoredTensor],
+    family: Family,
+    *,
+    dtype,
+    torch_layout: bool,
+) -> tuple[DecoderConfig, dict[str, StoredTensor]]:
+    """The config and the tensors of a model whose config says that its head is tied.
+
+    Many checkpoints store such a head as well. As in transformers, it is dropped if it equals the
+    table of embeddings, it is the table if there is no other, and is kept if it differs.
+
+    Raises:
+        ValueError: it differs, and models of this family have no other head than the table.
+    """
+    table, name = parameters.table_and_head(family, torch_layout=torch_layout)
+    if not config.tie_word_embeddings or name not in tensors:
+        return config, tensors
+    head, rest = tensors[name], {k: v for k, v in tensors.items() if k != name}
+    if not torch_layout:
+        turned = lambda: tensors[name].read().T
+        head = dataclasses.replace(head, shape=head.shape[::-1], read=turned)
+    if table not in tensors:
+        return config, rest | {table: head}
+    if not {head.dtype, tensors[table].dtype} <= set(READABLE_DTYPES):
+        return config, tensors  # an error later
+    if values.same_values(head, tensors[table], dtype):
+        return config, rest
+    if family.can_untie:
+        return config.changed(tie_word_embeddings=False), tensors
+    raise ValueError(
+        f"{head.file}: {name} differs from {table}, and {family.model_type} models have one table "
+        "for both, so their tokens would be others"
+    )
 
 
-def read(weight: Parameter, stored: Sequence[StoredTensor], dtype) -> Array:
-    """The parameter's value on the device; the host holds one tensor at a time."""
-    parts = []
-    for tensor in stored:
-        values = tensor.read()
-        if values.dtype == np.float64:  # which JAX does not have by default
-            values = values.astype(np.float32)
-        # A copy, because the CPU backend would otherwise keep the file mapped. Wait for it,
-        # because pending transfers keep their source in host memory.
-        parts.append(jnp.array(values, copy=True).block_until_ready())
-    return join(parts, transposed=weight.transposed, dtype=jnp.dtype(dtype)).block_until_ready()
-
-
-@functools.partial(jax.jit, static_argnames=("transposed", "dtype"))
-def join(parts: Sequence[Array], *, transposed: bool, dtype) -> Array:
-    parts = [(part.T if transposed else part).astype(dtype) for part in parts]
-    return jnp.concatenate(parts, axis=-1)
-
-
-@functools.partial(jax.jit, static_argnames=("count", "transposed"))
-def split(value: Array, *, count: int, transposed: bool) -> list[Array]:
-    """Inverse of `join`."""
-    return [part.T if transposed else part for part in jnp.split(value, count, axis=-1)]
+def check(
+    layout: Parameters, layers: int, tensors: Mapping[str, StoredTensor], source: Path
+) -> None:
+    """Raises a ValueError with the likely cause and the first problems unless the tensors fit."""
+    problems = parameters.misfits(layout, layers, tensors)
+    shown = list(itertools.islice(problems, SHOWN_PROBLEMS))
+    if not shown:
+        return
+    if more := sum(1 for _ in problems):
+        shown.append(f"and {more} more")
+    causes = parameters.likely_causes(layout, layers, tensors)
+    summary = f"{source} does not fit its {CONFIG}: {'; '.join(causes)}".rstrip(": ")
+    raise ValueError("\n  ".join([summary, *shown]))
 
 
 def save(
@@ -254,7 +216,9 @@ def save(
 ) -> None:
     """Write a model as a folder that transformers and `load` can read.
 
-    Files of the same names are overwritten, others are kept.
+    Files of the same names are overwritten, others are kept. The files of the tokenizer are copied
+    from the folder that the model was loaded from, unless this one has a tokenizer, and so are the
+    other settings of generation_config.json.
 
     Args:
         model: the model.
@@ -268,12 +232,13 @@ def save(
     folder, form = Path(path), FORMATS[0]
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"path {folder} is a file, not a folder")
-    shards = plan_shards(model, max_shard_bytes)
+    config, shards = model.config, plan_shards(model, max_shard_bytes)
     if len(shards) > 1 and (folder / form.file_name).exists():
         raise ValueError(
             f"{folder / form.file_name} would be loaded in place of the {len(shards)} shards to "
             "be written: remove it, or choose another path"
         )
+    generation = generation_settings(config)
     folder.mkdir(parents=True, exist_ok=True)
     stem, suffix = form.file_name.split(".")
     index, total = {}, 0
@@ -287,33 +252,45 @@ def save(
     if len(shards) > 1:
         contents = {"metadata": {"total_size": total}, "weight_map": index}
         write_json(folder / form.index_name, contents)
-    write_json(
-        folder / "config.json",
-        {
-            **dataclasses.asdict(model.config),
-            "model_type": "opt",
-            "architectures": ["OPTForCausalLM"],
-            "dtype": model.dtype.name,
-        },
-    )
+    family = family_of(config)
+    description = {
+        "model_type": family.model_type,
+        "architectures": [family.class_name],
+        "dtype": model.dtype.name,
+    }
+    write_json(folder / CONFIG, config.to_json() | description)
+    write_json(folder / GENERATION_CONFIG, generation)
     for name in set(index.values()):  # safetensors writes files that other users cannot read
-        shutil.copymode(folder / "config.json", folder / name)
+        shutil.copymode(folder / CONFIG, folder / name)
+    if config.folder is not None and not tokenizer_files(folder):
+        for file in tokenizer_files(config.folder):
+            shutil.copyfile(file, folder / file.name)
+
+
+def generation_settings(config: DecoderConfig) -> dict[str, Any]:
+    """Contents of generation_config.json: the config's tokens, and what else its folder's has."""
+    ids = {name: getattr(config, name) for name in TOKEN_IDS}
+    path = None if config.folder is None else config.folder / GENERATION_CONFIG
+    kept = read_json(path) if path is not None and os.path.lexists(path) else {}
+    settings = {name: value for name, value in kept.items() if name not in TOKEN_IDS}
+    return settings | {name: value for name, value in ids.items() if value is not None}
 
 
 def stored_tensors(model: nnx.Module, weights: Iterable[Parameter]) -> Iterator[tuple[str, Array]]:
     """Names and values of these weights as in a PyTorch checkpoint."""
     variables = dict(nnx.to_flat_state(nnx.state(model)))
+    family = family_of(model.config)
     for weight in weights:
-        value, count = variables[weight.path][...], len(weight.names)
-        parts = split(value, count=count, transposed=weight.transposed)
-        yield from zip((f"model.{name}" for name in weight.names), parts, strict=True)
+        parts = weight.split(variables[weight.path][...])
+        yield from zip(map(family.full_name, weight.names), parts, strict=True)
 
 
 def plan_shards(model: nnx.Module, max_shard_bytes: int) -> list[list[Parameter]]:
     """The parameters of each file, in order; q, k and v are in the same file."""
     shards, filled = [[]], 0
-    for weight in weights_of(model, torch_layout=True):
-        size = len(weight.names) * int(np.prod(weight.shape)) * model.dtype.itemsize
+    family = family_of(model.config)
+    for weight in parameters.weights_of(model, family, torch_layout=True):
+        size = int(np.prod(weight.shape)) * model.dtype.itemsize
         if shards[-1] and filled + size > max_shard_bytes:
             shards.append([])
             filled = 0
@@ -323,4 +300,4 @@ def plan_shards(model: nnx.Module, max_shard_bytes: int) -> list[list[Parameter]
 
 
 def write_json(path: Path, contents: Mapping) -> None:
-    path.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(contents, indent=2, allow_nan=False) + "\n", encoding="utf-8")

@@ -7,7 +7,7 @@ import numpy as np
 
 from emsjax.models import schema
 from emsjax.models.architecture import SHARED, Architecture, AttentionKind, NormKind
-from emsjax.models.config import DecoderConfig, activation, epsilon, even
+from emsjax.models.config import DecoderConfig, activation, epsilon, even, layers
 from emsjax.models.family import Family
 from emsjax.models.gpt2 import GPT2_SIZES
 from emsjax.models.rotary import rotary
@@ -35,7 +35,7 @@ class CodeGenConfig(DecoderConfig):
     vocab_size: int = schema.count(50400)
     n_positions: int = schema.count(2048)
     n_embd: int = schema.count(4096)
-    n_layer: int = schema.count(28)
+    n_layer: int = layers(28)
     n_head: int = schema.count(16)
     rotary_dim: int = schema.count(64)  # rotated numbers of a head
     n_inner: int | None = schema.count(None, null=lambda config: 4 * config.n_embd)
@@ -112,6 +112,6 @@ FAMILY = Family(
         "layers.{}.attention_norm": f"{_LAYER}.ln_1",
     },
     prefix="transformer.",
-    ignored=(r".*\.attn\.(causal_mask|bias|masked_bias)",),
+    ignored=r".*\.attn\.(causal_mask|bias|masked_bias)",
     columns=columns,
 )

@@ -1,13 +1,14 @@
 """What the configs of all families share."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Self
 
 from emsjax.models.architecture import ACTIVATIONS, Architecture, AttentionKind
-from emsjax.models.schema import Config, Relation, choice, count, many, number
+from emsjax.models.schema import Config, Relation, choice, count, many, number, shown
 
+MAX_LAYERS = 10_000  # a layer takes memory even before its weights are read
+QUANTIZED = ("quantization_config", "compression_config")  # the first is transformers' name
 # See `DecoderConfig.sizes`.
 OWN_HEADS = {
     "layers": "num_hidden_layers",
@@ -26,12 +27,9 @@ class DecoderConfig(Config):
         sizes: the fields' names for the number of layers, the width of the residual stream, the
             size of feed-forward parts, and the numbers of heads and of K/V heads. A family in
             which each head has keys and values of its own has no name for the latter.
-        folder: where the model was loaded from, or None. It is not a field: models of the same
-            architecture share compiled programs, whatever their folders.
     """
 
     architecture: Architecture
-    folder: ClassVar[Path | None] = None
     sizes: ClassVar[dict[str, str]] = OWN_HEADS | {"kv_heads": "num_key_value_heads"}
 
     @property
@@ -44,7 +42,7 @@ class DecoderConfig(Config):
         """The config with other sizes, by the names in `sizes`; the layers are the first ones."""
         layers = sizes.pop("layers", None)
         named = {self.sizes[name]: size for name, size in sizes.items() if name in self.sizes}
-        config = dataclasses.replace(self, **named)
+        config = self.changed(**named)
         return config if layers is None else config.with_layers(range(layers))
 
     def with_layers(self, chosen: Iterable[int]) -> Self:
@@ -57,7 +55,7 @@ class DecoderConfig(Config):
         fields = {self.sizes["layers"]: len(kinds)}
         if hasattr(self, "layer_types"):
             fields["layer_types"] = layer_types(kinds)
-        config = dataclasses.replace(self, **fields)
+        config = self.changed(**fields)
         if config.architecture.layers != kinds:
             raise ValueError("layers depend on their place: only the first can be kept")
         return config
@@ -79,6 +77,11 @@ def windowed(
 
 
 # Fields and relations of several families.
+
+
+def layers(default: int):
+    """A field for the number of layers."""
+    return count(default, most=MAX_LAYERS)
 
 
 def activation(default: str, **options):
@@ -121,3 +124,25 @@ def even(name: str) -> Relation:
         lambda config: getattr(config, name) % 2 == 0,
         f"{name} ({{{name}}}) must be even: numbers are rotated in pairs",
     )
+
+
+def check_supported(values: Mapping[str, Any], model_types: Iterable[str]) -> None:
+    """Check what a config.json says about the model as a whole.
+
+    Raises:
+        ValueError: `model_type` is not one of these, or the weights are quantised.
+    """
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str) or model_type not in model_types:
+        raise ValueError(
+            f"model_type must be one of {', '.join(sorted(model_types))}, not {shown(model_type)}: "
+            "other families, mixtures of experts and models of images are not supported"
+        )
+    for name in QUANTIZED:
+        if (how := values.get(name)) is not None:
+            method = how.get("quant_method", how) if isinstance(how, Mapping) else how
+            raise ValueError(
+                f"{name} says that the weights are quantised ({shown(method)}), which emsjax does "
+                "not read: choose a repository or revision whose weights are float32, float16 or "
+                "bfloat16"
+            )

@@ -2,9 +2,12 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
+
+from emsjax.models.config import DecoderConfig
+
+LAYER = "{}"  # the place of a layer's number in names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,17 +22,38 @@ class Family:
             a module's tensors are stored in several parts there are several names, in the order
             of the module's columns.
         prefix: a beginning of stored names that some files leave out.
-        ignored: regular expressions of stored tensors that are no weights.
+        ignored: a regular expression of stored names, without the prefix, that are no weights.
+        head: the stored name of the head.
+        can_untie: whether there are models whose head is not the table of embeddings.
         transposed: whether kernels are stored as [outputs, inputs].
         columns: for a config, where each column of a layer's product of queries, keys and values
             is stored among the columns on disk; None: in the same order.
+        has_flax: whether Flax checkpoints can be read, whose modules have the same names.
     """
 
     model_type: str
     class_name: str
-    config: type
+    config: type[DecoderConfig]
     modules: Mapping[str, str | tuple[str, ...]]
     prefix: str = "model."
-    ignored: tuple[str, ...] = ()
+    ignored: str | None = None
+    head: str = "lm_head"
+    can_untie: bool = True
     transposed: bool = True
-    columns: Callable[[Any], np.ndarray] | None = None
+    columns: Callable[[DecoderConfig], np.ndarray] | None = None
+    has_flax: bool = False
+
+    def stored_modules(self, module: str) -> tuple[str, ...]:
+        """The stored names of a module of `Decoder`, without the prefix."""
+        names = self.modules[module]
+        names = (names,) if isinstance(names, str) else names
+        return tuple(name.removeprefix(self.prefix) for name in names)
+
+    @property
+    def layers_prefix(self) -> str:
+        """What precedes the layer's number in the stored names, without the prefix."""
+        return self.stored_modules("layers.{}.attention_norm")[0].partition(LAYER)[0]
+
+    def full_name(self, name: str) -> str:
+        """A stored name with the prefix, which the head's parameters do not have."""
+        return name if name.partition(".")[0] == self.head else self.prefix + name

@@ -12,6 +12,7 @@ from emsjax.models.config import (
     activation,
     head_dim,
     kv_heads,
+    layers,
     types_of_layers,
 )
 from emsjax.models.rotary import RopeScaling, rotary
@@ -33,7 +34,7 @@ class Gemma3Config(llama.LlamaFields):
     vocab_size: int = count(262208)
     hidden_size: int = count(2304)
     intermediate_size: int = count(9216)
-    num_hidden_layers: int = count(26)
+    num_hidden_layers: int = layers(26)
     num_attention_heads: int = count(8)
     num_key_value_heads: int | None = kv_heads(4)
     head_dim: int | None = head_dim(256)

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from emsjax.models import schema
 from emsjax.models.architecture import Architecture, AttentionKind, NormKind
-from emsjax.models.config import DecoderConfig, activation, epsilon
+from emsjax.models.config import DecoderConfig, activation, epsilon, layers
 from emsjax.models.family import Family
 
 GPT2_SIZES = {"layers": "n_layer", "width": "n_embd", "ffn_size": "n_inner", "heads": "n_head"}
@@ -20,7 +20,7 @@ class GPT2Config(DecoderConfig):
     vocab_size: int = schema.count(50257)
     n_positions: int = schema.count(1024)
     n_embd: int = schema.count(768)
-    n_layer: int = schema.count(12)
+    n_layer: int = layers(12)
     n_head: int = schema.count(12)
     n_inner: int | None = schema.count(None, null=lambda config: 4 * config.n_embd)
     activation_function: str = activation("gelu_new")
@@ -83,6 +83,6 @@ FAMILY = Family(
         "layers.{}.ffn_norm": f"{_LAYER}.ln_2",
     },
     prefix="transformer.",
-    ignored=(r".*\.attn\.(bias|masked_bias)",),
+    ignored=r".*\.attn\.(bias|masked_bias)",
     transposed=False,
 )

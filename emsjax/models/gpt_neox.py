@@ -8,7 +8,7 @@ import numpy as np
 
 from emsjax.models import schema
 from emsjax.models.architecture import BEFORE, PARALLEL, Architecture, AttentionKind, NormKind
-from emsjax.models.config import OWN_HEADS, DecoderConfig, activation, epsilon
+from emsjax.models.config import OWN_HEADS, DecoderConfig, activation, epsilon, layers
 from emsjax.models.family import Family
 from emsjax.models.rotary import RopeScaling, rotary, with_rope_fields
 
@@ -27,7 +27,7 @@ class GPTNeoXConfig(DecoderConfig):
 
     vocab_size: int = schema.count(50432)
     hidden_size: int = schema.count(6144)
-    num_hidden_layers: int = schema.count(44)
+    num_hidden_layers: int = layers(44)
     num_attention_heads: int = schema.count(64)
     intermediate_size: int = schema.count(24576)
     hidden_act: str = activation("gelu")
@@ -112,6 +112,7 @@ FAMILY = Family(
         "layers.{}.ffn_norm": f"{_LAYER}.post_attention_layernorm",
     },
     prefix="gpt_neox.",
-    ignored=(r".*\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
+    head="embed_out",
+    ignored=r".*\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",
     columns=columns,
 )

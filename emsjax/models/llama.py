@@ -6,7 +6,15 @@ from typing import Any, ClassVar, Self
 
 from emsjax.models import schema
 from emsjax.models.architecture import Architecture, AttentionKind, NormKind
-from emsjax.models.config import DecoderConfig, activation, epsilon, even, head_dim, kv_heads
+from emsjax.models.config import (
+    DecoderConfig,
+    activation,
+    epsilon,
+    even,
+    head_dim,
+    kv_heads,
+    layers,
+)
 from emsjax.models.family import Family
 from emsjax.models.rotary import RopeScaling, rotary, with_rope_fields
 
@@ -23,7 +31,7 @@ class LlamaFields(DecoderConfig):
     vocab_size: int = schema.count(32000)
     hidden_size: int = schema.count(4096)
     intermediate_size: int = schema.count(11008)
-    num_hidden_layers: int = schema.count(32)
+    num_hidden_layers: int = layers(32)
     num_attention_heads: int = schema.count(32)
     num_key_value_heads: int | None = kv_heads(None)
     head_dim: int | None = head_dim()
@@ -106,5 +114,5 @@ FAMILY = Family(
     class_name="LlamaForCausalLM",
     config=LlamaConfig,
     modules=MODULES,
-    ignored=(r".*\.rotary_emb\.inv_freq",),
+    ignored=r".*\.rotary_emb\.inv_freq",
 )

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from emsjax.models import schema
 from emsjax.models.architecture import AFTER, BEFORE, Architecture, AttentionKind, NormKind
-from emsjax.models.config import OWN_HEADS, DecoderConfig, activation
+from emsjax.models.config import OWN_HEADS, DecoderConfig, activation, layers
 from emsjax.models.family import Family
 
 POSITION_OFFSET = 2  # the first two entries of the position table are never used
@@ -28,7 +28,7 @@ class OPTConfig(DecoderConfig):
 
     vocab_size: int = schema.count(50272)
     hidden_size: int = schema.count(768)
-    num_hidden_layers: int = schema.count(12)
+    num_hidden_layers: int = layers(12)
     ffn_dim: int = schema.count(3072)
     max_position_embeddings: int = schema.count(2048)
     num_attention_heads: int = schema.count(12)
@@ -94,4 +94,6 @@ FAMILY = Family(
         "layers.{}.attention_norm": f"{_LAYER}.self_attn_layer_norm",
         "layers.{}.ffn_norm": f"{_LAYER}.final_layer_norm",
     },
+    can_untie=False,
+    has_flax=True,
 )

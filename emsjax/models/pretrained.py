@@ -7,8 +7,9 @@ from jax.typing import DTypeLike
 
 from emsjax.device import best_dtype
 from emsjax.models import checkpoint
+from emsjax.models.config import DecoderConfig
 from emsjax.models.decoder import Decoder
-from emsjax.models.families import FAMILIES
+from emsjax.models.opt import FAMILY, OPTConfig
 
 
 def from_pretrained(
@@ -16,6 +17,7 @@ def from_pretrained(
     *,
     dtype: DTypeLike | None = None,
     revision: str | None = None,
+    allow_nonfinite: bool = False,
 ) -> Decoder:
     """Loads a checkpoint of any supported family: see `emsjax.models.checkpoint.load`.
 
@@ -24,9 +26,19 @@ def from_pretrained(
         dtype: bfloat16, float16 or float32; None: what suits the device, bfloat16 on newer GPUs
             and TPUs, float16 on older GPUs, float32 on CPUs.
         revision: a branch, tag or commit of the repository.
+        allow_nonfinite: whether weights may be infinite or NaN.
+
+    Raises:
+        ValueError: see `emsjax.models.checkpoint.load`.
     """
     dtype = best_dtype() if dtype is None else dtype
-    return checkpoint.load(path_or_repo_id, dtype=dtype, revision=revision)
+    options = {"revision": revision, "allow_nonfinite": allow_nonfinite}
+    return checkpoint.load(make, path_or_repo_id, dtype=dtype, **options)
+
+
+def make(config: DecoderConfig, **options) -> Decoder:
+    """Makes a model of a config; the options are those of `Decoder`."""
+    return (OPT if isinstance(config, OPTConfig) else Decoder)(config, **options)
 
 
 class OPT(Decoder):
@@ -39,7 +51,9 @@ class OPT(Decoder):
         *,
         dtype: DTypeLike = jnp.bfloat16,
         revision: str | None = None,
-    ) -> Decoder:
+        allow_nonfinite: bool = False,
+    ) -> "OPT":
         """Loads a checkpoint of this family only: see `emsjax.from_pretrained`."""
-        families = {"opt": FAMILIES["opt"]}
-        return checkpoint.load(path_or_repo_id, dtype=dtype, revision=revision, families=families)
+        options = {"revision": revision, "allow_nonfinite": allow_nonfinite}
+        options["families"] = {FAMILY.model_type: FAMILY}
+        return checkpoint.load(cls, path_or_repo_id, dtype=dtype, **options)

@@ -25,6 +25,7 @@ import json
 import reprlib
 import sys
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 MAX_COUNT = 2**31 - 1  # sizes and token ids are int32
@@ -232,11 +233,17 @@ def only(name: str, value: Any, reason: str) -> Relation:
 class Config:
     """A frozen dataclass whose fields are checked when one is made.
 
+    Attributes:
+        relations: what must hold between fields.
+        folder: where the config was read from, or None. It is not a field: models of the same
+            architecture share compiled programs, whatever their folders.
+
     Raises:
         ValueError: a field cannot hold its value, or a relation does not hold.
     """
 
     relations: ClassVar[tuple[Relation, ...]] = ()
+    folder: ClassVar[Path | None] = None
 
     def __post_init__(self):
         for name, field in own_fields(type(self)).items():
@@ -254,6 +261,12 @@ class Config:
         """The config in an object of a JSON file, whose other keys are ignored."""
         fields = {name: key_of(field) for name, field in own_fields(cls).items()}
         return cls(**{name: values[key] for name, key in fields.items() if key in values})
+
+    def changed(self, folder: Path | None = None, **changes: Any) -> Self:
+        """A copy with other fields, and with this folder, or else the same one."""
+        copy = dataclasses.replace(self, **changes)
+        object.__setattr__(copy, "folder", folder or self.folder)
+        return copy
 
     def to_json(self) -> dict[str, Any]:
         """The inverse of `from_json`."""

@@ -35,4 +35,4 @@ def check_format(path: Path) -> None:
     """
     known = matplotlib_module("backend_bases").FigureCanvasBase.get_supported_filetypes()
     if path.suffix.removeprefix(".").lower() not in known:
-        raise ValueError(f"--plot: {path} must end in one of .{', .'.join(sorted(known))}")
+        raise ValueError(f"{path} must end in one of .{', .'.join(sorted(known))}")

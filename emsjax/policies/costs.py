@@ -1,21 +1,21 @@
 """Costs of a decoding step on a device, which `emsjax profile` measures and policies use."""
 
+import contextlib
 import dataclasses
 import json
 import math
-import numbers
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from emsjax.checks import check_at_least
+from emsjax.checks import check_number, check_table, refuse
 from emsjax.decode.row_counts import row_buckets
+from emsjax.values import pytree
 
 FORMAT = "emsjax profile 2"
 COSTS = ("row_ms", "token_ms", "reread", "draft_ms")
@@ -23,10 +23,11 @@ TILE_ROWS = 16  # rows of a sample for which attention reads its cache once
 # Fraction by which drafts must raise the expected tokens per second. Costs and estimates err, and
 # some samples finish earlier than others while a batch takes as long as its last one.
 LEAST_GAIN = 0.05
+MOST_ROWS = 1 << 24  # float32 holds all integers up to it
+MOST_MS = 1e30  # sums of products of costs stay far from float32's limit
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class StepCosts:
     """Milliseconds of a decoding step: step_ms(rows) + token_ms x cached tokens + draft steps.
 
@@ -64,27 +65,17 @@ class StepCosts:
             reread: fraction of `token_ms`, see above.
 
         Raises:
-            ValueError: there are no rows, a `row_ms` is not above 0, or another number is
-                negative.
+            ValueError: there are no rows, a number of rows or slots is below 1, a `row_ms` is
+                not above 0, or another number is negative or not finite.
         """
         if not isinstance(draft_ms, Mapping):
-            draft_ms = {1: draft_ms}
-        if not row_ms or not draft_ms:
-            raise ValueError("row_ms and draft_ms must each hold at least one time")
-        for at in (*row_ms, *draft_ms):
-            check_at_least("a number of rows or slots", at, 1)
-        known = lambda x: isinstance(x, numbers.Real) and math.isfinite(x)
-        at_least_0 = [token_ms, reread, *draft_ms.values()]
-        if not (
-            all(known(ms) and ms > 0 for ms in row_ms.values())
-            and all(known(x) and x >= 0 for x in at_least_0)
-        ):
-            raise ValueError(
-                "row_ms must be finite and above 0, token_ms, draft_ms and reread at least 0"
-            )
+            draft_ms = {1: _at_least_0("draft_ms", draft_ms)}
+        row_ms = check_table("row_ms", row_ms, _above_0, MOST_ROWS)
+        draft_ms = check_table("draft_ms", draft_ms, _at_least_0, MOST_ROWS)
+        per_token = [_at_least_0("token_ms", token_ms), _at_least_0("reread", reread)]
         column = lambda values: np.array(list(values), np.float32)
-        knots = lambda table: (column(sorted(table)), column(table[at] for at in sorted(table)))
-        return cls(*knots(row_ms), np.float32(token_ms), np.float32(reread), *knots(draft_ms))
+        knots = lambda table: (column(table), column(table.values()))
+        return cls(*knots(row_ms), *map(np.float32, per_token), *knots(draft_ms))
 
     @classmethod
     def from_profile(cls, profile: str | PathLike | Mapping[str, Any]) -> "StepCosts":
@@ -94,11 +85,12 @@ class StepCosts:
             profile: its file, or the contents.
 
         Raises:
-            ValueError: not such a profile.
+            ValueError: not such a profile, or one with impossible numbers.
         """
         costs = read_profile(profile)["costs"]
-        table = lambda name: {int(at): ms for at, ms in costs[name].items()}
-        return cls.of(table("row_ms"), costs["token_ms"], table("draft_ms"), costs["reread"])
+        with errors_of(profile):
+            tables = {name: from_json(costs[name]) for name in ("row_ms", "draft_ms")}
+            return cls.of(token_ms=costs["token_ms"], reread=costs["reread"], **tables)
 
     def without_drafting(self) -> "StepCosts":
         """The same costs with a drafting time of 0."""
@@ -128,18 +120,28 @@ class StepCosts:
         return along(jnp.float32(slots), self.batches, self.draft_ms)
 
 
+def _above_0(name: str, value: Any) -> float:
+    return check_number(name, value, "finite and above 0", lambda x: 0 < x <= MOST_MS)
+
+
+def _at_least_0(name: str, value: Any) -> float:
+    return check_number(name, value, "finite and at least 0", lambda x: 0 <= x <= MOST_MS)
+
+
 def read_profile(profile: str | PathLike | Mapping[str, Any]) -> Mapping[str, Any]:
-    """A profile, read from its file if a path is given.
+    """A profile, read from its file if a path is given; its numbers are not checked.
 
     Raises:
         ValueError: it is not a profile of this version.
+        OSError: the file cannot be read.
     """
-    name = "profile"
+    if not isinstance(profile, str | PathLike | Mapping):
+        refuse("profile", "a file or the contents of one", profile)
+    name = _name_of(profile)
     if not isinstance(profile, Mapping):
-        name = str(profile)
         try:
             profile = json.loads(Path(profile).read_bytes())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{name} is not JSON: not written by emsjax profile") from error
     if not isinstance(profile, Mapping) or profile.get("format") != FORMAT:
         raise ValueError(f"{name} is not of the format {FORMAT!r} that emsjax profile writes")
@@ -150,6 +152,38 @@ def read_profile(profile: str | PathLike | Mapping[str, Any]) -> Mapping[str, An
     if missing:
         raise ValueError(f"{name} holds no {', '.join(missing)}: not written by emsjax profile")
     return profile
+
+
+def section(profile: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A part of a profile that is a mapping.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not isinstance(profile.get(name), Mapping):
+        raise ValueError(f"it holds no {name}, and so no table of lengths by batch size")
+    return profile[name]
+
+
+def from_json(table: Any) -> Any:
+    """A table of a profile, whose counts are the texts that JSON requires, with integers."""
+    if not isinstance(table, Mapping):
+        return table
+    is_count = lambda at: isinstance(at, str) and at.isascii() and at.isdigit() and len(at) < 10
+    return {int(at) if is_count(at) else at: value for at, value in table.items()}
+
+
+@contextlib.contextmanager
+def errors_of(profile: str | PathLike | Mapping[str, Any]) -> Iterator[None]:
+    """Puts the profile's name before the messages of errors."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{_name_of(profile)}: {error}") from error
+
+
+def _name_of(profile: str | PathLike | Mapping[str, Any]) -> str:
+    return "profile" if isinstance(profile, Mapping) else str(profile)
 
 
 def synergy_ms(

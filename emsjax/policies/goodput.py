@@ -1,7 +1,7 @@
 """Draft lengths that maximise expected tokens per second, from acceptance and step costs."""
 
 import dataclasses
-import numbers
+import math
 from collections.abc import Mapping
 from os import PathLike
 from typing import Any
@@ -11,22 +11,22 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from emsjax.checks import check_at_least
+from emsjax.checks import MOST, check_at_least
 from emsjax.decode.base import DraftLength, StepView
 from emsjax.decode.row_counts import row_buckets, smallest_bucket
 from emsjax.decode.state import admitted_policy_state
 from emsjax.engine.adapt import as_policy, check_policy
 from emsjax.policies.costs import LEAST_GAIN, TILE_ROWS, StepCosts
-from emsjax.policies.survival import AcceptanceCounts, check_estimates
+from emsjax.policies.survival import AcceptanceCounts, check_estimates, check_setting
 from emsjax.returned import available_lengths, check_state
+from emsjax.values import pytree
 from pallas_kernels.common.indexing import take
 
 LIMIT = TILE_ROWS - 1  # a draft and the last emitted token before it fill a tile
 PRIOR_RATE, PRIOR_WEIGHT, MEMORY = 0.7, 16.0, 0.98
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Goodput(DraftLength):
     """One length per sample, chosen so that the step emits the most expected tokens per second.
 
@@ -61,7 +61,7 @@ class Goodput(DraftLength):
     least_gain: float = LEAST_GAIN
 
     def __post_init__(self):
-        check_at_least("limit", self.limit, 1)
+        object.__setattr__(self, "limit", check_at_least("limit", self.limit, 1, MOST))
         check_no_profile(self.costs, "Goodput.from_profile(profile)")
 
     @classmethod
@@ -133,8 +133,7 @@ class Goodput(DraftLength):
         return state.admit(fresh)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class CostCapped(DraftLength):
     """Caps another policy's lengths at the length with the most expected tokens per second.
 
@@ -248,8 +247,7 @@ def check_costs(costs: Any) -> None:
 
 def check_gain(least_gain: Any) -> None:
     """Raises a ValueError if the gain is below 0; traced values are not checked."""
-    if isinstance(least_gain, numbers.Real) and not least_gain >= 0:
-        raise ValueError(f"least_gain must be at least 0, not {least_gain}")
+    check_setting("least_gain", least_gain, "at least 0", lambda x: 0 <= x < math.inf)
 
 
 def cached_tokens(view: StepView) -> Float[Array, "b"]:

@@ -1,7 +1,6 @@
 """Draft-length policies: how many draft tokens of each sample a step verifies."""
 
 import dataclasses
-import numbers
 from collections.abc import Mapping
 from os import PathLike
 from typing import Any, NamedTuple
@@ -11,12 +10,29 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from emsjax.checks import check_at_least
+from emsjax.checks import (
+    INT32_MAX,
+    MOST,
+    check_at_least,
+    check_flag,
+    check_number,
+    check_table,
+)
 from emsjax.decode.base import DraftLength, StepView
-from emsjax.policies.costs import StepCosts, accepted_at_rate, read_profile, synergy_lengths
+from emsjax.engine.memory import MOST_SLOTS
+from emsjax.policies.costs import (
+    StepCosts,
+    accepted_at_rate,
+    errors_of,
+    from_json,
+    read_profile,
+    section,
+    synergy_lengths,
+)
 from pallas_kernels.common.indexing import take
 
-MOST = 1 << 30  # the largest length, far from int32 overflow: the device loop may add to it
+PROBABILITY = ("in 0..1", lambda x: 0 <= x <= 1)
+MOST_PROFILED = 1024  # draft tokens of a profile: costs are compared for all lengths up to it
 
 
 @jax.tree_util.register_pytree_node_class
@@ -30,7 +46,7 @@ class FixedLength(DraftLength):
     """
 
     def __init__(self, k: int):
-        self.k = min(check_at_least("k", k, 0), np.iinfo(np.int32).max)
+        self.k = min(check_at_least("k", k, 0), INT32_MAX)
 
     def tree_flatten(self):
         return (self.k,), None
@@ -80,8 +96,8 @@ class BassHeuristic(DraftLength):
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            if check_at_least(field.name, value := getattr(self, field.name), 1) > MOST:
-                raise ValueError(f"{field.name} must be at most {MOST}, not {value}")
+            number = check_at_least(field.name, getattr(self, field.name), 1, MOST)
+            object.__setattr__(self, field.name, number)
         if self.initial > self.limit:
             raise ValueError(f"initial must be at most limit={self.limit}, not {self.initial}")
 
@@ -125,14 +141,9 @@ class BatchSizeTable(DraftLength):
     """
 
     def __init__(self, table: Mapping[int, int]):
-        if not isinstance(table, Mapping):
-            raise ValueError(f"table must be a mapping, not {type(table).__name__}")
-        if not table:
-            raise ValueError("table is empty: at least one batch size is needed")
-        sizes = sorted(check_at_least("a batch size of table", size, 1) for size in table)
-        lengths = [check_at_least(f"table[{size}]", table[size], 0) for size in sizes]
+        lengths = check_table("table", table, lambda name, value: check_at_least(name, value, 0))
         at_most = lambda values: jnp.array([min(value, MOST) for value in values], jnp.int32)
-        self.sizes, self.draft_lengths = at_most(sizes), at_most(lengths)
+        self.sizes, self.draft_lengths = at_most(lengths), at_most(lengths.values())
 
     @classmethod
     def from_profile(
@@ -155,26 +166,33 @@ class BatchSizeTable(DraftLength):
         Raises:
             ValueError: not such a profile, or a probability outside 0..1.
         """
-        profile = read_profile(profile)
-        if "table" not in profile or "settings" not in profile:
-            raise ValueError("the profile holds no table of lengths by batch size")
-        if acceptance is None:
-            if not free:
-                return cls({int(size): k for size, k in profile["table"]["lengths"].items()})
-            acceptance = profile["table"]["acceptance_rate"]
-        if isinstance(acceptance, numbers.Real):
-            if not 0 <= acceptance <= 1:
-                raise ValueError(f"acceptance must be in 0..1, not {acceptance}")
-            k = profile["settings"]["max_draft_tokens"]
-            accepted, drafted = accepted_at_rate(acceptance, k), np.arange(k + 1.0)
-        else:
+        free = check_flag("free", free)
+        contents = read_profile(profile)
+        with errors_of(profile):
+            table, settings = (section(contents, name) for name in ("table", "settings"))
+            at_least_0 = lambda name, value: check_at_least(name, value, 0)
+            lengths = check_table(
+                "table.lengths", from_json(table.get("lengths")), at_least_0, MOST_SLOTS
+            )
+            if acceptance is None and not free:
+                return cls(lengths)
+            k = settings.get("max_draft_tokens")
+            k = check_at_least("settings.max_draft_tokens", k, 1, MOST_PROFILED)
+            context = check_number(
+                "settings.context", settings.get("context"), "at least 0", lambda x: 0 <= x < MOST
+            )
+            if acceptance is None:
+                acceptance = table.get("acceptance_rate")
+                check_number("table.acceptance_rate", acceptance, *PROBABILITY)
+        if hasattr(acceptance, "accepted_histogram"):
             accepted, drafted = acceptance_curves(acceptance)
-        context = profile["settings"]["context"]
-        sizes = map(int, profile["table"]["lengths"])
+        else:
+            rate = check_number("acceptance", acceptance, *PROBABILITY)
+            accepted, drafted = accepted_at_rate(rate, k), np.arange(k + 1.0)
         costs = StepCosts.from_profile(profile)
         if free:
             costs = costs.without_drafting()
-        return cls(synergy_lengths(costs, sizes, context, accepted, drafted))
+        return cls(synergy_lengths(costs, lengths, context, accepted, drafted))
 
     def tree_flatten(self):
         return (self.sizes, self.draft_lengths), None

@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,9 +12,10 @@ import jax.numpy as jnp
 
 from emsjax.decode.base import DraftLength
 from emsjax.models.config import DecoderConfig
-from emsjax.policies.costs import FORMAT, read_profile
+from emsjax.policies.costs import FORMAT, StepCosts, read_profile
 from emsjax.policies.goodput import Goodput
 from emsjax.policies.lengths import BassHeuristic, FixedLength
+from emsjax.records.writing import to_json
 
 POLICIES = {"fixed": FixedLength, "bass": BassHeuristic, "goodput": Goodput}
 # Fields of a configuration that do not affect the time of a step.
@@ -60,7 +60,7 @@ def store(profile: Mapping[str, Any]) -> Path:
     path = path_of(profile["subject"])
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-    unfinished.write_text(json.dumps(profile, indent=1))
+    unfinished.write_text(to_json(profile, indent=1))
     os.replace(unfinished, path)
     return path
 
@@ -79,7 +79,7 @@ def find(wanted: Mapping[str, Any]) -> Path | None:
 
 def path_of(subject: Mapping[str, Any]) -> Path:
     """Path of the profile of this subject in the store, whether it exists or not."""
-    digest = lambda part: hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()[:16]
+    digest = lambda part: hashlib.sha256(to_json(part, sort_keys=True).encode()).hexdigest()[:16]
     target = {name: value for name, value in subject.items() if name != "draft_model"}
     draft = subject["draft_model"]
     # The format is part of the name, so profiles of other formats are not found.
@@ -95,15 +95,18 @@ def read_for(path: Path, wanted: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     profile = read_profile(path)
     check_subject(profile, wanted, str(path))
+    StepCosts.from_profile(path)  # checks its numbers
     return profile
 
 
 def check_subject(profile: Mapping[str, Any], wanted: Mapping[str, Any], name: str) -> None:
     """Raises a ValueError unless the profile has the wanted device, dtype and models."""
-    if "subject" not in profile:
+    parts = ("device", "dtype", "model", "draft_model")
+    subject = profile.get("subject")
+    if not isinstance(subject, Mapping) or not all(part in subject for part in parts):
         raise ValueError(f"{name} does not say what it is a profile of")
-    for what in ("device", "dtype", "model", "draft_model"):
-        found, expected = profile["subject"][what], wanted[what]
+    for what in parts:
+        found, expected = subject[what], wanted[what]
         if found != expected and not (what == "draft_model" and expected is None):
             values = f"{_told(found, expected)}, not {_told(expected, found)}"
             raise ValueError(f"{name} is a profile of another {what}: {values}")

@@ -1,11 +1,13 @@
 """Estimates of the probability that draft tokens are accepted, from counts while decoding."""
 
 import math
-import numbers
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
+
+from emsjax.checks import check_number, is_traced
 
 PRIOR_EVIDENCE = 100.0  # verified tokens that the prior weight is worth
 GROUP_WEIGHTS = (4.0, 400.0)  # the smallest and the largest
@@ -94,13 +96,15 @@ def check_estimates(prior_rate: Any, prior_weight: Any, memory: Any) -> None:
     The prior rate must be strictly between 0 and 1, the prior weight above 0, and the memory in
     0..1. Traced values are not checked.
     """
-    known = lambda value: isinstance(value, numbers.Real)
-    if known(prior_rate) and not 0 < prior_rate < 1:
-        raise ValueError(f"prior_rate must be between 0 and 1, not {prior_rate}")
-    if known(prior_weight) and not 0 < prior_weight < math.inf:
-        raise ValueError(f"prior_weight must be above 0, not {prior_weight}")
-    if known(memory) and not 0 <= memory <= 1:
-        raise ValueError(f"memory must be in 0..1, not {memory}")
+    check_setting("prior_rate", prior_rate, "between 0 and 1", lambda x: 0 < x < 1)
+    check_setting("prior_weight", prior_weight, "above 0", lambda x: 0 < x < math.inf)
+    check_setting("memory", memory, "in 0..1", lambda x: 0 <= x <= 1)
+
+
+def check_setting(name: str, value: Any, rule: str, fits: Callable[[float], bool]) -> None:
+    """Checks a number of a policy: see `check_number`. Traced values are not checked."""
+    if not is_traced(value):
+        check_number(name, value, rule, fits)
 
 
 def group_weight(

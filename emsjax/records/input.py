@@ -12,7 +12,7 @@ from typing import Any
 
 from emsjax.records.digests import Digests, digest
 
-SHOWN = 40  # characters of an invalid line in an error message
+SHOWN = 40  # characters of an invalid line or value in an error message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,14 +20,29 @@ class Record:
     """One prompt.
 
     Attributes:
+        id: None if the line has no valid id of its own.
         line: number of its line in the input file, from 1.
         truncated: whether its tokens are cut; False before tokenization.
+        error: why it has no prompt that can be decoded; None: it has one.
     """
 
-    id: str | int
+    id: str | int | None
     prompt: str
     line: int
     truncated: bool = False
+    error: str | None = None
+
+    @property
+    def key(self) -> "Key":
+        """What identifies the record: its id, or else its line."""
+        return ("line", self.line) if self.id is None else self.id
+
+    def __str__(self) -> str:
+        where = f"line {self.line}"
+        return where if self.id is None else f"record {self.id!r} ({where})"
+
+
+Key = str | int | tuple[str, int]
 
 
 class Records:
@@ -36,15 +51,17 @@ class Records:
     Args:
         path: the file.
         template: builds a prompt from a record's fields; None: the field "prompt".
+        keep_invalid: invalid records are yielded with their `error`.
 
     Raises:
-        ValueError: a bad template, or not a regular file; in an iteration, the first bad line
-            with its number, or a file that has changed.
+        ValueError: a bad template, or not a regular file; in an iteration, a file that has
+            changed, or the first bad line with its number unless invalid ones are kept.
     """
 
-    def __init__(self, path: Path, template: str | None):
-        self.path, self.template = path, template
+    def __init__(self, path: Path, template: str | None, *, keep_invalid: bool = False):
+        self.path, self.template, self.keep_invalid = path, template, keep_invalid
         self.fields = template_fields(template, "--prompt-template")
+        self.repeated: Set[bytes] = frozenset()  # digests of ids that several lines have
         if path.exists() and not path.is_file():
             raise ValueError(f"{path} is not a regular file: it is read more than once")
         self.version = _version(path.stat())
@@ -55,18 +72,28 @@ class Records:
 
     def lines(self) -> Iterator[tuple[bytes, Record | None]]:
         """Every line of the file and its record, which is None for a blank line."""
+        first: dict[Key, int] = {}  # lines on which repeated ids were seen first
         with self.path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if _version(os.fstat(file.fileno())) != self.version:
                     raise ValueError(f"{self.path} has changed while it was in use")
                 text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-                yield line, self._record(text, number) if text.strip() else None
+                record = self._record(text, number, first) if text.strip() else None
+                if record is not None and record.error and not self.keep_invalid:
+                    raise ValueError(f"{self.path}, line {number}: {record.error}")
+                yield line, record
 
-    def _record(self, line: bytes, number: int) -> Record:
+    def _record(self, line: bytes, number: int, first: dict[Key, int]) -> Record:
+        found = None
         try:
-            return make_record(parse_json(line.decode()), self.template, self.fields, number)
+            value = parse_json(line.decode())
+            name = id_of(value)
+            if digest(name) in self.repeated and first.setdefault(name, number) != number:
+                raise ValueError(f"duplicate id {name!r}, first seen on line {first[name]}")
+            found = name
+            return Record(found, text_of(value, self.template, self.fields), number)
         except ValueError as error:  # bad UTF-8 included
-            raise ValueError(f"{self.path}, line {number}: {error}") from error
+            return Record(found, "", number, error=str(error))
 
 
 def parse_json(line: str) -> Any:
@@ -79,10 +106,18 @@ def parse_json(line: str) -> Any:
     try:
         return json.loads(line)
     except json.JSONDecodeError as error:
-        shown = line if len(line) <= SHOWN else line[:SHOWN] + "..."
-        raise ValueError(f"not JSON: {shown!r} ({error.msg}, column {error.colno})") from error
+        message = f"not JSON: {_shown(line)} ({error.msg}, column {error.colno})"
+        raise ValueError(message) from error
     except RecursionError as error:
         raise ValueError("JSON that is nested too deeply") from error
+
+
+def _shown(value: Any) -> str:
+    """The beginning of a value, as Python writes it."""
+    if isinstance(value, str):
+        return repr(value if len(value) <= SHOWN else value[:SHOWN] + "...")
+    text = repr(value)
+    return text if len(text) <= SHOWN else text[:SHOWN] + "..."
 
 
 def _version(found: os.stat_result) -> tuple[int, int, int]:
@@ -95,65 +130,85 @@ class Survey:
 
     Attributes:
         count: number of records.
-        ids: the records' ids.
+        keys: the records' keys.
         sha256: digest of the file.
     """
 
     count: int
-    ids: Digests
+    keys: Digests
     sha256: str
 
 
 def survey(records: Records) -> Survey:
-    """Check every record. Only a digest of each id is kept in memory.
+    """Check every record. Only a digest of each key is kept in memory.
+
+    From then on, iterations know which ids are repeated.
 
     Raises:
-        ValueError: a bad line, a duplicate id with the numbers of both lines, or no records.
+        ValueError: there are no records; unless invalid ones are kept, also a bad line, or a
+            duplicate id with the numbers of both lines.
     """
-    sha256, ids = hashlib.sha256(), Digests()
+    sha256, keys = hashlib.sha256(), Digests()
     for line, record in records.lines():
         sha256.update(line)
         if record is not None:
-            ids.add(record.id)
-    if not len(ids):
+            keys.add(record.key)
+    if not len(keys):
         raise ValueError(f"{records.path} holds no records")
-    repeated = ids.freeze()
-    if repeated:
-        _name_duplicate(records, repeated)
-    return Survey(len(ids), ids, sha256.hexdigest())
+    records.repeated = keys.freeze()
+    if records.repeated:
+        keys = Digests()
+        for record in records:  # raises unless duplicates are kept as invalid records
+            keys.add(record.key)
+        keys.freeze()
+    return Survey(len(keys), keys, sha256.hexdigest())
 
 
-def _name_duplicate(records: Records, repeated: Set[bytes]) -> None:
-    """Raise a ValueError for the first record whose id has occurred before."""
-    first: dict[str | int, int] = {}
-    for record in records:
-        if (
-            digest(record.id) in repeated
-            and first.setdefault(record.id, record.line) != record.line
-        ):
-            raise ValueError(
-                f"{records.path}, line {record.line}: duplicate id {record.id!r}, first seen on "
-                f"line {first[record.id]}"
-            )
+def id_of(value: Any) -> str | int:
+    """The id of a record's JSON value.
+
+    Raises:
+        ValueError: not an object, no id, or one that is no string or integer.
+    """
+    found = _fields(value, ["id"])["id"]
+    if not isinstance(found, str | int) or isinstance(found, bool):
+        raise ValueError(f'field "id" must be a string or an integer, not {_shown(found)}')
+    str(found).encode()  # lone surrogates have no UTF-8: fail here, not later
+    return found
 
 
-def make_record(value: Any, template: str | None, fields: list[str], line: int) -> Record:
+def text_of(value: Any, template: str | None, fields: list[str], kind: str = "prompt") -> str:
+    """The text that a record's JSON value holds.
+
+    Args:
+        template: builds it from the fields; None: the field "prompt".
+        fields: see `template_fields`.
+        kind: what the text is, for messages.
+
+    Raises:
+        ValueError: not an object, a missing field or one of the wrong type, or an empty text.
+    """
+    _fields(value, fields)
+    for field in fields:
+        if field == "id":
+            id_of(value)
+        elif not isinstance(value[field], str):
+            raise ValueError(f'field "{field}" must be a string, not {_shown(value[field])}')
+    text = value["prompt"] if template is None else template.format(**value)
+    if not text:
+        raise ValueError(f"the {kind} is empty")
+    text.encode()  # as for ids
+    return text
+
+
+def _fields(value: Any, names: list[str]) -> dict[str, Any]:
+    """The JSON object itself, which has fields of these names."""
     if not isinstance(value, dict):
         raise ValueError("a record must be a JSON object")
-    for field in ("id", *fields):
-        if field not in value:
-            raise ValueError(f'missing field "{field}"')
-    record_id = value["id"]
-    if not isinstance(record_id, str | int) or isinstance(record_id, bool):
-        raise ValueError(f'field "id" must be a string or an integer, not {record_id!r}')
-    for field in fields:
-        if field != "id" and not isinstance(value[field], str):
-            raise ValueError(f'field "{field}" must be a string, not {value[field]!r}')
-    prompt = value["prompt"] if template is None else template.format(**value)
-    if not prompt:
-        raise ValueError("the prompt is empty")
-    (prompt + str(record_id)).encode()  # lone surrogates have no UTF-8: fail here, not later
-    return Record(record_id, prompt, line)
+    for name in names:
+        if name not in value:
+            raise ValueError(f'missing field "{name}"')
+    return value
 
 
 def template_fields(template: str | None, option: str) -> list[str]:

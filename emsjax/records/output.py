@@ -11,6 +11,7 @@ import fcntl
 import itertools
 import json
 import os
+import stat
 from collections.abc import Container, Iterator, Mapping, Set
 from io import BufferedWriter
 from pathlib import Path
@@ -18,65 +19,88 @@ from time import monotonic
 from typing import Any
 
 from emsjax.records.digests import Digests, digest
+from emsjax.records.input import Key
+from emsjax.records.writing import is_stream, to_json, to_json_line, write_atomically
 
 SYNC_SECONDS = 1.0  # least time between calls of fsync; killing the process loses no result
 
 
 @dataclasses.dataclass
 class Results:
-    """An open output file that results are appended to.
+    """An open output that results are appended to.
 
     Attributes:
-        done: the (id, sequence) pairs that had results when the file was opened.
+        earlier: the results that it had when it was opened.
         resolved: the choices of the run that began it.
     """
 
-    done: Digests
+    earlier: "Earlier"
     resolved: Mapping
     file: BufferedWriter
     synced: float = 0.0
 
     def append(self, result: Mapping) -> None:
         """Write a result; if the process is killed, at most the last line is unfinished."""
-        self.file.write((json.dumps(result, ensure_ascii=False) + "\n").encode())
+        self.file.write(to_json_line(result))
         self.file.flush()
         if monotonic() - self.synced > SYNC_SECONDS:
             self.sync()
 
     def sync(self) -> None:
-        """Force all results to the disk."""
-        os.fsync(self.file.fileno())
+        """Force all results to the disk, if that is where they go."""
+        if stat.S_ISREG(os.fstat(self.file.fileno()).st_mode):
+            os.fsync(self.file.fileno())
         self.synced = monotonic()
+
+
+@dataclasses.dataclass(frozen=True)
+class Earlier:
+    """The results that an output holds.
+
+    Attributes:
+        done: their (key, sequence) pairs; the key is the record's.
+        size: bytes of their lines.
+        errors: how many of their sequences ended with an error.
+    """
+
+    done: Digests
+    size: int = 0
+    errors: int = 0
 
 
 @contextlib.contextmanager
 def open_results(
     path: Path,
     configuration: Mapping,
-    ids: Container[str | int],
+    keys: Container[Key],
     num_sequences: int,
     resolved: Mapping,
 ) -> Iterator[Results]:
     """Open an output to append to, and cut off an unfinished last line.
 
+    A stream is only written: it holds no earlier results, and nothing is stored beside it.
+
     Args:
-        ids: the input's ids.
+        keys: the keys of the input's records.
         resolved: stored beside the configuration of a new run.
 
     Raises:
         ValueError: see `read_results`, or another process has the file open.
     """
     with path.open("ab") as file:
+        if is_stream(path):
+            yield Results(Earlier(Digests()), resolved, file)
+            return
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ValueError(f"another run is writing {path}") from error
-        done, size = read_results(path, configuration, ids, num_sequences)
-        if size == 0:
-            record = json.dumps({**configuration, "resolved": resolved}, indent=2)
+        earlier = read_results(path, configuration, keys, num_sequences)
+        if earlier.size == 0:
+            record = to_json({**configuration, "resolved": resolved}, indent=2)
             write_atomically(configuration_path(path), record + "\n")
-        file.truncate(size)
-        results = Results(done, read_resolved(path), file)
+        file.truncate(earlier.size)
+        results = Results(earlier, read_resolved(path), file)
         try:
             yield results
         finally:
@@ -84,29 +108,30 @@ def open_results(
 
 
 def read_results(
-    path: Path, configuration: Mapping, ids: Container[str | int], num_sequences: int
-) -> tuple[Digests, int]:
-    """The (id, sequence) pairs in an output, and the number of bytes of its finished lines.
+    path: Path, configuration: Mapping, keys: Container[Key], num_sequences: int
+) -> Earlier:
+    """The results in an output.
 
     A last line without an end, or that is not JSON, was left by a killed run and is not counted.
 
     Raises:
         ValueError: the output belongs to another run, or was changed by hand.
     """
-    done, size = Digests(), 0
-    if path.exists() and path.stat().st_size:
+    done, size, errors = Digests(), 0, 0
+    if path.exists() and not is_stream(path) and path.stat().st_size:
         check_configuration(path, configuration)
-        for _, line, key in _finished(path, ids, num_sequences):
+        for _, line, key, result in _finished(path, keys, num_sequences):
             done.add(key)
             size += len(line)
+            errors += result.get("finish_reason") == "error"
     repeated = done.freeze()
     if repeated:
-        _name_repetition(path, ids, num_sequences, repeated)
-    return done, size
+        _name_repetition(path, keys, num_sequences, repeated)
+    return Earlier(done, size, errors)
 
 
-def _finished(path: Path, ids: Container[str | int], num_sequences: int):
-    """Number, bytes and key of every finished line.
+def _finished(path: Path, keys: Container[Key], num_sequences: int):
+    """Number, bytes, key and value of every finished line.
 
     Raises:
         ValueError: a line that does not belong to this run.
@@ -124,17 +149,17 @@ def _finished(path: Path, ids: Container[str | int], num_sequences: int):
                     return
                 raise ValueError(f"{path}, line {number}: not a result of emsjax") from error
             try:
-                key = key_of(result, ids, num_sequences)
+                key = key_of(result, keys, num_sequences)
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
-            yield number, line, key
+            yield number, line, key, result
             line = following
 
 
-def _name_repetition(path: Path, ids, num_sequences: int, repeated: Set[bytes]) -> None:
+def _name_repetition(path: Path, keys, num_sequences: int, repeated: Set[bytes]) -> None:
     """Raise a ValueError for the first line of a sequence that already has a line."""
     seen = set()
-    for number, _, key in _finished(path, ids, num_sequences):
+    for number, _, key, _ in _finished(path, keys, num_sequences):
         if digest(key) in repeated:
             if key in seen:
                 record, sequence = key
@@ -143,20 +168,25 @@ def _name_repetition(path: Path, ids, num_sequences: int, repeated: Set[bytes]) 
             seen.add(key)
 
 
-def key_of(result: Any, ids: Container[str | int], num_sequences: int) -> tuple[str | int, int]:
-    """The id and the sequence of a line, whose field "sequence" is read if a record has several.
+def key_of(result: Any, keys: Container[Key], num_sequences: int) -> tuple[Key, int]:
+    """The record's key and the sequence of a line.
+
+    The field "sequence" is read if a record has several, "line" if it has no id.
 
     Raises:
         ValueError: no id, or an id or sequence that this run does not have.
     """
-    if not isinstance(result, dict) or not isinstance(result.get("id"), str | int):
+    found = result.get("id") if isinstance(result, dict) else None
+    if found is None and isinstance(result, dict) and isinstance(result.get("line"), int):
+        found = ("line", result["line"])
+    if not isinstance(found, str | int | tuple):
         raise ValueError("not a result of emsjax")
-    if result["id"] not in ids:
-        raise ValueError(f"id {result['id']!r} is not in the input")
+    if found not in keys:
+        raise ValueError(f"id {result.get('id')!r} is not in the input")
     sequence = result.get("sequence") if num_sequences > 1 else 0
     if sequence not in range(num_sequences):
         raise ValueError(f'field "sequence" must be in 0..{num_sequences - 1}, not {sequence!r}')
-    return result["id"], sequence
+    return found, sequence
 
 
 def check_configuration(path: Path, configuration: Mapping) -> None:
@@ -164,7 +194,7 @@ def check_configuration(path: Path, configuration: Mapping) -> None:
     sidecar = configuration_path(path)
     if not sidecar.exists():
         raise ValueError(f"{path} exists without {sidecar.name}: not from a run of emsjax generate")
-    before = json.loads(sidecar.read_bytes())
+    before = {**_read_configuration(sidecar)}
     before.pop("resolved", None)
     names = [*configuration, *(name for name in before if name not in configuration)]
     differences = [
@@ -181,23 +211,18 @@ def check_configuration(path: Path, configuration: Mapping) -> None:
 
 def read_resolved(path: Path) -> Mapping:
     """The stored choices of the run that the output belongs to."""
-    return json.loads(configuration_path(path).read_bytes()).get("resolved", {})
+    return _read_configuration(configuration_path(path)).get("resolved", {})
+
+
+def _read_configuration(sidecar: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(sidecar.read_bytes())
+    except ValueError as error:  # bad UTF-8 included
+        raise ValueError(f"{sidecar} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{sidecar} must hold a JSON object, not {type(found).__name__}")
+    return found
 
 
 def configuration_path(path: Path) -> Path:
     return path.with_name(path.name + ".run.json")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file that is complete or absent after a crash."""
-    unfinished = path.with_name(path.name + ".tmp")
-    with unfinished.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -5,108 +5,149 @@ import itertools
 from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
-from emsjax.records.input import Record, Records
+from emsjax.records.input import Key, Record, Records
+from emsjax.records.reading import in_one_line
 
 TOKENIZED_AT_ONCE = 256  # records
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What a prompt must keep to.
+
+    Attributes:
+        max_new_tokens: new tokens that have to fit after it.
+        positions: tokens that the model has positions for.
+        vocab_size: the model's vocabulary size.
+    """
+
+    max_new_tokens: int
+    positions: int
+    vocab_size: int
+
+    def fault(self, tokens: list[int]) -> str | None:
+        """Why the model cannot complete a prompt of these tokens; None: it can."""
+        if not tokens:
+            return "no tokens in the prompt"
+        if max(tokens) >= self.vocab_size:
+            return (
+                f"the tokenizer's token {max(tokens)} is outside the model's vocabulary of "
+                f"{self.vocab_size}"
+            )
+        new = self.max_new_tokens
+        fits = self.positions - new + 1  # the last token is emitted, never fed
+        if len(tokens) <= fits:
+            return None
+        advice = f"--max-prompt-tokens {fits} would fit" if fits > 0 else "lower --max-new-tokens"
+        return (
+            f"{len(tokens)} prompt tokens + --max-new-tokens {new} - 1 = {len(tokens) + new - 1} "
+            f"are beyond the position limit {self.positions}; {advice}"
+        )
 
 
 class Prompts:
     """Every record with its token ids, tokenized anew in each iteration.
 
+    A record whose prompt the model cannot complete has an `error`, and its tokens are arbitrary.
+
     Args:
         records: `truncated` is set on those whose prompts are cut.
         tokenizer: a tokenizer of transformers; its `truncation_side` is the end that is cut off.
         max_tokens: longer prompts are cut to this many tokens; None: no prompt is cut.
-
-    Raises:
-        ValueError: in an iteration, a prompt without tokens.
     """
 
-    def __init__(self, records: Records, tokenizer: Any, max_tokens: int | None):
-        self.records, self.tokenizer, self.max_tokens = records, tokenizer, max_tokens
+    def __init__(self, records: Records, tokenizer: Any, max_tokens: int | None, limits: Limits):
+        self.records, self.tokenizer = records, tokenizer
+        self.max_tokens, self.limits = max_tokens, limits
 
     def __iter__(self) -> Iterator[tuple[Record, list[int]]]:
-        limit: dict[str, Any] = {}
-        if self.max_tokens is not None:
-            limit = {"truncation": True, "max_length": self.max_tokens}
         records = iter(self.records)
         while group := list(itertools.islice(records, TOKENIZED_AT_ONCE)):
-            texts = [record.prompt for record in group]
-            encoded = self.tokenizer(texts, **limit)
-            cut = self._are_cut(texts, encoded)
-            for record, prompt, truncated in zip(group, encoded.input_ids, cut, strict=True):
-                if not prompt:
-                    where = f"record {record.id!r} (line {record.line})"
-                    raise ValueError(f"{where}: no tokens in the prompt")
-                yield dataclasses.replace(record, truncated=truncated), prompt
+            where = f"{self.records.path}, lines {group[0].line} to {group[-1].line}"
+            with in_one_line(f"{where}: the prompts cannot be tokenized"):
+                encoded = self._encode([one.prompt for one in group if one.error is None])
+            for record in group:
+                if record.error is not None:
+                    yield record, []
+                    continue
+                tokens, truncated = next(encoded)
+                fault = self.limits.fault(tokens)
+                yield dataclasses.replace(record, truncated=truncated, error=fault), tokens
 
-    def _are_cut(self, texts: list[str], encoded) -> list[bool]:
-        """Whether each text has more tokens than its encoding."""
+    def _encode(self, texts: list[str]) -> Iterator[tuple[list[int], bool]]:
+        """The tokens of each text, and whether they are cut."""
+        if not texts:
+            return iter(())
         if self.max_tokens is None:
-            return [False] * len(texts)
+            return zip(self.tokenizer(texts).input_ids, [False] * len(texts), strict=True)
+        encoded = self.tokenizer(texts, truncation=True, max_length=self.max_tokens)
         if self.tokenizer.is_fast:
-            return [bool(encoding.overflowing) for encoding in encoded.encodings]
-        whole = self.tokenizer(texts).input_ids
-        return [len(ids) > self.max_tokens for ids in whole]
+            cut = [bool(encoding.overflowing) for encoding in encoded.encodings]
+        else:
+            cut = [len(ids) > self.max_tokens for ids in self.tokenizer(texts).input_ids]
+        return zip(encoded.input_ids, cut, strict=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Extent:
+    """Facts about all prompts.
+
+    Attributes:
+        longest: tokens of the longest valid prompt; 1 if there is none.
+        truncated: number of valid prompts that are cut.
+        invalid: number of records that cannot be completed.
+    """
+
+    longest: int
+    truncated: int
+    invalid: int
 
 
 def check_prompts(
-    prompts: Iterable[tuple[Record, list[int]]], max_new_tokens: int, positions: int, vocab: int
-) -> tuple[int, int]:
-    """Check that the model can complete all prompts.
-
-    Args:
-        positions: tokens that the model has positions for.
-        vocab: its vocabulary size.
-
-    Returns:
-        Tokens of the longest record with its completion, and the number of truncated records.
+    prompts: Iterable[tuple[Record, list[int]]], *, keep_invalid: bool = False
+) -> Extent:
+    """Check that all prompts can be completed, unless invalid records are kept.
 
     Raises:
-        ValueError: a prompt needs more positions, or has a token outside the vocabulary.
+        ValueError: the number of records that cannot be, and the first of them.
     """
-    fits = positions - max_new_tokens + 1  # the last token is emitted, never fed
-    count, longest, truncated, too_long, first = 0, 0, 0, 0, None
+    count, longest, truncated, invalid, first = 0, 1, 0, 0, None
     for record, prompt in prompts:
-        count, longest = count + 1, max(longest, len(prompt))
-        truncated += record.truncated
-        if max(prompt) >= vocab:
-            raise ValueError(
-                f"record {record.id!r} (line {record.line}): the tokenizer's token {max(prompt)} "
-                f"is outside the model's vocabulary of {vocab}"
-            )
-        if len(prompt) > fits:
-            too_long += 1
-            first = first or (record, len(prompt))
-    if first is None:
-        return longest + max_new_tokens, truncated
-    record, tokens = first
-    advice = f"--max-prompt-tokens {fits} would fit" if fits > 0 else "lower --max-new-tokens"
-    raise ValueError(
-        f"{too_long} of {count} records are beyond the position limit {positions}; "
-        f"the first is record {record.id!r} (line {record.line}): {tokens} prompt tokens + "
-        f"--max-new-tokens {max_new_tokens} - 1 = {tokens + max_new_tokens - 1}; {advice}"
-    )
+        count += 1
+        if record.error is None:
+            longest = max(longest, len(prompt))
+            truncated += record.truncated
+        else:
+            invalid += 1
+            first = first or record
+    if invalid and not keep_invalid:
+        raise ValueError(
+            f"{invalid} of {count} records cannot be completed; the first is {first}: {first.error}"
+        )
+    return Extent(longest, truncated, invalid)
 
 
 class Missing:
     """The prompts with missing results, and their records until all results have come.
 
     Args:
-        done: the (id, sequence) pairs that have results.
+        done: the (key, sequence) pairs that have results.
     """
 
-    def __init__(self, prompts: Prompts, done: Container, num_sequences: int):
+    def __init__(self, prompts: Prompts, done: Container[tuple[Key, int]], num_sequences: int):
         self.prompts, self.done, self.num_sequences = prompts, done, num_sequences
         self.records: dict[int, tuple[Record, int]] = {}  # those with results to come, by index
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
-        """Index and prompt of each record with a missing sequence."""
+        """Index and prompt of each record with a missing sequence.
+
+        An invalid record has no tokens, so that the stream refuses it in its turn.
+        """
         for index, (record, prompt) in enumerate(self.prompts):
-            keys = ((record.id, sequence) for sequence in range(self.num_sequences))
+            keys = ((record.key, sequence) for sequence in range(self.num_sequences))
             if not all(key in self.done for key in keys):
                 self.records[index] = record, self.num_sequences
-                yield index, prompt
+                yield index, [] if record.error is not None else prompt
 
     def record_of(self, completion) -> Record:
         """The completion's record, which is forgotten after its last sequence."""

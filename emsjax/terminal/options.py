@@ -55,6 +55,13 @@ def positive_ints(text: str) -> tuple[int, ...]:
     return tuple(sorted(set(map(int, text.split(",")))))
 
 
+def token_ids(text: str) -> tuple[int, ...]:
+    """The token ids in "0,2", for example: sorted, without duplicates."""
+    if not re.fullmatch(r"\d+(,\d+)*", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"must be like 0,2, all at least 0, not {text!r}")
+    return tuple(sorted(set(map(int, text.split(",")))))
+
+
 def shapes(text: str) -> list[tuple[int, int]]:
     """Batch and rows per sample of each shape in "8x1,24x8", for example."""
     if not re.fullmatch(r"[1-9]\d*x[1-9]\d*(,[1-9]\d*x[1-9]\d*)*", text, re.ASCII):

@@ -1,6 +1,7 @@
 """What commands print, where they may write, and how they end."""
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -9,6 +10,10 @@ from pathlib import Path
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+
+from emsjax.configured import own_settings
+from emsjax.interrupts import SIGNALS, Interruptible
+from emsjax.records.writing import is_stream
 
 WIDE = 200  # columns
 
@@ -28,20 +33,34 @@ def exit_code(work: Callable[[], int], *, resumes: bool) -> int:
         resumes: an interrupted run continues when it is started again.
 
     Returns:
-        What `work` returns, 2 (bad input) or 130 (interrupted).
+        What `work` returns, 1 (numbers that are not finite), 2 (bad input) or 130 (interrupted).
+        After a signal a process that is a command ends here, with 130 or 143 (terminated).
     """
     # Torch is not needed here; transformers would advise to install it.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    try:
-        return work()
-    except (ValueError, OverflowError, OSError, ImportError) as error:
-        print("emsjax: error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        hint = "; start it again to go on" if resumes else ""
-        print(f"emsjax: interrupted{hint}", file=sys.stderr)
-        return 130
+    hint = "; start it again to go on" if resumes else ""
+    with Interruptible(hint) as interruptible:
+        try:
+            with own_settings():
+                return work()
+        except (FloatingPointError, ValueError, OverflowError, OSError, ImportError) as error:
+            if interruptible.received is None:
+                print("emsjax: error:", " ".join(str(error).split()), file=sys.stderr)
+                return 1 if isinstance(error, FloatingPointError) else 2
+        except KeyboardInterrupt:
+            pass
+        finally:  # also if the exception was swallowed, or made into another one
+            if interruptible.received is not None:
+                interruptible.end()
+    number = interruptible.received or signal.SIGINT
+    print(f"emsjax: {SIGNALS[number]}{hint}", file=sys.stderr)
+    return 128 + number
+
+
+def is_kept(output: Path | None) -> bool:
+    """Whether an interrupted run finds its results there when it is started again."""
+    return output is not None and not is_stream(output)
 
 
 def check_writable(name: str, path: Path | None) -> None:
@@ -55,6 +74,24 @@ def check_writable(name: str, path: Path | None) -> None:
         raise ValueError(f"{name}: {path} cannot be written: {error.strerror}") from error
     if new:
         path.unlink()
+
+
+def check_plot(path: Path | None) -> None:
+    """Check that `--plot` can be written; called before the work starts.
+
+    Raises:
+        ImportError: matplotlib is missing.
+        ValueError: an unknown file format, or a file that cannot be written.
+    """
+    if path is None:
+        return
+    from emsjax.plotting import check_format
+
+    try:
+        check_format(path)
+    except ValueError as error:
+        raise ValueError(f"--plot: {error}") from error
+    check_writable("--plot", path)
 
 
 def make_console() -> Console:

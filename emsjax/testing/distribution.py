@@ -9,8 +9,18 @@ import numpy as np
 from jaxtyping import Float64
 from scipy import optimize, stats
 
-from emsjax.checks import as_token_ids, check_at_least
+from emsjax.checks import (
+    INT32_MAX,
+    as_token_ids,
+    check_at_least,
+    check_instance,
+    check_number,
+)
+from emsjax.configured import configured
 from emsjax.decode.base import Drafter, DraftLength, Model
+from emsjax.decode.row_counts import round_up_length
+from emsjax.engine.adapt import check_is_model
+from emsjax.engine.memory import check_results_fit
 from emsjax.engine.output import GenerateOutput, Stats
 from emsjax.generation import generate
 from emsjax.sampling import Sampling, warp
@@ -23,6 +33,7 @@ POWER = 0.99  # fraction of wrong drafters that fail, if they are off by `detect
 LEAST_EXPECTED = 8  # expected count of a token that is compared by itself
 
 
+@configured
 def assert_same_distribution(
     model: Model,
     drafter: Drafter | None,
@@ -75,8 +86,10 @@ def assert_same_distribution(
             the drafter; `emsjax.generate` rejects the arguments; the model is not in float32; the
             temperature is 0; or there are too few samples to count any token.
     """
+    check_is_model("model", model)
     check_exact(model)
-    check_at_least("new_tokens", new_tokens, 1)
+    new_tokens = check_at_least("new_tokens", new_tokens, 1, model.config.max_position_embeddings)
+    check_instance("sampling", sampling, Sampling, "emsjax.Sampling(...)")
     one = sampling.expand(1).in_use()
     if one is None:
         raise ValueError("sampling must have a temperature above 0: see assert_lossless for greedy")
@@ -84,7 +97,8 @@ def assert_same_distribution(
     if samples is None:
         (probs,) = _target_probs(model, prompt[None], one)
         samples = samples_to_detect(detects, probs, LEVEL / new_tokens)
-    check_at_least("samples", samples, 1)
+    samples = check_at_least("samples", samples, 1, INT32_MAX)
+    check_results_fit("samples", samples, samples, round_up_length(len(prompt) + new_tokens + 1))
     out = generate(
         model,
         [prompt],
@@ -96,6 +110,7 @@ def assert_same_distribution(
         batch_size=batch_size,
         key=key,
         attention_implementation=attention_implementation,
+        attention_mask=[np.ones_like(prompt)],
     )
     if drafter is not None:
         _check_drafts(out.stats)
@@ -133,8 +148,7 @@ def samples_to_detect(
     Raises:
         ValueError: `distance` does not lie between 0 and 1.
     """
-    if not 0 < distance < 1:
-        raise ValueError(f"detects must lie between 0 and 1, not {distance}")
+    distance = check_number("detects", distance, "between 0 and 1", lambda x: 0 < x < 1)
     samples = 0
     while True:  # more samples count more tokens by themselves, which needs more samples
         freedom = max(1, int((samples * probs >= LEAST_EXPECTED).sum()))

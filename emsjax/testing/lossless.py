@@ -1,6 +1,5 @@
 """Checks of your own drafters, draft-length policies and attention."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from emsjax.checks import check_at_least
+from emsjax.configured import configured
 from emsjax.decode.base import Drafter, DraftLength, Model
 from emsjax.decode.draft import checked_proposal
 from emsjax.decode.run import Run
@@ -19,16 +18,25 @@ from emsjax.engine.preparation import check, for_prompts
 from emsjax.generation import generate, init_state
 from emsjax.sampling import Sampling
 from emsjax.testing.divergence import NEAR_TIE, Divergence, check_exact, first_divergences
+from emsjax.values import comparable
 
 EXPLAINED = 4  # sequences or tokens that a failure explains
+# Arguments of `generate` that say what is decoded.
+ASKED = (
+    "max_new_tokens",
+    "num_sequences",
+    "sampling",
+    "key",
+    "eos_token_ids",
+    "attention_mask",
+)
 UNDEFINED = (
     "The other run's logits are not finite there: it divides by zero, or reads undefined values, "
     "such as the cache beyond cache_lengths."
 )
-ASKED = ("max_new_tokens", "num_sequences", "sampling", "key", "eos_token_ids")  # per prompt
 
 
-@dataclasses.dataclass(frozen=True)
+@comparable
 class Lossless:
     """Result of a check that passed.
 
@@ -41,6 +49,7 @@ class Lossless:
     near_ties: tuple[Divergence, ...]
 
 
+@configured
 def assert_lossless(
     model: Model,
     drafter: Drafter | None,
@@ -76,7 +85,6 @@ def assert_lossless(
         AssertionError: tokens differ; the message has the positions and float32 margins.
         ValueError: `emsjax.generate` rejects the arguments, or samples cannot be compared.
     """
-    check_at_least("num_sequences", num_sequences, 1)
     if options.get("time_budget_s") is not None:
         raise ValueError("time_budget_s cannot be used: no two runs stop at the same token")
     options |= {
@@ -87,7 +95,8 @@ def assert_lossless(
     }
     asked = {name: options[name] for name in ASKED if name in options}
     run, requests = check(make_run(model, drafter, draft_length), prompts, **asked)
-    greedy = requests.sampling is None
+    greedy, prompts = requests.sampling is None, requests.prompts
+    options["attention_mask"] = [np.ones_like(prompt) for prompt in prompts]
     if not greedy:
         _check_comparable(run, prompts)
     expected = generate(model, prompts, **options)
@@ -99,7 +108,7 @@ def assert_lossless(
         attention_implementation=attention_implementation,
         **options,
     )
-    prompts = [prompt for prompt in prompts for _ in range(num_sequences)]
+    prompts = [prompt for prompt in prompts for _ in range(requests.num_sequences)]
     found = first_divergences(model, prompts, expected, actual)
     exact = model.dtype == jnp.float32
     faults = [one for one in found if exact or not one.is_near_tie]
@@ -124,7 +133,8 @@ def _check_comparable(run: Run, prompts) -> None:
         return
     drafter = for_prompts(run, np.zeros(1, np.int64), len(prompts)).drafter
     sampled = {"sampling": Sampling(temperature=1.0), "key": jax.random.key(0)}
-    state = init_state(run.model, drafter, prompts[:1], max_new_tokens=1, **sampled)
+    one = {"prompts": prompts[:1], "attention_mask": [np.ones_like(prompts[0])]}
+    state = init_state(run.model, drafter, **one, max_new_tokens=1, **sampled)
     if _draws(drafter, state, run.model.config.vocab_size):
         raise ValueError(
             "the drafter draws its tokens (Draft.probs), so sampled output has plain decoding's "

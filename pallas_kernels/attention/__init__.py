@@ -1,9 +1,12 @@
 """Attention of packed rows over each sample's committed cache and its own fresh rows."""
 
+import math
+
 from jax import Array
 
 from pallas_kernels.attention import reference, triton, xla
 from pallas_kernels.common.implementations import choose
+from pallas_kernels.common.numbers import check_at_least, check_number
 from pallas_kernels.common.shapes import (
     check_heads,
     check_integers,
@@ -11,6 +14,7 @@ from pallas_kernels.common.shapes import (
     check_shapes,
 )
 
+MOST_POSITIONS = 2**31 - 1
 IMPLEMENTATIONS = {
     "triton": triton.ragged_attention,
     "xla": xla.ragged_attention,
@@ -94,9 +98,9 @@ def ragged_attention(
 
     Raises:
         ValueError: `implementation` is unknown or the device cannot run it; `scale` is not above
-            0; `window` is not an integer of at least 1; only one of key and value is None;
-            `heads` is not a multiple of `kv_heads`; an array has another shape than documented,
-            or segment ids, positions or lengths are not integers.
+            0; `window` or `max_rows_per_sample` is not an integer of at least 1; only one of key
+            and value is None; `heads` is not a multiple of `kv_heads`; an array has another shape
+            than documented, or segment ids, positions or lengths are not integers.
 
     Reference: the unpadded input tokens of EMS-SD, arXiv 2405.07542, section 3; the
     ancestor mask is the tree attention of SpecInfer, arXiv 2305.09781, section 4; heads that share
@@ -104,10 +108,12 @@ def ragged_attention(
     arXiv 2310.06825.
     """
     attention = IMPLEMENTATIONS[choose(implementation, IMPLEMENTATIONS, interpret)]
-    if scale is not None and not scale > 0:
-        raise ValueError(f"scale must be above 0, not {scale}")
-    if window is not None and (not isinstance(window, int) or window < 1):
-        raise ValueError(f"window must be None or an integer of at least 1, not {window!r}")
+    if scale is not None:
+        scale = check_number("scale", scale, "above 0", lambda x: 0 < x < math.inf)
+    if window is not None:
+        window = min(check_at_least("window", window, 1), MOST_POSITIONS)
+    if max_rows_per_sample is not None:
+        max_rows_per_sample = check_at_least("max_rows_per_sample", max_rows_per_sample, 1)
     if (key is None) != (value is None):
         raise ValueError("key and value must be two arrays, or both None")
     fresh = [("query", query, "rows heads head_dim")]

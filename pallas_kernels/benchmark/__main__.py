@@ -167,7 +167,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     results = {**describe_run(arguments, settings, options.commit), **results}
     if options.output:
-        options.output.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+        options.output.write_text(
+            json.dumps(results, indent=1, sort_keys=True, allow_nan=False) + "\n"
+        )
     print_tables(results)
     return 0
 

@@ -149,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for way in sorted(figures, key=lambda way: figures[way].get("median_us", np.inf))[:8]:
             print(f"{name}, {rows} rows, {way}: {figures[way]}", flush=True)
         if options.output:
-            options.output.write_text(json.dumps(results, indent=1) + "\n")
+            options.output.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n")
 
 
 if __name__ == "__main__":

@@ -6,14 +6,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.common.numbers import check_flag
+
 
 def choose(implementation: str | None, available: Collection[str], interpret: bool = False) -> str:
     """The requested implementation, or the best one of `available` for the default device.
 
     Raises:
         ValueError: `implementation` is not one of `available`, or the default
-            device cannot run it and `interpret` is not set.
+            device cannot run it and `interpret` is not set; or `interpret` is not a boolean.
     """
+    interpret = check_flag("interpret", interpret)
     if implementation is None:
         return "triton" if "triton" in available and runs_triton() else "xla"
     if not isinstance(implementation, str) or implementation not in available:

@@ -1,0 +1,60 @@
+"""The settings of JAX that the library needs, whatever a user or the environment has set.
+
+Public entries run under them and restore the user's own, and so does code of users that they call,
+such as a drafter's methods or an iterator of prompts.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Generator, Iterator
+from typing import TypeVar
+
+import jax
+
+Result = TypeVar("Result")
+# Decoding counts in 32 bits, and the bits of other generators depend on the place in the batch.
+NEEDED = {
+    "jax_enable_x64": (False, jax.enable_x64),
+    "jax_default_prng_impl": ("threefry2x32", jax.default_prng_impl),
+    "jax_numpy_rank_promotion": ("allow", jax.numpy_rank_promotion),
+    "jax_debug_key_reuse": (False, jax.debug_key_reuse),
+}
+
+
+@contextlib.contextmanager
+def own_settings() -> Iterator[None]:
+    """Sets what the library needs, for this thread, and restores the user's settings."""
+    with contextlib.ExitStack() as stack:
+        for name, (needed, setting) in NEEDED.items():
+            if getattr(jax.config, name) != needed:
+                stack.enter_context(setting(needed))
+        yield
+
+
+def configured(function: Callable[..., Result]) -> Callable[..., Result]:
+    """The function, run under `own_settings`."""
+
+    @functools.wraps(function)
+    def run(*args, **options):
+        with own_settings():
+            return function(*args, **options)
+
+    return run
+
+
+def configured_generator(results: Generator[Result, None, None]) -> Generator[Result, None, None]:
+    """Yields the results; the generator runs under `own_settings`, its consumer does not.
+
+    Closing it closes `results`.
+    """
+    try:
+        while True:
+            with own_settings():
+                try:
+                    result = next(results)
+                except StopIteration:
+                    return
+            yield result
+    finally:
+        with own_settings():
+            results.close()
