@@ -16,7 +16,6 @@ compilation (`setup_s`), and on a GPU a `profile` of device time per step by ker
 """
 
 import argparse
-import dataclasses
 import sys
 import time
 from typing import Any
@@ -118,7 +117,7 @@ def run(options: argparse.Namespace, command: str) -> int:
     }
     settings = {
         "model": options.model,
-        "config": dataclasses.asdict(config),
+        "config": config.to_json(),
         "dtype": "bfloat16",
         "context": options.context,
         "repetitions": REPETITIONS,

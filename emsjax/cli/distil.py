@@ -1,7 +1,6 @@
 """`emsjax distil`: train a draft model for a target."""
 
 import argparse
-import dataclasses
 import hashlib
 import json
 import math
@@ -23,6 +22,7 @@ from emsjax.distillation.sequences import MIN_TOKENS
 from emsjax.distillation.texts import hold_out, read_texts, tokenize
 from emsjax.models.config import DecoderConfig
 from emsjax.models.decoder import Decoder
+from emsjax.models.families import family_of
 from emsjax.models.pretrained import from_pretrained
 from emsjax.records.reading import in_one_line
 from emsjax.records.writing import to_json, write_atomically
@@ -229,7 +229,12 @@ def run(
     results = {
         "losses": losses.tolist(),
         "parameters": {"target": num_parameters(target), "draft": num_parameters(model)},
-        "config": dataclasses.asdict(model.config),
+        "config": model.config.to_json(),
+        "architecture": {
+            "family": family_of(model.config).model_type,
+            "layers": len(model.architecture.layers),
+            "width": model.architecture.width,
+        },
     }
     room = target.config.max_position_embeddings - options.max_new_tokens
     prompts = [document[: min(room, max(1, len(document) // 2))] for document in held_out]

@@ -29,7 +29,9 @@ from emsjax.models.decoder import Decoder
 LOGIT_BYTES = 1 << 30  # limit on the logits of a model that exist at once
 
 
-def packed_attention(query, key, value, *cached, max_rows_per_sample: int):
+def packed_attention(
+    query, key, value, *cached, max_rows_per_sample: int, window: int | None = None, scale=None
+):
     """`pallas_kernels.ragged_attention` for an empty cache and rows that are whole sequences.
 
     Each sequence has `max_rows_per_sample` rows, and may have several segments.
@@ -38,12 +40,19 @@ def packed_attention(query, key, value, *cached, max_rows_per_sample: int):
     blocks = [x.reshape(-1, max_rows_per_sample, *x.shape[1:]) for x in (query, key, value)]
     segments = segment_ids.reshape(-1, max_rows_per_sample)
     mask = (segments[:, :, None] == segments[:, None, :])[:, None]
+    if window is not None:
+        at = jnp.arange(max_rows_per_sample)
+        mask &= at[:, None] - at < window
     on_gpu = jax.default_backend() == "gpu" and query.dtype.itemsize == 2
     # It promotes 16-bit scores to float32 itself, and multiplies in the context's precision.
     precision = jax.default_matmul_precision("highest" if query.dtype == jnp.float32 else "default")
     with jax.numpy_dtype_promotion("standard"), precision:
         out = jax.nn.dot_product_attention(
-            *blocks, mask=mask, is_causal=True, implementation="cudnn" if on_gpu else "xla"
+            *blocks,
+            mask=mask,
+            scale=scale,
+            is_causal=True,
+            implementation="cudnn" if on_gpu else "xla",
         )
     return out.reshape(query.shape)
 

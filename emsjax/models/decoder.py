@@ -1,5 +1,6 @@
 """A decoder-only language model in Flax NNX, over packed rows with a read-only KV cache."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from os import PathLike
@@ -59,7 +60,11 @@ class Decoder(nnx.Module):
         self.project_in = projection(width, a.width) if a.is_projected else None
         self.project_out = projection(a.width, width) if a.is_projected else None
         self.final_norm = Norm(a.width, a.norm, dtype=dtype) if a.final_norm else None
-        self.layers = nnx.List(DecoderLayer(a, kind, dtype=dtype, rngs=rngs) for kind in a.layers)
+        # Layers of the same kind are compiled once, also in models of other depths.
+        shared = dataclasses.replace(a, layers=(), rotaries=())
+        self.layers = nnx.List(
+            DecoderLayer(shared, kind, dtype=dtype, rngs=rngs) for kind in a.layers
+        )
         self.lm_head = None if a.tied_head else nnx.Embed(a.vocab_size, width, **options)
         self.lm_head_bias = nnx.Param(jnp.zeros(a.vocab_size, dtype)) if a.head_bias else None
 

@@ -46,6 +46,10 @@ class OPTConfig(DecoderConfig):
 
     sizes: ClassVar = OWN_HEADS | {"ffn_size": "ffn_dim"}
 
+    def with_embeddings(self, width: int) -> "OPTConfig":
+        """The config with embeddings of this width."""
+        return self.changed(word_embed_proj_dim=width)
+
     @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_attention_heads

@@ -23,6 +23,16 @@ TYPES = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
 }
+# All parameters of each type.
+PARAMETERS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (*TYPES["llama3"], "original_max_position_embeddings"),
+    "yarn": (
+        *("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate"),
+        *("attention_factor", "mscale", "mscale_all_dim"),
+    ),
+}
 _positive = lambda default=None: number(default, least=1e-6, null=None)
 
 
@@ -75,6 +85,12 @@ class RopeScaling(Config):
     def from_json(cls, values: Mapping[str, Any]) -> "RopeScaling":
         """The scaling in a config.json, whose older versions say `type` for `rope_type`."""
         return super().from_json({"rope_type": values.get("type", "default"), **values})
+
+    def to_json(self) -> dict[str, Any]:
+        """The inverse of `from_json`, with the parameters of this type alone."""
+        names = ("rope_type", *PARAMETERS[self.rope_type])
+        given = super().to_json()
+        return {name: given[name] for name in names if given[name] is not None}
 
 
 def with_rope_fields(values: Mapping[str, Any]) -> dict[str, Any]:
