@@ -6,6 +6,7 @@ after each prompt's end.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -41,12 +42,12 @@ def scripted_model(
     """A model of random weights whose greedy output is `text` [t].
 
     A table of learned positions holds the embeddings of the text: the token after position p is
-    text[p + 1], regardless of the input. Without such a table the token decides: the head's entry of
-    text[p + 1] is the embedding of text[p], so that a prompt must end with the text's token at its
-    place, and the same token must always have the same one after it. A head that is the table of
-    embeddings predicts the token that it is fed, so that the text must be one token throughout. From
-    position t - 1 on the output is arbitrary. The largest logit l exceeds the next one by about
-    l (1 - sqrt(2 ln(vocab_size) / width)).
+    text[p + 1], regardless of the input. Without such a table the token decides: the head's entry
+    of text[p + 1] is the embedding of text[p], so that a prompt must end with the text's token at
+    its place, and the same token must always have the same one after it. A head that is the table
+    of embeddings predicts the token that it is fed, so that the text must be one token throughout.
+    From position t - 1 on the output is arbitrary. The largest logit l exceeds the next one by
+    about l (1 - sqrt(2 ln(vocab_size) / width)).
 
     Raises:
         ValueError: the embeddings' width differs from the layers', there is a norm after each
@@ -104,7 +105,7 @@ def _check_followed(text: np.ndarray, a: Architecture) -> None:
     if a.tied_head and len(set(text.tolist())) > 1:
         raise ValueError("text must be one token throughout: the head is the table of embeddings")
     one_to_one = len(set(following.values())) == len(following)
-    if not one_to_one or any(following[t] != n for t, n in zip(text, text[1:], strict=False)):
+    if not one_to_one or any(following[t] != n for t, n in itertools.pairwise(text)):
         raise ValueError("text must have the same token after each occurrence of a token")
 
 

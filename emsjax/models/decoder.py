@@ -105,8 +105,7 @@ class Decoder(nnx.Module):
                 tapped[index] = residual_stream(norm, x, y)
             x, y, qkv = run_layer(
                 layer,
-                x,
-                y,
+                (x, y),
                 None if layer.kind.rotary is None else turns[layer.kind.rotary],
                 cached,
                 rows,

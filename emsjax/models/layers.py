@@ -265,8 +265,7 @@ class DecoderLayer(nnx.Module):
 @functools.partial(jax.jit, static_argnames=("attention", "max_rows_per_sample"))
 def run_layer(
     layer: nnx.Module,
-    x: Float[Array, "r e"],
-    y: Addend | None,
+    stream: tuple[Float[Array, "r e"], Addend | None],
     angles: Angles | None,
     cached: LayerCache,
     rows: PackedRows,
@@ -275,7 +274,17 @@ def run_layer(
     attention: Callable,
     max_rows_per_sample: int | None,
 ):
-    """Runs one layer on the residual stream x + y; its rows attend to the cache and themselves.
+    """Runs one layer on the residual stream; its rows attend to the cache and themselves.
+
+    Args:
+        layer: the layer.
+        stream: the stream's two terms x and y.
+        angles: of the rows, for rotary positions.
+        cached: the layer's committed keys and values.
+        rows: where the rows belong.
+        visible: what the rows see of the cache.
+        attention: a callable with the signature of `pallas_kernels.ragged_attention`.
+        max_rows_per_sample: static bound of rows per sample; None: all rows.
 
     Returns:
         The next x and y, and the rows' queries, keys and values [r, h, d].
@@ -289,4 +298,4 @@ def run_layer(
             limits["scale"] = kind.scale
         return attend(attention, qkv, cached, rows, visible, **limits)
 
-    return layer(x, y, angles, see)
+    return layer(*stream, angles, see)

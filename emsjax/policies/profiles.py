@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from emsjax.decode.base import DraftLength
-from emsjax.models.config import DecoderConfig
+from emsjax.models.config import OWN_HEADS, DecoderConfig
 from emsjax.models.families import family_of
+from emsjax.models.gpt2 import GPT2_SIZES
 from emsjax.policies.costs import FORMAT, StepCosts, read_profile
 from emsjax.policies.goodput import Goodput
 from emsjax.policies.lengths import BassHeuristic, FixedLength
@@ -123,9 +124,7 @@ def _told(this: Any, other: Any) -> str:
     if not isinstance(this, Mapping):
         return "none" if this is None else str(this)
     if not isinstance(other, Mapping):
-        other = dict.fromkeys(
-            ("model_type", "hidden_size", "num_hidden_layers", "n_embd", "n_layer")
-        )
+        other = dict.fromkeys(("model_type", *OWN_HEADS.values(), *GPT2_SIZES.values()))
     names = [name for name in this if name in other and this[name] != other[name]]
     return " ".join(f"{name}={this[name]}" for name in names)
 
