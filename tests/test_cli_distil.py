@@ -161,11 +161,11 @@ def test_a_finished_run_is_left_unchanged_and_another_is_refused(
 
 
 def poisoned_target(tiny_model, folder):
-    """The target with one weight that is NaN."""
+    """The target with finite positions that overflow in its first norm."""
     shutil.copytree(tiny_model, folder)
     model = emsjax.OPT.from_pretrained(folder, dtype=jnp.float32)
-    kernel = model.layers[0].fc2.kernel
-    kernel[...] = kernel[...].at[0, 0].set(jnp.nan)
+    table = model.embed_positions.embedding
+    table[...] = jnp.full_like(table[...], 3e38)
     model.save_pretrained(folder)
     return folder
 
@@ -173,7 +173,7 @@ def poisoned_target(tiny_model, folder):
 RATE = ["--learning-rate", 1e18, "--steps", 12]
 DIVERGING = {  # options, error, and the step of the newest checkpoint
     "rate too high": (RATE, "the loss of step 3 or its gradient is not finite", 2),
-    "target": ([], "the target's parameters are not finite", None),
+    "target": ([], "the target's hidden states are not finite", None),
     "continuations": (["--start", "random"], "the target's logits are not finite", None),
     "loss": (
         ["--start", "random", "--generations", 0],

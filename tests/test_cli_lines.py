@@ -57,7 +57,7 @@ def test_an_invalid_record_is_refused_or_skipped(
 ):
     bad, named, error = INVALID[kind]
     write_lines(paths.input, bad)
-    options = ["--num-sequences", num_sequences]
+    options = ["--num-sequences", num_sequences, "--temperature", 0.5]
     assert_error(capsys, main(command(tiny_model, paths, *options)), error, "line 3")
     assert not paths.output.exists()
 
@@ -85,14 +85,14 @@ def test_a_run_with_invalid_records_resumes(tiny_model, paths, monkeypatch, fini
     good = [json.dumps(record).encode() for record in RECORDS]
     lines = [line for pair in zip(good, bad, strict=True) for line in pair]
     paths.input.write_bytes(b"\n".join(lines))
-    run = command(tiny_model, paths, "--skip-invalid", "--num-sequences", "2")
+    run = command(tiny_model, paths, "--skip-invalid", "--num-sequences", "2", "--temperature", 0.5)
     monkeypatch.setattr(streaming, "stream_numbered", FakeStream())
     assert main(run) == 0
     whole = paths.output.read_bytes()
     assert len(whole.splitlines()) == 2 * len(lines)
 
     paths.output = paths.output.with_name("resumed.jsonl")
-    run = command(tiny_model, paths, "--skip-invalid", "--num-sequences", "2")
+    run = command(tiny_model, paths, "--skip-invalid", "--num-sequences", "2", "--temperature", 0.5)
     monkeypatch.setattr(streaming, "stream_numbered", FakeStream(interrupt_after=finished))
     assert main(run) == 130
     monkeypatch.setattr(streaming, "stream_numbered", FakeStream())
@@ -116,11 +116,11 @@ def test_a_model_completes_what_is_valid(tiny_model, paths, valid):
 
 @pytest.fixture(scope="module")
 def poisoned(tiny_model, tmp_path_factory):
-    """The tiny model, whose positions from 12 on are NaN."""
+    """The tiny model, whose positions from 12 on overflow in its first norm."""
     folder = shutil.copytree(tiny_model, tmp_path_factory.mktemp("poisoned") / "model")
     model = emsjax.OPT.from_pretrained(folder, dtype=jnp.float32)
     table = model.embed_positions.embedding
-    table[...] = table[...].at[12 + POSITION_OFFSET :].set(jnp.nan)
+    table[...] = table[...].at[12 + POSITION_OFFSET :].set(3e38)
     model.save_pretrained(folder)
     return folder
 

@@ -222,7 +222,7 @@ def only(name: str, value: Any, reason: str) -> Relation:
     """The field has one value that is supported."""
     return Relation(
         lambda config: getattr(config, name) == value,
-        f"{name} must be {json.dumps(value)}, not {{{name}}}: {reason}",
+        f"{name} must be {json.dumps(value, allow_nan=False)}, not {{{name}}}: {reason}",
     )
 
 
