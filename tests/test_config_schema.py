@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 from checkpoint_files import CONFIG, load, write
 
-from emsjax.models.config import OPTConfig
+from emsjax.models.opt import OPTConfig
 from emsjax.models.schema import (
     MAX_COUNT,
     Config,

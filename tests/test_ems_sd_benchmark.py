@@ -20,7 +20,7 @@ from emsjax.benchmarks.scripted import CopyAcceptance, TokenAcceptance
 from emsjax.benchmarks.sources import Scripted
 from emsjax.benchmarks.step import floor_ms
 from emsjax.cli.main import main, make_parser
-from emsjax.models.config import OPTConfig
+from emsjax.models.opt import OPTConfig
 
 NEW, BATCH, RATES = 10, 3, Rates(1e12, 1e14)
 METHODS = tuple(ems_sd.METHODS)

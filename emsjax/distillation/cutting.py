@@ -43,12 +43,14 @@ def cut_embeddings(draft: Decoder, target: Decoder, basis: Float[Array, "e w"]) 
 
 def cut_norms(small: DecoderLayer, large: DecoderLayer, basis: Float[Array, "e w"]) -> None:
     """Fill a layer's norms, except those whose scale becomes a part of the following product."""
-    names = ["attention_out_norm", "ffn_out_norm"]
     if small.architecture.order == AFTER:
-        names += ["attention_norm", "ffn_norm"]
-    for name in names:
+        cut_norm(small.attention_norm, large.attention_norm, basis)
+        cut_norm(small.ffn_norm, large.ffn_norm, basis)
+    for name in ("attention_out_norm", "ffn_out_norm"):
         if getattr(small, name) is not None:
             cut_norm(getattr(small, name), getattr(large, name), basis)
+            # The normalised length grows with the square root of the size.
+            multiply(getattr(small, name), (len(basis) / basis.shape[1]) ** 0.5)
     if small.query_norm is not None:
         small.query_norm.scale[...] = large.query_norm.scale[...]
         small.key_norm.scale[...] = large.key_norm.scale[...]
@@ -177,8 +179,8 @@ def scale_of(norm: Norm) -> Float[Array, "e"]:
     return norm.scale[...] + norm.kind.offset
 
 
-def multiply(norm: Norm, factor: Float[Array, ""]) -> None:
-    """Multiply the results of a norm."""
+def multiply(norm: Norm, factor: float | Float[Array, ""], *, bias: bool = True) -> None:
+    """Multiply the results of a norm, or with `bias` false only what it adds its bias to."""
     norm.scale[...] = scale_of(norm) * factor - norm.kind.offset
-    if norm.bias is not None:
+    if bias and norm.bias is not None:
         norm.bias[...] *= factor

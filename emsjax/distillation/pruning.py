@@ -51,12 +51,11 @@ def pruned_config(
     """The architecture that `prune` creates, with the same arguments and errors."""
     a = config.architecture
     embeddings = check_choice("embeddings", embeddings, EMBEDDINGS)
-    layers = check_at_least("layers", layers, 1)
-    width = check_at_least("width", width, 1)
-    if layers > len(a.layers):
+    layers, width = check_at_least("layers", layers, 0), check_at_least("width", width, 0)
+    if not 1 <= layers <= len(a.layers):
         raise ValueError(f"layers must be in 1..{len(a.layers)}, those of the target, not {layers}")
     unit = a.width // a.kv_heads
-    if width > a.width or width * a.kv_heads % a.width:
+    if not 0 < width <= a.width or width * a.kv_heads % a.width:
         raise ValueError(
             f"width must be a multiple of {unit}, the target's width for each of its "
             f"{a.kv_heads} K/V heads, and at most {a.width}, its own width, not {width}"
@@ -135,7 +134,8 @@ def prune(
         if draft.final_norm.scale is not None:
             # The normalised length is constant, so each of fewer directions has a larger share.
             rms = jnp.sqrt(jnp.mean((normalised(target, streams[-1]) @ basis) ** 2))
-            multiply(draft.final_norm, rms / table_factor(draft, target))
+            multiply(draft.final_norm, rms, bias=False)
+            multiply(draft.final_norm, 1 / table_factor(draft, target))
             enlarge_stream(draft, by=jnp.mean(jnp.abs(scale_of(draft.final_norm))))
     return draft
 

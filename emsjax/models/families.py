@@ -36,9 +36,15 @@ __all__ = [
     "Qwen2Config",
     "Qwen3Config",
     "family_of",
+    "register",
 ]
+
+
+def register(family: Family) -> None:
+    """Add a family from outside of the library, or replace the one of the same model type."""
+    FAMILIES[family.model_type] = family
 
 
 def family_of(config: DecoderConfig) -> Family:
     """The family that a config belongs to."""
-    return next(family for family in _FAMILIES if type(config) is family.config)
+    return next(family for family in FAMILIES.values() if type(config) is family.config)

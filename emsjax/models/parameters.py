@@ -33,7 +33,7 @@ CAUSES = {
 }
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class Parameter:
     """A parameter of the model and the stored tensors that it consists of.
 
@@ -51,7 +51,7 @@ class Parameter:
     sizes: tuple[int, ...]
     shape: tuple[int, ...]
     transposed: bool = False
-    columns: np.ndarray | None = None
+    columns: tuple[int, ...] | None = None
 
     @property
     def stored_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -62,7 +62,8 @@ class Parameter:
 
     def join(self, parts: Sequence[Array], dtype) -> tuple[Array, Array]:
         """The parameter from its stored tensors, and whether each of these is finite in `dtype`."""
-        return _join(parts, self.columns, transposed=self.transposed, dtype=jnp.dtype(dtype))
+        columns = None if self.columns is None else np.array(self.columns)
+        return _join(parts, columns, transposed=self.transposed, dtype=jnp.dtype(dtype))
 
     def split(self, value: Array) -> list[Array]:
         """The stored tensors of a value, in its dtype."""
@@ -154,7 +155,9 @@ def weights_of(model: nnx.Module, family: Family, *, torch_layout: bool) -> list
         family: the model's family.
         torch_layout: see `weight_files.WeightFormat`.
     """
-    columns = None if family.columns is None else family.columns(model.config)
+    columns = None
+    if family.columns is not None:
+        columns = tuple(family.columns(model.config).tolist())
     found = []
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         module, leaf = _module_and_leaf(path, family)
