@@ -154,7 +154,7 @@ BAD_PROFILES = {
 def test_an_unsuitable_profile_is_named_before_anything_is_loaded(
     tiny_model, draft_model, paths, drafting, fake, tmp_path, capsys, monkeypatch, make, part
 ):
-    monkeypatch.delattr(emsjax.OPT, "from_pretrained")
+    monkeypatch.delattr("emsjax.models.checkpoint.load")
     given = tmp_path / "given.json"
     given.write_text(json.dumps(make(tiny_model, draft_model)))
     assert_error(capsys, main(drafting("--profile", given)), str(given), part)

@@ -15,6 +15,7 @@ from emsjax.terminal.models import load_config, load_tokenizer
 from emsjax.terminal.options import flag
 
 DRAFT_SHAPE = "opt-125m"
+DRAFT_SHAPES = {"qwen3-8b": "qwen3-0.6b", "llama-3.1-8b": "llama-3.2-1b"}  # others: DRAFT_SHAPE
 OF_TRAINED = ("data", "revision", "draft_model", "draft_revision", "dtype")  # need --model
 
 
@@ -36,7 +37,7 @@ def check_absent(options: argparse.Namespace, names: Iterable[str], needed: str)
 
 def check_shapes(shape: str, draft_shape: str | None, *others: str) -> str:
     """The draft model's shape; raises a ValueError for an unknown name."""
-    draft_shape = draft_shape or DRAFT_SHAPE
+    draft_shape = draft_shape or DRAFT_SHAPES.get(shape, DRAFT_SHAPE)
     for option, name, known in (
         ("--shape", shape, [*others, *MODELS]),
         ("--draft-shape", draft_shape, list(MODELS)),

@@ -204,7 +204,7 @@ def residual_stream(
             parameter[...] = jnp.zeros_like(parameter[...])
     stream = forward(first, jax.tree.map(jnp.asarray, batch))
     stream = stream.reshape(-1, stream.shape[-1])
-    check_finite("the hidden states", stream)
+    check_finite("the target's hidden states", stream)
     return stream
 
 
