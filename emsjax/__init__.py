@@ -8,7 +8,19 @@ from emsjax.device import best_dtype
 from emsjax.drafters import DraftModel, PromptLookup
 from emsjax.engine.output import GenerateOutput, Stats, rank_by_mean_logprob
 from emsjax.generation import generate, init_state, step
-from emsjax.models.opt import OPT, OPTConfig
+from emsjax.models.decoder import Decoder
+from emsjax.models.families import (
+    CodeGenConfig,
+    Gemma3Config,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+from emsjax.models.pretrained import OPT, from_pretrained
 from emsjax.policies.costs import StepCosts
 from emsjax.policies.goodput import CostCapped, Goodput
 from emsjax.policies.lengths import BassHeuristic, BatchSizeTable, FixedLength
@@ -21,25 +33,35 @@ __all__ = [
     "OPT",
     "BassHeuristic",
     "BatchSizeTable",
+    "CodeGenConfig",
     "Completion",
     "CostCapped",
     "DecodeState",
+    "Decoder",
     "Draft",
     "DraftLength",
     "DraftModel",
     "Drafter",
     "Engine",
     "FixedLength",
+    "GPT2Config",
+    "GPTNeoXConfig",
+    "Gemma3Config",
     "GenerateOutput",
     "Goodput",
+    "LlamaConfig",
+    "MistralConfig",
     "OPTConfig",
     "PromptLookup",
+    "Qwen2Config",
+    "Qwen3Config",
     "Sampling",
     "Stats",
     "StepCosts",
     "StepInfo",
     "StepView",
     "best_dtype",
+    "from_pretrained",
     "generate",
     "init_state",
     "rank_by_mean_logprob",

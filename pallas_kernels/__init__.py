@@ -1,4 +1,4 @@
-"""Attention, KV cache, matmul, normalisation and sampling kernels over packed rows.
+"""Attention, KV cache, matmul, normalisation, rotary and sampling kernels over packed rows.
 
 The package depends on jax alone. Each operation has a folder with its public function and one
 module per implementation: `reference`, `xla`, `triton`, `mosaic`. `pallas_kernels.reference` holds
@@ -14,6 +14,7 @@ from pallas_kernels.cache_update import update_kv_cache, update_kv_caches
 from pallas_kernels.common import dialect
 from pallas_kernels.cutoff import sampling_cutoff
 from pallas_kernels.matmul import linear, linear_sums
+from pallas_kernels.rotary import rotate_heads
 
 dialect.register()
 
@@ -25,6 +26,7 @@ __all__ = [
     "linear_sums",
     "ragged_attention",
     "reference",
+    "rotate_heads",
     "sampling_cutoff",
     "update_kv_cache",
     "update_kv_caches",

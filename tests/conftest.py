@@ -50,7 +50,7 @@ CHECKED = [
     "engine.group",
     "engine.output",
     "models.layers",
-    "models.opt",
+    "models.decoder",
     "returned",
     "verification",
 ]

@@ -395,7 +395,7 @@ def test_a_command_uses_the_vocabulary_that_the_models_share(monkeypatch, vocab_
     from emsjax.cli import drafting
 
     draft = tiny_model(vocab_size=vocab_size or 61, num_hidden_layers=1)
-    monkeypatch.setattr(emsjax.OPT, "from_pretrained", lambda *args, **options: draft)
+    monkeypatch.setattr("emsjax.models.checkpoint.load", lambda *args, **options: draft)
     options = SimpleNamespace(
         drafter="model", draft_model="d", dtype="float32", draft_revision=None, max_draft_tokens=2
     )

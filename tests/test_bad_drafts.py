@@ -84,14 +84,14 @@ def test_tokens_before_an_invalid_one_are_still_drafts():
 def overflowing():
     """A draft model with finite weights whose activations overflow in float16."""
     small = nnx.clone(tiny_model(num_hidden_layers=1).astype(jnp.float16))
-    kernel = small.layers[0].fc1.kernel
+    kernel = small.layers[0].up_proj.kernel
     kernel[...] = 60_000 * jnp.sign(kernel[...])
     return small
 
 
 def with_nan():
     small = nnx.clone(tiny_model(num_hidden_layers=1))
-    kernel = small.layers[0].fc1.kernel
+    kernel = small.layers[0].up_proj.kernel
     kernel[...] = kernel[...].at[0, 0].set(jnp.nan)
     return small
 

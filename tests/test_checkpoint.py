@@ -27,6 +27,16 @@ from toy import tiny_model
 from emsjax import OPT
 from emsjax.models import checkpoint
 from emsjax.models import values as stored_values
+from emsjax.models.layers import Norm
+
+# Modules that have another name than on disk, within layers (2) and outside (0).
+MODULES = {
+    (2, "fc1"): "up_proj",
+    (2, "fc2"): "down_proj",
+    (2, "self_attn_layer_norm"): "attention_norm",
+    (2, "final_layer_norm"): "ffn_norm",
+    (0, "final_layer_norm"): "final_norm",
+}
 
 
 def assert_holds(model: OPT, values, dtype=jnp.float32) -> None:
@@ -41,12 +51,12 @@ def assert_holds(model: OPT, values, dtype=jnp.float32) -> None:
         if module in ("q_proj", "k_proj", "v_proj"):
             start = "qkv".index(module[0]) * size
             module, columns = "qkv_proj", slice(start, start + size)
-        owner = getattr(owner, module)
+        owner = getattr(owner, MODULES.get((len(scope), module), module))
         if leaf == "bias":
             variable = owner.bias
         elif isinstance(owner, nnx.Embed):
             variable = owner.embedding
-        elif isinstance(owner, nnx.LayerNorm):
+        elif isinstance(owner, Norm):
             variable = owner.scale
         else:
             variable, value = owner.kernel, value.T
@@ -359,7 +369,7 @@ def test_a_path_object_is_never_a_repository(hub, tmp_path):
         (None, "has no config.json"),
         ("{", "config.json is not valid JSON"),
         ("[]", "config.json must hold a JSON object, not list"),
-        ('{"model_type": "gpt2"}', "config.json: unknown model type 'gpt2'"),
+        ('{"model_type": "gpt-2"}', "config.json: model_type must be one of opt, not 'gpt-2'"),
         ('{"model_type": "opt", "hidden_size": 0}', "config.json: hidden_size must be"),
     ],
 )

@@ -18,7 +18,7 @@ import emsjax
 from emsjax import OPT, distillation
 from emsjax.demo import TARGET
 from emsjax.models import checkpoint, parameters
-from emsjax.models.parameters import NAMES
+from emsjax.models.families import FAMILIES
 from emsjax.models.schema import Config, flag
 from emsjax.models.stored import StoredTensor
 
@@ -162,7 +162,7 @@ def test_a_family_with_heads_of_their_own_keeps_one_that_differs():
     class Untied(Config):
         tie_word_embeddings: bool = flag(True)
 
-    names = dataclasses.replace(NAMES["opt"], can_untie=True)
+    names = dataclasses.replace(FAMILIES["opt"], can_untie=True)
     table = np.ones((3, 2), np.float32)
     stored = lambda values: StoredTensor(values.shape, values.dtype.name, lambda: values)
     tensors = {"decoder.embed_tokens.weight": stored(table), "lm_head.weight": stored(2 * table)}
@@ -179,7 +179,7 @@ def test_a_family_with_heads_of_their_own_keeps_one_that_differs():
 # Names, shapes and layers
 
 
-@pytest.mark.parametrize("layers", [3, 2000, 10**9])
+@pytest.mark.parametrize("layers", [3, 2000, 10_000])
 def test_layers_that_the_weights_lack_are_counted_at_once(tmp_path, layers):
     path = write(tmp_path, config={**CONFIG, "num_hidden_layers": layers})
     start = time.perf_counter()
@@ -188,15 +188,21 @@ def test_layers_that_the_weights_lack_are_counted_at_once(tmp_path, layers):
     assert time.perf_counter() - start < 2
     first, *problems = str(caught.value).splitlines()
     assert first.startswith(str(path))
-    assert first.endswith(f"num_hidden_layers is {layers}, and the weights have 2 layers")
+    assert first.endswith(f"config.json has {layers} layers, and the weights have 2")
     assert [problem.strip() for problem in problems] == [
         f"{layers - 2} of {layers} layers are missing"
     ]
 
 
+def test_a_number_of_layers_that_no_model_has_is_named(tmp_path):
+    write(tmp_path, config={**CONFIG, "num_hidden_layers": 10**9})
+    with pytest.raises(ValueError, match=r"num_hidden_layers must be an integer in 1\.\.10000"):
+        load(tmp_path)
+
+
 def test_layers_that_the_config_lacks_are_misfits_of_a_known_cause(tmp_path):
     write(tmp_path, config={**CONFIG, "num_hidden_layers": 1})
-    with pytest.raises(ValueError, match="num_hidden_layers is 1, and the weights have 2 layers"):
+    with pytest.raises(ValueError, match=r"config\.json has 1 layers, and the weights have 2"):
         load(tmp_path)
 
 
@@ -242,9 +248,9 @@ def test_names_and_shapes_of_a_config_are_those_of_its_model_without_arrays():
     for torch_layout in (True, False):
         stored_as = {"torch_layout": torch_layout}
         whole = parameters.weights_of(
-            nnx.eval_shape(lambda: make(config)), NAMES["opt"], **stored_as
+            nnx.eval_shape(lambda: make(config)), FAMILIES["opt"], **stored_as
         )
-        layout = parameters.parameters_of(make, config, NAMES["opt"], **stored_as)
+        layout = parameters.parameters_of(make, config, FAMILIES["opt"], **stored_as)
         key = lambda one: str(one.path)
         assert sorted(layout.of_layers(3), key=key) == sorted(whole, key=key)
 

@@ -21,6 +21,7 @@ from transformers import AutoTokenizer
 import emsjax
 from emsjax.cli import generate as batch_run
 from emsjax.cli.main import main
+from emsjax.models import checkpoint
 from emsjax.records.input import Records
 
 
@@ -333,7 +334,7 @@ def test_a_token_outside_the_vocabulary_names_its_record(paths, fake, tiny_model
 )
 def test_a_bad_option_is_named(tiny_model, paths, fake, capsys, monkeypatch, options, parts):
     write_records(paths.input)
-    monkeypatch.delattr(emsjax.OPT, "from_pretrained")  # nothing is loaded
+    monkeypatch.delattr(checkpoint, "load")  # nothing is loaded
     try:
         code = main(command(tiny_model, paths, *options))
     except SystemExit as stop:  # argparse's way out
@@ -348,15 +349,15 @@ def test_an_unsuitable_draft_model_is_refused_before_the_model_is_loaded(
     write_records(paths.input)
     loaded = []
 
-    def remember(folder, load=emsjax.OPT.from_pretrained, **options):
-        loaded.append((folder, options))
-        return load(folder, **options)
+    def remember(make, folder, load=checkpoint.load, **options):
+        loaded.append((folder, options["dtype"], options["revision"]))
+        return load(make, folder, **options)
 
-    monkeypatch.setattr(emsjax.OPT, "from_pretrained", remember)
+    monkeypatch.setattr(checkpoint, "load", remember)
     folder = draft_models["few positions"]
     drafter = ["--drafter", "model", "--draft-model", folder, "--draft-revision", "main"]
     assert_error(capsys, main(command(tiny_model, paths, *drafter)), "10 positions", "are needed")
-    assert loaded == [(str(folder), {"dtype": "float32", "revision": "main"})]
+    assert loaded == [(str(folder), "float32", "main")]
     assert not paths.output.exists()
 
 

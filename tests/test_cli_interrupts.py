@@ -87,7 +87,7 @@ MOMENTS = {  # a module, or a function's module and name; how often; and what fo
     "imports that swallow it": ("jax", 1, "swallow"),
     "later imports that swallow it": ("transformers", 1, "swallow"),
     "reading": ("emsjax.records.input:text_of", 5, "go on"),
-    "loading": ("emsjax.models.opt:OPT.from_pretrained", 1, "compute"),
+    "loading": ("emsjax.models.checkpoint:load", 1, "compute"),
     "compilation": ("jax._src.compiler:compile_or_get_cached", 3, "compute"),
     "compilation that fails then": ("jax._src.compiler:compile_or_get_cached", 3, "replace"),
     "first steps": ("emsjax.engine.slots:Slots.decode", 1, "swallow"),

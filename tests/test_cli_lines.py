@@ -25,7 +25,7 @@ import emsjax
 from emsjax import streaming
 from emsjax.cli.main import main
 from emsjax.cli.summary import mean_logprob
-from emsjax.models.config import POSITION_OFFSET
+from emsjax.models.opt import POSITION_OFFSET
 
 NO_TEXT = {"text": "", "tokens": [], "mean_logprob": None, "finish_reason": "refused"}
 INVALID = {  # a line, the fields that name it, and a part of its error

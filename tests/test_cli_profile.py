@@ -139,7 +139,7 @@ def test_a_given_profile_is_preferred_to_the_stored_one(
 BAD_PROFILES = {
     "model": (lambda model, draft: profile_of(draft, draft), "model: hidden_size=8 word"),
     "draft model": (lambda model, draft: profile_of(model, model), "draft_model: hidden_size=16 "),
-    "no draft model": (lambda model, draft: profile_of(model), "model: none, not hidden_size=8"),
+    "no draft model": (lambda model, draft: profile_of(model), "model: none, not model_type=opt hidden_size=8"),
     "dtype": (lambda model, draft: profile_of(model, draft, "bfloat16"), "dtype: bfloat16, not"),
     "format": (lambda model, draft: {"format": "emsjax profile 0"}, "format"),
     "subject": (
@@ -154,7 +154,7 @@ BAD_PROFILES = {
 def test_an_unsuitable_profile_is_named_before_anything_is_loaded(
     tiny_model, draft_model, paths, drafting, fake, tmp_path, capsys, monkeypatch, make, part
 ):
-    monkeypatch.delattr(emsjax.OPT, "from_pretrained")
+    monkeypatch.delattr("emsjax.models.checkpoint.load")
     given = tmp_path / "given.json"
     given.write_text(json.dumps(make(tiny_model, draft_model)))
     assert_error(capsys, main(drafting("--profile", given)), str(given), part)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 from checkpoint_files import CONFIG, load, write
 
-from emsjax.models.config import OPTConfig
+from emsjax.models.opt import OPTConfig
 from emsjax.models.schema import (
     MAX_COUNT,
     Config,
@@ -174,7 +174,7 @@ def test_messages_show_large_values_in_short():
         ("enable_bias", "no"),
         ("layer_norm_elementwise_affine", None),
         ("activation_function", ["relu"]),
-        ("activation_function", "silu"),
+        ("activation_function", "swiglu"),
         ("init_std", math.nan),
         ("init_std", "0.02"),
         ("pad_token_id", "1"),
@@ -197,8 +197,7 @@ def test_a_wrong_field_is_an_error_that_names_the_file_before_weights_are_read(
     tmp_path, field, value
 ):
     write(tmp_path, config={**CONFIG, field: value}).write_bytes(b"never read")
-    name = "unknown model type" if field == "model_type" else field
-    with pytest.raises(ValueError, match=f"config.json: {name}"):
+    with pytest.raises(ValueError, match=f"config.json: {field}"):
         load(tmp_path)
 
 

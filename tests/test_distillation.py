@@ -20,7 +20,7 @@ from emsjax.decode.pack import PackedRows, pack
 from emsjax.distillation import losses, pruning, training
 from emsjax.distillation.evaluation import acceptance_by_position
 from emsjax.distillation.sequences import Batch, PackedSequences
-from emsjax.models.config import OPTConfig
+from emsjax.models.opt import OPTConfig
 
 CONFIG = OPTConfig(
     vocab_size=60,
@@ -167,6 +167,70 @@ def test_a_pruned_model_has_the_requested_size(target, embeddings):
     assert out.lengths.tolist() == [3]
 
 
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+GPT2_SIZES = {"vocab_size": 61, "n_embd": 64, "n_layer": 3, "n_head": 8, "n_positions": 64}
+GPT2_SIZES |= {"initializer_range": 0.3, "bos_token_id": None, "eos_token_id": None}
+FAMILIES = {
+    "llama": emsjax.LlamaConfig(num_key_value_heads=4, mlp_bias=True, **SIZES),
+    "mistral": emsjax.MistralConfig(num_key_value_heads=2, sliding_window=5, **SIZES),
+    "qwen3, tied": emsjax.Qwen3Config(
+        num_key_value_heads=2, head_dim=16, tie_word_embeddings=True, **SIZES
+    ),
+    "gemma3": emsjax.Gemma3Config(
+        num_key_value_heads=4, head_dim=16, sliding_window=5, sliding_window_pattern=2, **SIZES
+    ),
+    "gpt2": emsjax.GPT2Config(**GPT2_SIZES),
+    "pythia": emsjax.GPTNeoXConfig(**SIZES, rotary_pct=0.5),
+    "codegen": emsjax.CodeGenConfig(**GPT2_SIZES, rotary_dim=4),
+}
+
+
+@pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
+def test_pruning_what_a_family_does_not_use_is_exact(config):
+    """The target writes in half of the directions; half of its heads and neurons write nothing."""
+    model = emsjax.Decoder(config, rngs=nnx.Rngs(3), dtype=jnp.float32)
+    rng, a = np.random.default_rng(0), model.architecture
+    centred = int(a.norm.centred)  # then nothing is written along the ones
+    directions = rng.normal(size=(64, 32 - centred))
+    directions = np.concatenate([np.ones((64, centred)), directions], axis=1)
+    used = np.linalg.qr(directions)[0][:, centred:]
+    onto = jnp.asarray(used @ used.T, jnp.float32)
+    for table in filter(None, (model.embed_tokens, model.embed_positions)):
+        table.embedding[...] = table.embedding[...] @ onto
+    for layer in model.layers:
+        idle = rng.permutation(a.kv_heads)[: a.kv_heads // 2]
+        values = layer.qkv_proj.kernel[...]
+        for head in idle:
+            start = values.shape[1] - a.columns[2] + head * a.head_dim
+            values = values.at[:, start : start + a.head_dim].set(0)
+        layer.qkv_proj.kernel[...] = values
+        neurons = rng.permutation(a.ffn_size)[: a.ffn_size // 2]
+        layer.up_proj.kernel[...] = layer.up_proj.kernel[...].at[:, neurons].set(0)
+        for linear in (layer.out_proj, layer.down_proj):
+            linear.kernel[...] = linear.kernel[...] @ onto
+    small = distillation.prune(model, 3, 32, documents=documents(*[40] * 40))
+    kept = small.architecture
+    assert (kept.width, kept.heads, kept.ffn_size) == (32, a.heads // 2, a.ffn_size // 2)
+    assert (kept.kv_heads, kept.head_dim) == (a.kv_heads // 2, a.head_dim)
+    batch = jax.tree.map(jnp.asarray, PackedSequences(documents(30, 50, 20, seed=9), 25, 4)[0])
+    logits = [m.logits(training.forward(m, batch).reshape(100, -1)) for m in (small, model)]
+    np.testing.assert_allclose(*logits, atol=2e-3 * float(jnp.abs(logits[1]).max()))
+    fewer = distillation.prune(model, 1, 64)  # the first layer, unchanged
+    assert len(fewer.layers) == 1
+    out = emsjax.generate(fewer, [[3, 4, 5]], max_new_tokens=3)
+    assert out.lengths.tolist() == [3]
+
+
 @pytest.mark.parametrize("embeddings", pruning.EMBEDDINGS)
 def test_pruning_unused_directions_heads_and_neurons_is_exact(embeddings):
     """The target writes in 15 directions, and half of its heads and neurons are constant."""
@@ -177,25 +241,28 @@ def test_pruning_unused_directions_heads_and_neurons_is_exact(embeddings):
     for table in (model.embed_tokens, model.embed_positions):
         table.embedding[...] = table.embedding[...] @ onto
     for layer in model.layers:
-        constant = ((layer.qkv_proj, np.r_[64:72, 80:88]), (layer.fc1, rng.permutation(64)[:32]))
+        constant = (
+            (layer.qkv_proj, np.r_[64:72, 80:88]),
+            (layer.up_proj, rng.permutation(64)[:32]),
+        )
         for linear, columns in constant:
             linear.kernel[...] = linear.kernel[...].at[:, columns].set(0)
             linear.bias[...] = jnp.asarray(rng.uniform(0.5, 2, linear.bias.shape), jnp.float32)
-        for linear in (layer.out_proj, layer.fc2):
+        for linear in (layer.out_proj, layer.down_proj):
             linear.kernel[...] = linear.kernel[...] @ onto
             linear.bias[...] = rng.normal(size=32).astype(np.float32) @ onto
-        for norm in (layer.self_attn_layer_norm, layer.final_layer_norm):
+        for norm in (layer.attention_norm, layer.ffn_norm):
             norm.scale[...] = jnp.asarray(rng.uniform(0.5, 2, 32), jnp.float32)
             norm.bias[...] = jnp.asarray(rng.normal(size=32), jnp.float32)
-    model.final_layer_norm.scale[...] = jnp.full(32, 1.5)
-    model.final_layer_norm.bias[...] = jnp.asarray(rng.normal(size=32), jnp.float32)
+    model.final_norm.scale[...] = jnp.full(32, 1.5)
+    model.final_norm.bias[...] = jnp.asarray(rng.normal(size=32), jnp.float32)
     small = distillation.prune(model, 3, 16, embeddings, documents(*[40] * 40))
     batch = PackedSequences(documents(30, 50, 20, seed=9), 25, 4)[0]
     batch = jax.tree.map(jnp.asarray, batch)
     logits = [m.logits(training.forward(m, batch).reshape(100, -1)) for m in (small, model)]
     np.testing.assert_allclose(*logits, atol=2e-3)
     assert jnp.std(logits[1]) > 0.5
-    assert jnp.mean(small.final_layer_norm.scale[...]) == pytest.approx(1)  # as in a new model
+    assert jnp.mean(small.final_norm.scale[...]) == pytest.approx(1)  # as in a new model
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -229,8 +296,8 @@ def test_inputs_of_heads_vary_as_in_the_target(target, seed):
 def test_products_in_pruning_are_full_float32(target, monkeypatch):
     products, directions = [], pruning.principal_directions
 
-    def watched(streams, width):
-        make = functools.partial(directions, width=width)
+    def watched(model, streams, width):
+        make = lambda streams: directions(model, streams, width)
         products.extend(
             equation.params["precision"]
             for equation in jax.make_jaxpr(make)(streams).eqns
@@ -551,8 +618,10 @@ def test_a_perfect_draft_is_always_accepted(target):
 
 
 def test_ends_of_texts_do_not_count_at_any_position():
-    ending = make(OPTConfig(**{**vars(CONFIG), "eos_token_id": 13}))
     prompts = [np.array([i, i + 1]) for i in range(2, 60, 8)]
+    free = emsjax.generate(make(), prompts, max_new_tokens=20, eos_token_ids=())
+    end = int(free.tokens[0, 9])
+    ending = make(OPTConfig(**{**vars(CONFIG), "eos_token_id": end}))
     out = emsjax.generate(ending, prompts, max_new_tokens=20)
     assert "eos" in out.finish_reasons
     assert distillation.evaluate(ending, ending, prompts, new_tokens=20)["by_position"] == [1.0] * 4

@@ -10,7 +10,7 @@ from flax import nnx
 import emsjax
 from emsjax import distillation
 from emsjax.distillation import NonFiniteError, losses
-from emsjax.models.config import OPTConfig
+from emsjax.models.opt import OPTConfig
 
 CONFIG = OPTConfig(
     vocab_size=60,
@@ -34,7 +34,7 @@ def make(seed=0):
 
 def poisoned(number=np.nan):
     model = make()
-    kernel = model.layers[1].fc2.kernel
+    kernel = model.layers[1].down_proj.kernel
     kernel[...] = kernel[...].at[0, 0].set(number)
     return model
 
@@ -114,7 +114,7 @@ def test_a_target_that_is_not_finite_is_not_pruned(number, width):
 
 def test_a_target_whose_hidden_states_are_not_finite_is_not_pruned():
     model = make()
-    kernel = model.layers[0].fc1.kernel
+    kernel = model.layers[0].up_proj.kernel
     kernel[...] = kernel[...] * 1e38
     with pytest.raises(NonFiniteError, match="the target's hidden states are not finite"):
         distillation.prune(model, layers=2, width=8, documents=DOCUMENTS)

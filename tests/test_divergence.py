@@ -15,7 +15,7 @@ from emsjax.benchmarks import divergences
 from emsjax.benchmarks.registry import BENCHMARKS
 from emsjax.decode.pack import pack
 from emsjax.demo import DRAFT
-from emsjax.models.config import OPTConfig
+from emsjax.models.opt import OPTConfig
 from emsjax.testing.divergence import NEAR_TIE, Divergence, first_divergences, float32_logits
 
 NEW = 6

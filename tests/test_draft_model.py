@@ -363,5 +363,5 @@ def test_the_chi_square_test_rejects_a_verifier_without_the_residual(monkeypatch
 
 @pytest.mark.usefixtures("unchecked_annotations")
 def test_an_object_that_is_not_a_draft_model_is_named():
-    with pytest.raises(ValueError, match=r"^draft_model must be an emsjax\.OPT .*, not str$"):
+    with pytest.raises(ValueError, match=r"^draft_model must be a model, .*, not str$"):
         emsjax.DraftModel("path")

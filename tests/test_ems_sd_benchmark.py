@@ -20,7 +20,8 @@ from emsjax.benchmarks.scripted import CopyAcceptance, TokenAcceptance
 from emsjax.benchmarks.sources import Scripted
 from emsjax.benchmarks.step import floor_ms
 from emsjax.cli.main import main, make_parser
-from emsjax.models.config import OPTConfig
+from emsjax.models import checkpoint
+from emsjax.models.opt import OPTConfig
 
 NEW, BATCH, RATES = 10, 3, Rates(1e12, 1e14)
 METHODS = tuple(ems_sd.METHODS)
@@ -277,13 +278,13 @@ def test_a_model_decodes_a_file_of_texts(bench_texts, articles, tmp_path, draft)
 
 def test_each_model_is_loaded_at_its_revision(articles, tmp_path, tiny_model, monkeypatch):
     save_random_model(tmp_path / "draft", 1)
-    load, loaded = emsjax.OPT.from_pretrained, []
+    load, loaded = checkpoint.load, []
 
-    def spied(path, *, dtype, revision):
+    def spied(make, path, *, dtype, revision, **options):
         loaded.append((str(path), revision))
-        return load(path, dtype=dtype)
+        return load(make, path, dtype=dtype)
 
-    monkeypatch.setattr(emsjax.OPT, "from_pretrained", spied)
+    monkeypatch.setattr(checkpoint, "load", spied)
     asked = ["--model", str(tiny_model), "--revision", "v2", "--data", str(articles)]
     asked += ["--draft", "draft-model", "--draft-model", str(tmp_path / "draft")]
     asked += ["--draft-revision", "refs/pr/3", "--max-new-tokens", "6", "--batch-sizes", "2"]
@@ -301,7 +302,7 @@ def test_results_of_another_run_are_refused_before_weights_are_read(
 ):
     output = tmp_path / "bench.json"
     output.write_text('{"settings": {}, "entries": []}')
-    monkeypatch.setattr(emsjax.OPT, "from_pretrained", None)  # fails when it is called
+    monkeypatch.setattr(checkpoint, "load", None)  # fails when it is called
     asked = ["--data", articles, "--batch-sizes", 1, "--max-new-tokens", 6, "--output", output]
     assert bench_texts(*asked) == 2
     assert "bench.json holds results with other settings" in capsys.readouterr().err
@@ -310,7 +311,7 @@ def test_results_of_another_run_are_refused_before_weights_are_read(
 def test_too_few_texts_are_named_before_weights_are_read(
     bench_texts, articles, monkeypatch, capsys
 ):
-    monkeypatch.setattr(emsjax.OPT, "from_pretrained", None)  # fails when it is called
+    monkeypatch.setattr(checkpoint, "load", None)  # fails when it is called
     for asked, most in (([], 64), (["--batch-sizes", "2,8"], 8)):
         assert bench_texts("--data", articles, "--max-new-tokens", 6, *asked) == 2
         error = f"--batch-sizes: {most} is more than the 5 prompts of --data"

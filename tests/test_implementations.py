@@ -23,6 +23,7 @@ pytestmark = pytest.mark.gpu
         ("cache_update", "update_kv_caches"),
         ("cutoff", "sampling_cutoff"),
         ("add_norm", "add_norm"),
+        ("rotary", "rotate"),
     ],
 )
 def test_implementations_of_an_operation_take_the_same_arguments(package, function):
@@ -35,6 +36,7 @@ def test_implementations_of_an_operation_take_the_same_arguments(package, functi
     assert all(other.parameters == first.parameters for other in others)
 
 
+HEADS = np.zeros((4, 3, 8), np.float32)
 X, WEIGHT = np.zeros((4, 128), np.float32), np.zeros((128, 128), np.float32)
 CALLS = [
     functools.partial(pallas_kernels.ragged_attention, *[None] * 8),
@@ -44,6 +46,7 @@ CALLS = [
     functools.partial(pallas_kernels.linear_sums, X, WEIGHT),
     functools.partial(pallas_kernels.add_layer_norm, X, X, *[None] * 3, epsilon=1e-5),
     functools.partial(pallas_kernels.add_rms_norm, X, X, *[None] * 2, epsilon=1e-5),
+    functools.partial(pallas_kernels.rotate_heads, HEADS, None, X[:, :2], X[:, :2], kv_heads=1),
     functools.partial(pallas_kernels.sampling_cutoff, X, None, None),
 ]
 

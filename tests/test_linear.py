@@ -7,18 +7,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
 from kernel_cases import lower_for_cuda
 
 import pallas_kernels
 from pallas_kernels import matmul
 from pallas_kernels.common.implementations import runs_triton
 from pallas_kernels.matmul import triton
+from pallas_kernels.matmul.activations import ACTIVATIONS
 
 pytestmark = pytest.mark.gpu
 OPTIONS = [{"implementation": "xla"}, {"implementation": "triton", "interpret": not runs_triton()}]
 every_implementation = pytest.mark.parametrize("options", OPTIONS, ids=["xla", "triton"])
 every_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2**-7, "float16": 2**-10}
+ACTIVATIONS_IN_NUMPY = {
+    None: lambda x: x,
+    "relu": lambda x: np.maximum(x, 0),
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    "gelu": lambda x: x * scipy.special.ndtr(x),
+    "gelu_tanh": lambda x: x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
+}
 
 
 def random(*shape, dtype="float32", seed=0):
@@ -43,18 +52,40 @@ def close(actual, expected, dtype, scale=1.0):
     [(1, True), (1, False), (16, False), (19, True), (19, False), (64, True), (100, False)],
 )
 def test_products_equal_numpy(options, dtype, rows, biased):
-    check_product(rows, 768, dtype, relu=not biased, biased=biased, options=options)
+    activation = None if biased else "relu"
+    check_product(rows, 768, dtype, activation=activation, biased=biased, options=options)
 
 
-def check_product(rows, outputs, dtype, *, relu, biased, options):
-    x, weight = random(rows, 128, dtype=dtype), random(128, outputs, dtype=dtype, seed=1)
-    bias = random(outputs, dtype=dtype, seed=2) if biased else None
-    out = pallas_kernels.linear(x, weight, bias, relu=relu, **options)
-    assert out.dtype == x.dtype
+@every_implementation
+@every_dtype
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+def test_activations_and_gates_equal_numpy(options, dtype, activation, gated):
+    for rows, biased in ((3, True), (40, False)):
+        epilogue = {"activation": activation, "gated": gated, "biased": biased}
+        check_product(rows, 256, dtype, options=options, **epilogue)
+
+
+def check_product(rows, outputs, dtype, *, activation, gated=False, biased, options):
+    columns = 2 * outputs if gated else outputs
+    x, weight = random(rows, 128, dtype=dtype), random(128, columns, dtype=dtype, seed=1)
+    weight = weight / 4  # most outputs are where activations bend
+    bias = random(columns, dtype=dtype, seed=2) if biased else None
+    options = {"activation": activation, "gated": gated, **options}
+    out = pallas_kernels.linear(x, weight, bias, **options)
+    assert (out.shape, out.dtype) == ((rows, outputs), x.dtype)
     expected = np.float64(x) @ np.float64(weight)
     expected += np.float64(bias) if biased else 0
-    expected = np.maximum(expected, 0) if relu else expected
-    close(out, expected, dtype, scale=20)
+    expected, up = (expected[:, :outputs], expected[:, outputs:]) if gated else (expected, 1)
+    close(out, ACTIVATIONS_IN_NUMPY[activation](expected) * up, dtype, scale=20)
+
+
+def test_activations_and_gates_that_do_not_exist_are_errors():
+    x, weight = random(2, 64), random(64, 129, seed=1)
+    with pytest.raises(ValueError, match=r"activation must be None or one of 'relu'.*not 'swish'"):
+        pallas_kernels.linear(x, weight, activation="swish")
+    with pytest.raises(ValueError, match="even number of columns, not 129"):
+        pallas_kernels.linear(x, weight, gated=True)
 
 
 @every_implementation
@@ -253,6 +284,10 @@ def test_the_triton_kernels_lower_for_cuda(rows, monkeypatch):
     sums = functools.partial(pallas_kernels.linear_sums, implementation="triton")
     lower_for_cuda(sums, (rows, 10240, "bfloat16"), (10240, 2560, "bfloat16"))
     lower_for_cuda(sums, (rows, 16384, "bfloat16"), (16384, 4096, "bfloat16"))
+    for activation in ("silu", "gelu_tanh"):
+        epilogue = {"activation": activation, "gated": True, "implementation": "triton"}
+        gated = functools.partial(pallas_kernels.linear, **epilogue)
+        lower_for_cuda(gated, x, (2560, 10240, "bfloat16"))
     norm = functools.partial(pallas_kernels.add_layer_norm, epsilon=1e-5, implementation="triton")
     for kind in ("float32", "bfloat16"):
         lower_for_cuda(norm, x, (4, rows, 2560, kind), *[vector] * 3)
@@ -281,14 +316,16 @@ def test_gradients_equal_those_of_the_plain_formulas(interpret):
     norm = functools.partial(pallas_kernels.add_layer_norm, epsilon=1e-5, **options)
 
     def ours(x, y, weight, bias, scale, shift):
-        product = pallas_kernels.linear(x, weight, bias, relu=True, **options)
+        product = pallas_kernels.linear(x, weight, bias, activation="relu", **options)
         sums = pallas_kernels.linear_sums(x, weight, **options)
         total, normal = norm(y, sums, bias, scale, shift)
         other, rms = rms_norm(y, sums, bias, scale, shift)
         plain = pallas_kernels.linear(x, weight, None, **options)
-        return jnp.sum(
-            jnp.sin(product) + total**2 + jnp.cos(normal) + plain**2 + other**2 + jnp.sin(rms)
-        )
+        gated = pallas_kernels.linear(x, weight, bias, activation="silu", gated=True, **options)
+        exact = pallas_kernels.linear(x, weight, bias, activation="gelu", **options)
+        waves = jnp.sin(product) + jnp.cos(normal) + jnp.sin(rms)
+        squares = plain**2 + total**2 + other**2
+        return jnp.sum(waves + squares + exact) + jnp.sum(gated)
 
     def plain(x, y, weight, bias, scale, shift):
         z = jnp.dot(x, weight, precision="highest")
@@ -298,11 +335,15 @@ def test_gradients_equal_those_of_the_plain_formulas(interpret):
         normal = normal * scale + shift
         rms_norm = lambda x, scale: x / jnp.sqrt((x**2).mean(1, keepdims=True) + 1e-5) * (scale + 1)
         other = y + rms_norm(z + bias, shift)
+        half = z.shape[1] // 2
+        gate, up = jnp.split(z + bias, [half], axis=1)
+        gated = gate / (1 + jnp.exp(-gate)) * up
+        exact = (z + bias) * jax.scipy.special.ndtr(z + bias)
         squares = total**2 + z**2 + other**2
         waves = (
             jnp.sin(jnp.maximum(z + bias, 0)) + jnp.cos(normal) + jnp.sin(rms_norm(other, scale))
         )
-        return jnp.sum(squares + waves)
+        return jnp.sum(squares + waves + exact) + jnp.sum(gated)
 
     arguments = (x, y, weight, *vectors)
     every = tuple(range(len(arguments)))

@@ -18,17 +18,17 @@ MOSAIC = {"implementation": "mosaic", "interpret": True}
 
 @needs_new_jax
 @pytest.mark.parametrize(
-    ("rows", "outputs", "relu", "biased"),
+    ("rows", "outputs", "activation", "biased"),
     [
-        (160, 256, True, True),  # fewer than a tile's, and three warpgroups
-        (192, 768, False, True),
-        (296, 256, False, False),  # of a tile of 384: warpgroups of more than one unit
-        (504, 192, False, True),  # two tiles of rows, and columns in tiles of 96
+        (160, 256, "relu", True),  # fewer than a tile's, and three warpgroups
+        (192, 768, None, True),
+        (296, 256, "silu", False),  # of a tile of 384: warpgroups of more than one unit
+        (504, 192, None, True),  # two tiles of rows, and columns in tiles of 96
     ],
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_products_equal_numpy(rows, outputs, relu, biased, dtype):
-    check_product(rows, outputs, dtype, relu=relu, biased=biased, options=MOSAIC)
+def test_products_equal_numpy(rows, outputs, activation, biased, dtype):
+    check_product(rows, outputs, dtype, activation=activation, biased=biased, options=MOSAIC)
 
 
 @needs_new_jax
@@ -56,7 +56,7 @@ def test_the_kernels_lower_for_cuda(rows, monkeypatch):
     lower = functools.partial(lower_for_cuda, backend="mosaic_gpu")
     products = functools.partial(pallas_kernels.linear, **options)
     lower(products, x, (4096, 12288, "bfloat16"), vector(12288))
-    relu = functools.partial(pallas_kernels.linear, relu=True, **options)
+    relu = functools.partial(pallas_kernels.linear, activation="relu", **options)
     lower(relu, x, (4096, 16384, "bfloat16"), vector(16384))
     sums = functools.partial(pallas_kernels.linear_sums, **options)
     lower(sums, (rows, 16384, "bfloat16"), (16384, 4096, "bfloat16"))

@@ -10,7 +10,7 @@ from flax import nnx
 from toy import CARELESS, POSITIONS, ragged_prompts, tiny_model
 
 import emsjax
-from emsjax.models.config import POSITION_OFFSET
+from emsjax.models.opt import POSITION_OFFSET
 
 GOOD = 40  # positions with a finite embedding
 LENGTHS, NEW = (5, 9, 20), 12

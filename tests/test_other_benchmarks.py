@@ -9,7 +9,7 @@ import pytest
 from emsjax.benchmarks import buckets, first_call, refill, training
 from emsjax.benchmarks.registry import BENCHMARKS
 from emsjax.benchmarks.shapes import MODELS
-from emsjax.models.config import OPTConfig
+from emsjax.models.opt import OPTConfig
 
 
 def test_typical_steps_represent_equal_shares():

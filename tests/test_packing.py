@@ -144,7 +144,9 @@ def test_only_the_librarys_own_attention_receives_queries_keys_and_values_as_one
     qkv = jnp.arange(5 * 6 * 4.0).reshape(5, 6, 4)
     cache = KVCache.init(2, 8, num_layers=1, kv_heads=2, head_dim=4, dtype=jnp.float32)
     rows = pack(cache.lengths, jnp.array([2, 3], jnp.int32), 5)
-    call = lambda attention: attend(attention, qkv, cache.layers[0], rows, cache.visible, 3)
+    call = lambda attention: attend(
+        attention, qkv, cache.layers[0], rows, cache.visible, max_rows_per_sample=3
+    )
     np.testing.assert_array_equal(call(attention), qkv[:, :2] + 2 * qkv[:, 2:4] + 4 * qkv[:, 4:])
     monkeypatch.setattr(pallas_kernels, "ragged_attention", attention)
     for own in (attention, functools.partial(attention, option=1)):

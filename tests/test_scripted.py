@@ -15,6 +15,7 @@ from emsjax.benchmarks.scripted import (
     CopyAcceptance,
     Mixed,
     TokenAcceptance,
+    script,
     scripted_model,
 )
 from emsjax.decode.pack import pack
@@ -30,6 +31,32 @@ DEEP = dataclasses.replace(
     ffn_dim=1024,
     init_std=0.02,
 )
+SIZES = {
+    "vocab_size": 500,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "max_position_embeddings": POSITIONS,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+FAMILIES = {
+    "qwen3": emsjax.Qwen3Config(num_key_value_heads=2, **SIZES),
+    "llama, tied": emsjax.LlamaConfig(tie_word_embeddings=True, **SIZES),
+    "gemma3": emsjax.Gemma3Config(num_key_value_heads=2, sliding_window=16, head_dim=64, **SIZES),
+    "pythia": emsjax.GPTNeoXConfig(**SIZES),
+    "codegen": emsjax.CodeGenConfig(
+        vocab_size=500,
+        n_embd=256,
+        n_layer=6,
+        n_head=4,
+        n_positions=POSITIONS,
+        rotary_dim=16,
+        bos_token_id=None,
+        eos_token_id=None,
+    ),
+}
 # flax's LayerNorm promotes bfloat16 to float32 on its own.
 standard_dtypes = functools.partial(jax.numpy_dtype_promotion, "standard")
 
@@ -78,6 +105,36 @@ def test_every_position_predicts_the_text_by_a_wide_margin_in_bfloat16(config):
     # The scale of the position embeddings is as large as needed, and not much larger.
     entries = np.asarray(model.embed_positions.embedding[...], np.float32)[2:]
     assert 3 < entries.std() / (np.asarray(hidden, np.float32) - entries).std() < 20
+
+
+@pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
+def test_models_without_learned_positions_are_forced_by_their_tokens(config):
+    """The margin is as wide as with a table of positions, in bfloat16, and so is the output."""
+    text = script(config, POSITIONS + 1, seed=6)
+    prompts = [text[:length].copy() for length in LENGTHS]
+    for prompt in prompts:
+        prompt[:-1] = 7  # only the last token matters
+    with standard_dtypes():
+        model = scripted_model(config, text)
+        rows = pack(jnp.zeros(1, jnp.int32), jnp.array([POSITIONS], jnp.int32), POSITIONS)
+        fed = jnp.asarray(text[:-1], jnp.int32)
+        _, logits = forward(model, fed, rows, model.init_cache(1, POSITIONS))
+        out = emsjax.generate(model, prompts, max_new_tokens=NEW_TOKENS, eos_token_ids=())
+    logits = np.asarray(logits)
+    np.testing.assert_array_equal(logits.argmax(axis=1), text[1:])
+    second, first = np.sort(logits, axis=1)[:, -2:].T
+    assert ((first - second) / np.abs(logits).max(axis=1)).min() > 8 / 64
+    for length, new, tokens in zip(LENGTHS, NEW_TOKENS, out.tokens, strict=True):
+        np.testing.assert_array_equal(tokens[:new], text[length:][:new])
+
+
+def test_texts_that_tokens_cannot_force_are_refused():
+    untied, tied = FAMILIES["qwen3"], FAMILIES["gemma3"]
+    with pytest.raises(ValueError, match="one token throughout"):
+        scripted_model(tied, [5, 6])
+    with pytest.raises(ValueError, match="the same token after each occurrence"):
+        scripted_model(untied, [5, 6, 5, 7])
+    scripted_model(untied, [5, 6, 5, 6])
 
 
 def test_text_may_be_shorter_than_the_models_positions():
@@ -167,9 +224,9 @@ def changed(**changes) -> emsjax.OPTConfig:
 @pytest.mark.parametrize(
     ("config", "text", "message"),
     [
-        (changed(word_embed_proj_dim=16), [1], r"word_embed_proj_dim must be hidden_size \(32\)"),
-        (changed(do_layer_norm_before=False), [1], "do_layer_norm_before must be true"),
-        (changed(vocab_size=50272), [1], "hidden_size must be at least 44, not 32"),
+        (changed(word_embed_proj_dim=16), [1], r"as wide as the layers \(32\), not 16"),
+        (changed(do_layer_norm_before=False), [1], "must not end with a norm"),
+        (changed(vocab_size=50272), [1], "width must be at least 44, not 32"),
         (changed(init_std=0.0), [1], "init_std must be above 0"),
         (SMALL, [0, VOCAB], "text holds the token id 61"),
         (SMALL, [0] * (POSITIONS + 2), "text must have at most 65 tokens, not 66"),

@@ -280,7 +280,8 @@ def test_a_processor_sees_the_tokens_before_each_row():
     plain = decode(None)
     assert not np.array_equal(plain.tokens, usual.tokens)
     assert (plain.tokens[:, 1:] != plain.tokens[:, :-1]).all()
-    for drafter in (emsjax.PromptLookup(match_length=1), emsjax.DraftModel(model, 3)):
+    lookup = emsjax.PromptLookup(match_length=1, search_generated=True)
+    for drafter in (lookup, emsjax.DraftModel(model, 3)):
         out = decode(drafter)
         np.testing.assert_array_equal(out.tokens, plain.tokens)
         assert out.stats.num_accepted.sum() > 0

@@ -13,7 +13,7 @@ from emsjax.benchmarks import device_times, overheads, runs, step
 from emsjax.benchmarks.rates import Rates
 from emsjax.benchmarks.registry import BENCHMARKS
 from emsjax.benchmarks.shapes import MODELS
-from emsjax.models.config import OPTConfig
+from emsjax.models.opt import OPTConfig
 
 # flax's LayerNorm promotes bfloat16 to float32 on its own.
 standard_dtypes = functools.partial(jax.numpy_dtype_promotion, "standard")

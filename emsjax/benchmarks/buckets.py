@@ -35,7 +35,7 @@ from emsjax.benchmarks.scripted import CopyAcceptance
 from emsjax.benchmarks.shapes import MODELS
 from emsjax.decode.layout import UNPADDED, Layout
 from emsjax.generation import init_state
-from emsjax.models.opt import OPT
+from emsjax.models.decoder import Decoder
 
 PROFILE = CopyAcceptance()
 POINTS, DRAWS = 5, 4096
@@ -78,7 +78,7 @@ def typical_drafts(batch: int, points: int = POINTS) -> list[tuple[np.ndarray, f
     return [(counts[:, middles[i]], n / points) for i, n in zip(first, times, strict=True)]
 
 
-def measure(model: OPT, batch: int, context: int) -> dict[str, Any]:
+def measure(model: Decoder, batch: int, context: int) -> dict[str, Any]:
     """Measure the entry of one batch size."""
     vocab, k = model.config.vocab_size, PROFILE.max_draft_tokens
     drafts = typical_drafts(batch)

@@ -9,7 +9,7 @@ from emsjax.benchmarks import step_costs
 from emsjax.benchmarks.options import PROFILED_BATCH_SIZES, PROFILED_CONTEXT, PROFILED_DRAFT_TOKENS
 from emsjax.benchmarks.results import write_results
 from emsjax.benchmarks.runs import LONG, SHORT
-from emsjax.models.config import OPTConfig
+from emsjax.models.config import DecoderConfig
 from emsjax.policies import profiles as profile_store
 from emsjax.terminal.reporting import check_writable, own_version
 from emsjax.terminal.surroundings import surroundings
@@ -50,8 +50,8 @@ def measure_and_store(
 
 
 def fitting_measurement(
-    config: OPTConfig,
-    draft_config: OPTConfig | None,
+    config: DecoderConfig,
+    draft_config: DecoderConfig | None,
     dtype: Any,
     *,
     batch_sizes: Sequence[int] = PROFILED_BATCH_SIZES,
@@ -73,7 +73,10 @@ def fitting_measurement(
 
 
 def fitting_context(
-    context: int | None, config: OPTConfig, draft_config: OPTConfig | None, max_draft_tokens: int
+    context: int | None,
+    config: DecoderConfig,
+    draft_config: DecoderConfig | None,
+    max_draft_tokens: int,
 ) -> int:
     """The context to measure at, in mean cached tokens per sample.
 

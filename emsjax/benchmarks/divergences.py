@@ -29,7 +29,7 @@ from emsjax.benchmarks.scripted import CopyAcceptance, replay
 from emsjax.benchmarks.workloads import EmbeddedModels, ScriptedModels
 from emsjax.drafters import DraftModel, PromptLookup
 from emsjax.generation import generate
-from emsjax.models.opt import OPT
+from emsjax.models.decoder import Decoder
 from emsjax.testing.divergence import NEAR_TIE, first_divergences
 
 DTYPE = jnp.bfloat16
@@ -39,8 +39,8 @@ DTYPE = jnp.bfloat16
 class ModelPair:
     """The models that decode, and the prompts for a batch size."""
 
-    model: OPT
-    draft_model: OPT
+    model: Decoder
+    draft_model: Decoder
     prompts: Callable[[int], Sequence[Sequence[int]]]
 
 

@@ -23,7 +23,7 @@ from emsjax.benchmarks.rates import Rates
 from emsjax.benchmarks.results import add_entry
 from emsjax.benchmarks.runs import at_once
 from emsjax.benchmarks.sources import Source, Task
-from emsjax.benchmarks.step import floor_ms, products
+from emsjax.benchmarks.step import floor_ms
 from emsjax.decode.layout import UNPADDED, Layout
 from emsjax.decode.run import Run
 from emsjax.decode.step import decode_loop
@@ -228,8 +228,8 @@ def drafter_of(method: str, task: Task) -> Any:
 
 def step_flops(config, rows: float, context: float) -> float:
     """Floating-point operations of a step's products and attention, without padding rows."""
-    weights = sum(n * m for n, m in products(config))
-    attention = 2 * config.num_hidden_layers * config.hidden_size * context
+    weights = sum(n * m for n, m in config.architecture.products)
+    attention = 2 * config.architecture.columns[0] * config.architecture.attended(context)
     return 2 * rows * (weights + attention)
 
 

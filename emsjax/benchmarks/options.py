@@ -19,7 +19,11 @@ from emsjax.terminal.options import (
 # What `emsjax profile` measures by default.
 PROFILED_BATCH_SIZES, PROFILED_DRAFT_TOKENS, ACCEPTANCE_RATE = (1, 8, 64), 16, 0.8
 PROFILED_CONTEXT = 900  # tokens, or as many as the models have positions for
-SHAPES = "opt-125m, opt-1.3b, opt-2.7b, opt-6.7b, opt-13b or opt-30b"  # for help texts
+SHAPES = (  # for help texts
+    "opt-125m, opt-1.3b, opt-2.7b, opt-6.7b, opt-13b, opt-30b, llama-3.1-8b, llama-3.2-1b, "
+    "qwen3-0.6b, qwen3-8b, mistral-7b, gemma-3-4b, pythia-6.9b, gpt2-xl or codegen-6b"
+)
+DRAFT_SHAPE = "qwen3-0.6b for qwen3-8b, llama-3.2-1b for llama-3.1-8b, otherwise opt-125m"
 EMBEDDED = "embedded"  # the models that come with the library
 DRAFTERS = ("none", "prompt-lookup", "model")
 H200 = MEASURED_RATES["NVIDIA H200"]
@@ -75,7 +79,7 @@ def add_draft_length_options(parser: argparse.ArgumentParser) -> None:
         help="models to decode with: embedded, which come with the library, or a model shape "
         f"({SHAPES}) with random weights and scripted drafts ({SHOWN})",
     )
-    add("--draft-shape", help="draft model beside a model shape (default: opt-125m)")
+    add("--draft-shape", help=f"draft model beside a model shape (default: {DRAFT_SHAPE})")
     add_batch_sizes(parser, shown="depends on the shape")
     add("--workloads", type=names, metavar="NAME,NAME,...", help="default: all that the shape has")
     add(
@@ -136,7 +140,7 @@ def add_subject_options(parser: argparse.ArgumentParser) -> None:
     add("--draft-model", metavar="DIR_OR_ID", help="draft model beside --model")
     add("--draft-revision", metavar="REVISION", help="branch, tag or commit of --draft-model")
     add("--dtype", choices=DTYPES, help=f"type of --model's weights; {DEFAULT_DTYPE}")
-    add("--draft-shape", help="draft model beside --shape (default: opt-125m)")
+    add("--draft-shape", help=f"draft model beside --shape (default: {DRAFT_SHAPE})")
     add("--max-new-tokens", type=positive_int, default=128, metavar="N", help="default: 128")
     add(
         "--repeats",

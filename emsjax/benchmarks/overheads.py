@@ -44,7 +44,7 @@ from emsjax.decode.kernels import resolve_kernels
 from emsjax.decode.pack import AcceptedPath, PackedRows
 from emsjax.decode.state import DecodeState
 from emsjax.drafters import DraftModel
-from emsjax.models.opt import OPT
+from emsjax.models.decoder import Decoder
 from emsjax.sampling import Sampling
 
 SAMPLED = Sampling(temperature=0.8, top_p=0.9)
@@ -70,7 +70,7 @@ class PlainState:
 
 
 @functools.partial(jax.jit, static_argnames="attention", donate_argnames="state")
-def plain_loop(model: OPT, state: PlainState, max_steps, *, attention) -> PlainState:
+def plain_loop(model: Decoder, state: PlainState, max_steps, *, attention) -> PlainState:
     """Greedy decoding with one row per sample: no drafts, buckets, verification or counters."""
     kernels, batch = resolve_kernels(attention), state.lengths.shape[0]
     slots = jnp.arange(batch, dtype=jnp.int32)
@@ -111,7 +111,7 @@ def plain_loop(model: OPT, state: PlainState, max_steps, *, attention) -> PlainS
 class PlainRun(TimedRun):
     """`plain_loop`, started from the same state as the library's loop."""
 
-    def __init__(self, model: OPT, state: DecodeState, attention):
+    def __init__(self, model: Decoder, state: DecodeState, attention):
         names = [field.name for field in dataclasses.fields(PlainState)]
         shared = {name: getattr(state, name) for name in names if hasattr(state, name)}
         super().__init__(model, PlainState(**shared, num_steps=jnp.int32(0)), attention)

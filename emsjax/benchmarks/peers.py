@@ -22,8 +22,9 @@ from emsjax.benchmarks.workloads import ScriptedModels
 from emsjax.drafters import DraftModel, PromptLookup
 from emsjax.generation import generate
 from emsjax.models.checkpoint import stored_tensors
-from emsjax.models.opt import OPT
-from emsjax.models.parameters import NAMES, weights_of
+from emsjax.models.decoder import Decoder
+from emsjax.models.families import family_of
+from emsjax.models.parameters import weights_of
 
 LOOKUP_TOKENS, MATCH_LENGTH, DRAFT_TOKENS = 7, 2, 4
 MISCOPIED = 0.2  # share of wrong tokens in scripted prompts and scripted draft models
@@ -41,8 +42,8 @@ class Subject:
         end_token_ids: None: the model's own.
     """
 
-    model: OPT
-    draft_model: OPT | None
+    model: Decoder
+    draft_model: Decoder | None
     prompts: Callable[[int], Sequence[np.ndarray]]
     new_tokens: int
     expected: Callable[[Sequence[np.ndarray]], np.ndarray | None] = lambda prompts: None
@@ -164,15 +165,16 @@ def theirs(subject: Subject) -> Decode:
     return decode
 
 
-def to_torch(model: OPT, device: str):
+def to_torch(model: Decoder, device: str):
     """A model of transformers with the same weights, shared where torch can use them."""
     import torch
-    from transformers import OPTConfig, OPTForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = OPTConfig(**dataclasses.asdict(model.config))
+    family = family_of(model.config)
+    config = AutoConfig.for_model(family.model_type, **model.config.to_json())
     with torch.device("meta"):
-        peer = OPTForCausalLM(config)
-    weights = weights_of(model, NAMES[model.config.model_type], torch_layout=True)
+        peer = AutoModelForCausalLM.from_config(config)
+    weights = weights_of(model, family, torch_layout=True)
     tensors = {name: torch.from_dlpack(value) for name, value in stored_tensors(model, weights)}
     missing, unexpected = peer.load_state_dict(tensors, strict=False, assign=True)
     if unexpected or set(missing) - {"lm_head.weight"}:

@@ -31,8 +31,8 @@ from emsjax.drafters import DraftModel
 from emsjax.drafters.replay import Overriding
 from emsjax.engine.adapt import as_drafter, make_run
 from emsjax.generation import init_state
-from emsjax.models.config import OPTConfig
-from emsjax.models.opt import OPT
+from emsjax.models.config import DecoderConfig
+from emsjax.models.decoder import Decoder
 from emsjax.policies.lengths import FixedLength
 from emsjax.sampling import Sampling
 
@@ -70,11 +70,11 @@ class RejectedDrafter(Overriding):
         return Draft(jnp.full(shape, self.token_id, jnp.int32), draft_lengths)
 
 
-def random_model(config: OPTConfig, dtype=jnp.bfloat16) -> OPT:
+def random_model(config: DecoderConfig, dtype=jnp.bfloat16) -> Decoder:
     """A model of random weights whose most likely token is never the last token id."""
     # Not under jit: compiling the random draws of every layer takes longer than the draws.
-    model = OPT(config, rngs=nnx.Rngs(0), dtype=dtype)
-    table = model.embed_tokens.embedding
+    model = Decoder(config, rngs=nnx.Rngs(0), dtype=dtype)
+    table = (model.lm_head or model.embed_tokens).embedding
     # A zero embedding has logit 0, which is below the largest of the others and loses a tie.
     table[...] = table[...].at[-1].set(0)
     return model
@@ -91,7 +91,7 @@ class TimedRun(abc.ABC):
 
     long = LONG
 
-    def __init__(self, model: OPT, state: Any, attention):
+    def __init__(self, model: Decoder, state: Any, attention):
         self.model, self.state, self.attention = model, state, attention
         self.lengths = np.asarray(state.lengths)
 
@@ -198,7 +198,7 @@ class StepRun(LoopRun):
 
     def __init__(
         self,
-        model: OPT,
+        model: Decoder,
         shape: tuple[int, int],
         context: int,
         attention,

@@ -6,6 +6,7 @@ after each prompt's end.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -17,71 +18,114 @@ from flax import nnx
 from emsjax.checks import as_token_ids, check_at_least
 from emsjax.drafters.replay import Replay
 from emsjax.engine.adapt import as_drafter, unwrapped
-from emsjax.models.config import POSITION_OFFSET, OPTConfig
-from emsjax.models.opt import OPT
+from emsjax.models.architecture import AFTER, BOTH, Architecture
+from emsjax.models.config import DecoderConfig
+from emsjax.models.decoder import Decoder
 
-SIGNAL = 4  # ratio of a position's entry to everything that layers add to it
+SIGNAL = 4  # ratio of what decides the next token to everything that layers add to it
+FIRST_TOKEN = 5  # of a script: the ids below have meanings of their own
+
+
+def script(config: DecoderConfig, length: int, *, seed: int) -> np.ndarray:
+    """A random text [length] that `scripted_model` can be made to output."""
+    a, rng = config.architecture, np.random.default_rng(seed)
+    if a.position_offset is not None:
+        return rng.integers(FIRST_TOKEN, a.vocab_size, length)
+    if a.tied_head:
+        return np.full(length, rng.integers(FIRST_TOKEN, a.vocab_size))
+    return np.resize(rng.permutation(np.arange(FIRST_TOKEN, a.vocab_size)), length)
 
 
 def scripted_model(
-    config: OPTConfig, text: Sequence[int], *, dtype=jnp.bfloat16, seed: int = 0
-) -> OPT:
-    """A model of random weights whose greedy output is `text` [t], regardless of its input.
+    config: DecoderConfig, text: Sequence[int], *, dtype=jnp.bfloat16, seed: int = 0
+) -> Decoder:
+    """A model of random weights whose greedy output is `text` [t].
 
-    The token after position p is text[p + 1]; from position t - 1 on it is arbitrary. The largest
-    logit l exceeds the next one by about l (1 - sqrt(2 ln(vocab_size) / hidden_size)).
+    A table of learned positions holds the embeddings of the text: the token after position p is
+    text[p + 1], regardless of the input. Without such a table the token decides: the head's entry
+    of text[p + 1] is the embedding of text[p], so that a prompt must end with the text's token at
+    its place, and the same token must always have the same one after it. A head that is the table
+    of embeddings predicts the token that it is fed, so that the text must be one token throughout.
+    From position t - 1 on the output is arbitrary. The largest logit l exceeds the next one by
+    about l (1 - sqrt(2 ln(vocab_size) / width)).
 
     Raises:
         ValueError: the embeddings' width differs from the layers', there is a norm after each
             layer, there are too few dimensions to distinguish the ids, `init_std` is not above 0,
-            ids are outside the vocabulary, or there are more than max_position_embeddings + 1
-            tokens.
+            ids are outside the vocabulary, there are more than max_position_embeddings + 1
+            tokens, or the model cannot output the text.
     """
-    _check_config(config)
-    text = as_token_ids("text", text, config.vocab_size)
-    limit = config.max_position_embeddings + 1  # the last token is never fed
+    a = config.architecture
+    _check_architecture(a)
+    text = as_token_ids("text", text, a.vocab_size)
+    limit = a.max_positions + 1  # the last token is never fed
     if len(text) > limit:
         raise ValueError(f"text must have at most {limit} tokens, not {len(text)}")
     # Not under jit: see `random_model`.
-    model = OPT(config, rngs=nnx.Rngs(seed), dtype=dtype)
-    embedding, table = model.embed_tokens.embedding[...], model.embed_positions.embedding
-    entries = jnp.asarray(_multiple(config), dtype) * embedding[text[1:]]
-    first = POSITION_OFFSET
-    table[...] = table[...].at[first : first + len(entries)].set(entries)
+    model = Decoder(config, rngs=nnx.Rngs(seed), dtype=dtype)
+    table, added = model.embed_tokens.embedding, _added(a) / a.init_std
+    embedding = table[...]
+    if model.embed_positions is not None:
+        # The 1 is the fed token's own embedding.
+        entries = _multiple(1 + added, dtype) * embedding[text[1:]]
+        positions, first = model.embed_positions.embedding, a.position_offset
+        positions[...] = positions[...].at[first : first + len(entries)].set(entries)
+        return model
+    _check_followed(text, a)
+    table[...] = _multiple(added / a.embedding_scale, dtype) * embedding
+    if model.lm_head is not None:
+        head = model.lm_head.embedding
+        head[...] = head[...].at[text[1:]].set(embedding[text[:-1]])
     return model
 
 
-def _check_config(config: OPTConfig) -> None:
-    if config.has_projections:
+def _check_architecture(a: Architecture) -> None:
+    if a.is_projected:
         raise ValueError(
-            f"word_embed_proj_dim must be hidden_size ({config.hidden_size}), "
-            f"not {config.word_embed_proj_dim}: the position table must hold embeddings"
+            f"embeddings must be as wide as the layers ({a.width}), not {a.embedding_width}: "
+            "what decides the next token is an embedding in the residual stream"
         )
-    if not config.do_layer_norm_before:
+    if a.order == AFTER:
         raise ValueError(
-            "do_layer_norm_before must be true: a norm after each layer "
-            "scales down the position table's entries"
+            "layers must not end with a norm, which scales down what decides the next token"
         )
-    least = math.ceil(4 * math.log(config.vocab_size))
-    if config.hidden_size < least:
+    least = math.ceil(4 * math.log(a.vocab_size))
+    if a.width < least:
         raise ValueError(
-            f"hidden_size must be at least {least}, not {config.hidden_size}: random embeddings "
-            f"of {config.vocab_size} ids are too much alike"
+            f"the layers' width must be at least {least}, not {a.width}: random embeddings "
+            f"of {a.vocab_size} ids are too much alike"
         )
-    if not config.init_std > 0:
-        raise ValueError(f"init_std must be above 0, not {config.init_std}")
+    if not a.init_std > 0:
+        raise ValueError(f"init_std must be above 0, not {a.init_std}")
 
 
-def _multiple(config: OPTConfig) -> float:
-    """The multiple of the next token's embedding that the position table holds."""
+def _check_followed(text: np.ndarray, a: Architecture) -> None:
+    """Raises ValueError unless each token of the text decides the next one."""
+    following = dict(zip(text[:-1].tolist(), text[1:].tolist(), strict=True))
+    if a.tied_head and len(set(text.tolist())) > 1:
+        raise ValueError("text must be one token throughout: the head is the table of embeddings")
+    one_to_one = len(set(following.values())) == len(following)
+    if not one_to_one or any(following[t] != n for t, n in itertools.pairwise(text)):
+        raise ValueError("text must have the same token after each occurrence of a token")
+
+
+def _added(a: Architecture) -> float:
+    """Root mean square of what the layers add to the residual stream."""
     # Layers have inputs of variance 1. With weights of variance w over e dimensions, values have a
-    # variance of at most w e, and attention adds (w e)^2. A relu halves the mean square, so the
-    # feed-forward part adds w f (w e / 2). Weights are independent, so variances add up.
-    size, ffn, variance = config.hidden_size, config.ffn_dim, config.init_std**2
-    layer = (variance * size) ** 2 + variance * ffn * variance * size / 2
-    added = math.sqrt(config.num_hidden_layers * layer) / config.init_std
-    # The 1 is the fed token's own embedding. Multiplying by a power of two rounds nothing.
-    return 2.0 ** math.ceil(math.log2(SIGNAL * (1 + added)))
+    # variance of at most w e, and attention adds w times that for each of a row's heads' numbers.
+    # Activations halve the mean square, so the feed-forward part adds w f (w e / 2), and where it
+    # is gated w e times that. Weights are independent, so variances add up. Norms make each part's
+    # variance 1.
+    values = a.init_std**2 * a.width
+    hidden = values / 2 * (values if a.gated else 1)
+    layer = a.init_std**2 * (a.columns[0] * values + a.ffn_size * hidden)
+    return math.sqrt(len(a.layers) * (2 if a.order == BOTH else layer))
+
+
+def _multiple(noise: float, dtype) -> Any:
+    """The multiple of embeddings that exceeds this noise, in units of theirs, by SIGNAL."""
+    # Multiplying by a power of two rounds nothing.
+    return jnp.asarray(2.0 ** math.ceil(math.log2(SIGNAL * noise)), dtype)
 
 
 def miscopied(tokens: np.ndarray, wrong: float, vocab_size: int, *, seed: int) -> np.ndarray:

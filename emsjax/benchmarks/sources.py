@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from emsjax.benchmarks.workloads import ScriptedModels, Workload
-from emsjax.models.opt import OPT
+from emsjax.models.decoder import Decoder
 
 SEQUENCES_PER_ROUND = 8  # at least, as acceptance is drawn for each
 
@@ -31,7 +31,7 @@ class Scripted:
         self.new_tokens = workload.max_new_tokens
 
     @property
-    def model(self) -> OPT:
+    def model(self) -> Decoder:
         return self.models.model
 
     def rounds(self, batch: int, count: int) -> list[list[Task]]:
@@ -50,7 +50,7 @@ class Scripted:
 class Texts:
     """Prompts from a file; every round decodes the same full batches of them."""
 
-    model: OPT
+    model: Decoder
     drafter: Any
     prompts: Sequence[Sequence[int]]
     new_tokens: int

@@ -16,7 +16,6 @@ compilation (`setup_s`), and on a GPU a `profile` of device time per step by ker
 """
 
 import argparse
-import dataclasses
 import sys
 import time
 from typing import Any
@@ -37,27 +36,20 @@ from emsjax.benchmarks.runs import (
 )
 from emsjax.benchmarks.shapes import MODELS
 from emsjax.decode.kernels import resolve_kernels
-from emsjax.models.config import OPTConfig
+from emsjax.models.config import DecoderConfig
 
 ITEM_BYTES = 2  # bfloat16
 
 
-def products(config: OPTConfig) -> list[tuple[int, int]]:
-    """Numbers of inputs and outputs of every matrix product with weights in a forward pass."""
-    size, ffn = config.hidden_size, config.ffn_dim
-    layer = [(size, 3 * size), (size, size), (size, ffn), (ffn, size)]
-    return layer * config.num_hidden_layers + [(config.word_embed_proj_dim, config.vocab_size)]
-
-
-def floor_ms(config: OPTConfig, batch: int, rows: float, context: float, rates: Rates) -> float:
+def floor_ms(config: DecoderConfig, batch: int, rows: float, context: float, rates: Rates) -> float:
     """The least time of a step with `rows` rows of each of `batch` samples of `context` tokens."""
     seconds = sum(
         max(n * m * ITEM_BYTES / rates.read, 2 * batch * rows * n * m / rates.matmul)
-        for n, m in products(config)
+        for n, m in config.architecture.products
     )
-    size, layers = config.hidden_size, config.num_hidden_layers
-    keys_and_values = 2 * layers * batch * context * size * ITEM_BYTES
-    return 1e3 * (seconds + keys_and_values / rates.read)
+    _, keys, values = config.architecture.columns
+    cached = batch * config.architecture.attended(context) * (keys + values) * ITEM_BYTES
+    return 1e3 * (seconds + cached / rates.read)
 
 
 def measure(model, shape, context, attention, rates: dict[str, Rates], top: int) -> dict[str, Any]:
@@ -118,14 +110,14 @@ def run(options: argparse.Namespace, command: str) -> int:
     """
     config = MODELS[options.model]
     if options.layers is not None:
-        config = dataclasses.replace(config, num_hidden_layers=options.layers)
+        config = config.resized(layers=options.layers)
     rates = {
         "reference": Rates(options.read_rate * 1e12, options.matmul_rate * 1e12),
         "measured": measured_rates(large=jax.default_backend() == "gpu"),
     }
     settings = {
         "model": options.model,
-        "config": dataclasses.asdict(config),
+        "config": config.to_json(),
         "dtype": "bfloat16",
         "context": options.context,
         "repetitions": REPETITIONS,

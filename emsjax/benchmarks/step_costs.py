@@ -29,8 +29,8 @@ from emsjax.benchmarks.runs import (
 )
 from emsjax.decode.row_counts import row_buckets
 from emsjax.drafters import DraftModel
-from emsjax.models.config import OPTConfig
-from emsjax.models.opt import OPT
+from emsjax.models.config import DecoderConfig
+from emsjax.models.decoder import Decoder
 from emsjax.policies.costs import FORMAT, TILE_ROWS, StepCosts, accepted_at_rate, synergy_lengths
 from emsjax.policies.lengths import FixedLength
 
@@ -58,8 +58,8 @@ class Point:
 class Measurement:
     """The steps to time."""
 
-    config: OPTConfig
-    draft_config: OPTConfig | None
+    config: DecoderConfig
+    draft_config: DecoderConfig | None
     dtype: Any
     batch_sizes: Sequence[int]
     context: int  # mean cached tokens per sample
@@ -69,7 +69,7 @@ class Measurement:
     @property
     def slices(self) -> tuple[int, ...]:
         """Numbers of layers of the timed models: two slices, or a shallow model itself."""
-        layers = self.config.num_hidden_layers
+        layers = len(self.config.architecture.layers)
         return SLICES if layers > SLICES[-1] else (layers,)
 
     @property
@@ -85,8 +85,7 @@ class Measurement:
             ValueError: the runs do not fit into the positions or into memory.
         """
         slices = [
-            random_model(dataclasses.replace(self.config, num_hidden_layers=count), self.dtype)
-            for count in self.slices
+            random_model(self.config.resized(layers=count), self.dtype) for count in self.slices
         ]
         draft_ms = self.time_drafting(say) if self.draft_config is not None else {}
         # One slice after the other. XLA chooses kernels for products by timing them: when slices
@@ -103,7 +102,7 @@ class Measurement:
                 )
         return points, draft_ms
 
-    def start(self, model: OPT, batch: int) -> StepRun:
+    def start(self, model: Decoder, batch: int) -> StepRun:
         return StepRun(
             model,
             (batch, self.max_draft_tokens + 1),
@@ -133,7 +132,7 @@ class Measurement:
     def time_point(self, runs: Sequence[StepRun], rows: int) -> Point:
         for run in runs:
             run.feed(rows)
-        ms = extrapolate(self.slices, best_ms(runs), self.config.num_hidden_layers)
+        ms = extrapolate(self.slices, best_ms(runs), len(self.config.architecture.layers))
         fed = [run.fed() for run in runs][-1]
         packed = round(fed["rows_per_step"] + fed["padding_rows_per_step"])
         batch = runs[0].shape[0]

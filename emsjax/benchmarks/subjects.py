@@ -7,13 +7,15 @@ from typing import Any, NamedTuple
 
 from emsjax.benchmarks.shapes import MODELS
 from emsjax.device import dtype_name
-from emsjax.models.opt import OPT
+from emsjax.models.decoder import Decoder
+from emsjax.models.pretrained import from_pretrained
 from emsjax.records.input import Records, survey
 from emsjax.records.prompts import Limits, Prompts, check_prompts
 from emsjax.terminal.models import load_config, load_tokenizer
 from emsjax.terminal.options import flag
 
 DRAFT_SHAPE = "opt-125m"
+DRAFT_SHAPES = {"qwen3-8b": "qwen3-0.6b", "llama-3.1-8b": "llama-3.2-1b"}  # others: DRAFT_SHAPE
 OF_TRAINED = ("data", "revision", "draft_model", "draft_revision", "dtype")  # need --model
 
 
@@ -22,8 +24,8 @@ class Trained(NamedTuple):
 
     prompts: list[list[int]]
     describe: dict[str, Any]
-    load: Callable[[], OPT]
-    load_draft: Callable[[], OPT] | None  # None: no draft model
+    load: Callable[[], Decoder]
+    load_draft: Callable[[], Decoder] | None  # None: no draft model
 
 
 def check_absent(options: argparse.Namespace, names: Iterable[str], needed: str) -> None:
@@ -35,7 +37,7 @@ def check_absent(options: argparse.Namespace, names: Iterable[str], needed: str)
 
 def check_shapes(shape: str, draft_shape: str | None, *others: str) -> str:
     """The draft model's shape; raises a ValueError for an unknown name."""
-    draft_shape = draft_shape or DRAFT_SHAPE
+    draft_shape = draft_shape or DRAFT_SHAPES.get(shape, DRAFT_SHAPE)
     for option, name, known in (
         ("--shape", shape, [*others, *MODELS]),
         ("--draft-shape", draft_shape, list(MODELS)),
@@ -70,8 +72,8 @@ def read_trained(options: argparse.Namespace, max_prompts: int, largest_batch: i
     check_prompts(prompts)
     dtype = dtype_name(options.dtype)
 
-    def loads(model: str, revision: str | None) -> Callable[[], OPT]:
-        return lambda: OPT.from_pretrained(model, dtype=dtype, revision=revision)
+    def loads(model: str, revision: str | None) -> Callable[[], Decoder]:
+        return lambda: from_pretrained(model, dtype=dtype, revision=revision)
 
     load_draft = None
     if options.draft_model is not None:

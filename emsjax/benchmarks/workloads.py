@@ -11,19 +11,23 @@ import numpy as np
 
 from emsjax.benchmarks.runs import random_model
 from emsjax.benchmarks.scripted import (
+    FIRST_TOKEN,
     CopyAcceptance,
     Mixed,
     Profile,
     TokenAcceptance,
     replay,
+    script,
     scripted_model,
 )
 from emsjax.benchmarks.shapes import MODELS
 from emsjax.drafters import DraftModel, PromptLookup
 from emsjax.embedded import DRAFT, PROMPTS, TARGET
-from emsjax.models.config import OPTConfig
-from emsjax.models.opt import OPT
+from emsjax.models.config import DecoderConfig
+from emsjax.models.decoder import Decoder
+from emsjax.models.pretrained import from_pretrained
 
+MOST_TOKENS = 8192  # of a script: models may have positions for far more
 PROMPT_TOKENS = (700, 1100)  # length of scripted models' prompts: 900 on average
 CALIBRATION_SEED, CALIBRATION_DRAWS = 2**31, 4096
 
@@ -85,19 +89,18 @@ class ScriptedModels:
 
     @functools.cached_property
     def text(self) -> np.ndarray:
-        size = self.config.max_position_embeddings
-        return np.random.default_rng(1).integers(5, self.config.vocab_size, size)
+        return script(self.config, min(self.config.max_position_embeddings, MOST_TOKENS), seed=1)
 
     @functools.cached_property
-    def model(self) -> OPT:
+    def model(self) -> Decoder:
         return scripted_model(self.config, self.text, dtype=self.dtype)
 
     @functools.cached_property
-    def draft_model(self) -> OPT:
+    def draft_model(self) -> Decoder:
         return random_model(self.draft_config, self.dtype)
 
     def prompts(self, batch: int, max_new_tokens: int) -> list[np.ndarray]:
-        positions = self.config.max_position_embeddings
+        positions = len(self.text)
         room = positions - max_new_tokens
         if room < 1:
             raise ValueError(
@@ -108,7 +111,10 @@ class ScriptedModels:
         lengths = (
             rng.integers(low, high, batch, endpoint=True) if batch > 1 else [(low + high) // 2]
         )
-        return [rng.integers(5, self.config.vocab_size, length) for length in lengths]
+        prompts = [rng.integers(FIRST_TOKEN, self.config.vocab_size, n) for n in lengths]
+        for prompt in prompts:
+            prompt[-1] = self.text[len(prompt) - 1]  # see `scripted_model`
+        return prompts
 
     def drafters(self, workload: Workload, batch: int, k: int, repeats: int) -> Sequence[Any]:
         """One drafter per repeat, with acceptance drawn anew for each."""
@@ -150,19 +156,19 @@ class EmbeddedModels:
         self.describe = {"shape": "embedded", "draft_shape": "embedded"}
 
     @functools.cached_property
-    def model(self) -> OPT:
-        return OPT.from_pretrained(TARGET, dtype=self.dtype)
+    def model(self) -> Decoder:
+        return from_pretrained(TARGET, dtype=self.dtype)
 
     @functools.cached_property
-    def draft_model(self) -> OPT:
-        return OPT.from_pretrained(DRAFT, dtype=self.dtype)
+    def draft_model(self) -> Decoder:
+        return from_pretrained(DRAFT, dtype=self.dtype)
 
     @property
-    def config(self) -> OPTConfig:
+    def config(self) -> DecoderConfig:
         return self.model.config
 
     @property
-    def draft_config(self) -> OPTConfig:
+    def draft_config(self) -> DecoderConfig:
         return self.draft_model.config
 
     def prompts(self, batch: int, max_new_tokens: int) -> list[list[int]]:

@@ -1,7 +1,6 @@
 """`emsjax distil`: train a draft model for a target."""
 
 import argparse
-import dataclasses
 import hashlib
 import json
 import math
@@ -21,8 +20,10 @@ from emsjax.distillation.model_card import gains, model_card
 from emsjax.distillation.pruning import PROJECTED, num_parameters, pruned_config
 from emsjax.distillation.sequences import MIN_TOKENS
 from emsjax.distillation.texts import hold_out, read_texts, tokenize
-from emsjax.models.config import OPTConfig
-from emsjax.models.opt import OPT
+from emsjax.models.config import DecoderConfig
+from emsjax.models.decoder import Decoder
+from emsjax.models.families import family_of
+from emsjax.models.pretrained import from_pretrained
 from emsjax.records.reading import in_one_line
 from emsjax.records.writing import to_json, write_atomically
 from emsjax.terminal.models import load_config, load_tokenizer
@@ -68,7 +69,7 @@ def distil(options: argparse.Namespace, command: str) -> int:
     return 0
 
 
-def check_draft(options: argparse.Namespace, config: OPTConfig) -> OPTConfig:
+def check_draft(options: argparse.Namespace, config: DecoderConfig) -> DecoderConfig:
     """The draft model's architecture.
 
     Args:
@@ -107,16 +108,16 @@ def check_draft(options: argparse.Namespace, config: OPTConfig) -> OPTConfig:
     return draft
 
 
-def size_of(config: OPTConfig) -> int:
+def size_of(config: DecoderConfig) -> int:
     """Number of parameters of a model with this architecture."""
-    return num_parameters(nnx.eval_shape(lambda: OPT(config, rngs=nnx.Rngs(0))))
+    return num_parameters(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
 
 
 def prepare(
     options: argparse.Namespace,
     texts: Mapping[Path, list[str]],
-    config: OPTConfig,
-    draft_config: OPTConfig,
+    config: DecoderConfig,
+    draft_config: DecoderConfig,
 ) -> tuple[Documents, Documents]:
     """The held-out documents and those to train on, from the texts of each file.
 
@@ -201,7 +202,7 @@ def open_output(options: argparse.Namespace) -> dict[str, Any]:
 
 def run(
     options: argparse.Namespace,
-    draft_config: OPTConfig,
+    draft_config: DecoderConfig,
     held_out: Documents,
     training: Documents,
     say: Callable[[str], None],
@@ -212,12 +213,12 @@ def run(
         NonFiniteError: a loss, or anything that follows from it, is not finite. The newest
             checkpoint is from before that step, and no draft model has been written.
     """
-    load = OPT.from_pretrained
+    load = from_pretrained
     target = load(options.target, dtype=options.dtype, revision=options.revision)
     if options.draft_model is not None:
         start = load(options.draft_model, dtype="float32", revision=options.draft_revision)
     elif options.start == "random":
-        start = OPT(draft_config, rngs=nnx.Rngs(options.seed), dtype="float32")
+        start = Decoder(draft_config, rngs=nnx.Rngs(options.seed), dtype="float32")
     else:
         sizes = (options.layers, options.width, options.embeddings)
         start = distillation.prune(target, *sizes, documents=training)
@@ -228,7 +229,12 @@ def run(
     results = {
         "losses": losses.tolist(),
         "parameters": {"target": num_parameters(target), "draft": num_parameters(model)},
-        "config": dataclasses.asdict(model.config),
+        "config": model.config.to_json(),
+        "architecture": {
+            "family": family_of(model.config).model_type,
+            "layers": len(model.architecture.layers),
+            "width": model.architecture.width,
+        },
     }
     room = target.config.max_position_embeddings - options.max_new_tokens
     prompts = [document[: min(room, max(1, len(document) // 2))] for document in held_out]
@@ -245,7 +251,9 @@ def run(
     return results
 
 
-def generations(options: argparse.Namespace, target: OPT, training: Documents, say) -> Documents:
+def generations(
+    options: argparse.Namespace, target: Decoder, training: Documents, say
+) -> Documents:
     """The target's continuations, read from the output folder if it has them."""
     path = options.output / GENERATIONS
     if not options.generations:

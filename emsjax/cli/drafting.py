@@ -20,7 +20,7 @@ def load_drafter(options: RunOptions, target, tokenizer_size: int, positions: in
         ValueError: the draft model does not suit the target.
     """
     from emsjax.drafters import DraftModel, PromptLookup
-    from emsjax.models.opt import OPT
+    from emsjax.models.pretrained import from_pretrained
 
     if options.drafter == "none":
         return None
@@ -30,7 +30,7 @@ def load_drafter(options: RunOptions, target, tokenizer_size: int, positions: in
             max_draft_tokens=options.max_draft_tokens,
             search_generated=options.search_generated,
         )
-    model = OPT.from_pretrained(
+    model = from_pretrained(
         options.draft_model, dtype=options.dtype, revision=options.draft_revision
     )
     sizes = {model.config.vocab_size, target.vocab_size}

@@ -78,11 +78,11 @@ def run(
         resolved = read_resolved(output_path)
     else:
         resolved = resolve(options, config, profile_path)
-    from emsjax.models.opt import OPT
+    from emsjax.models.pretrained import from_pretrained
 
     # The drafter is loaded first: it is small, and may turn out not to suit the model.
     drafter = load_drafter(options, config, len(tokenizer), longest - 1)
-    model = OPT.from_pretrained(options.model, dtype=options.dtype, revision=options.revision)
+    model = from_pretrained(options.model, dtype=options.dtype, revision=options.revision)
     with open_results(
         output_path, configuration, known.keys, options.num_sequences, resolved
     ) as results:

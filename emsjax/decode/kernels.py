@@ -60,7 +60,7 @@ def attend(
     cached: Any,
     rows: PackedRows,
     visible: Visible,
-    max_rows_per_sample: int | None,
+    **options: Any,
 ) -> Float[Array, "r hq d"]:
     """Attention of one layer's fresh rows to its cache and to themselves.
 
@@ -71,11 +71,11 @@ def attend(
         attention: a callable with the signature of `pallas_kernels.ragged_attention`.
         qkv: query heads, heads of keys and heads of values, side by side.
         cached: the `LayerCache`.
+        options: other arguments: max_rows_per_sample, and window and scale if they are not None.
 
     Raises:
         ValueError: a user's attention did not return an array [rows, heads, head_dim].
     """
-    options = {"max_rows_per_sample": max_rows_per_sample}
     if visible.mask is not None:
         options["cache_mask"] = visible.mask
     places = (rows.segment_ids, rows.positions, visible.lengths)

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from emsjax.drafters import DraftModel, PromptLookup
 from emsjax.embedded import DRAFT, PROMPTS, TARGET
 from emsjax.generation import generate
-from emsjax.models.opt import OPT
+from emsjax.models.pretrained import from_pretrained
 from emsjax.sampling import Sampling
 
 MAX_NEW_TOKENS = 128
@@ -48,7 +48,7 @@ class Method:
 
 
 def draft_model() -> DraftModel:
-    return DraftModel(OPT.from_pretrained(DRAFT, dtype=jnp.float32))
+    return DraftModel(from_pretrained(DRAFT, dtype=jnp.float32))
 
 
 def greedy() -> dict[str, Any]:
@@ -92,7 +92,7 @@ def run(console: Console) -> int:
     """Print completions and comparison; exit code 1 unless all tokens are identical."""
     prompts = json.loads(PROMPTS.read_text())
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
-    model = OPT.from_pretrained(TARGET, dtype=jnp.float32)
+    model = from_pretrained(TARGET, dtype=jnp.float32)
     prompt_ids = tokenizer([prompt["prompt"] for prompt in prompts]).input_ids
     outcomes = {}
     for method in METHODS:

@@ -23,7 +23,8 @@ from emsjax.distillation import Batch, Trainer, make_optimizer, train
 from emsjax.distillation.losses import cross_entropy
 from emsjax.distillation.pruning import num_parameters
 from emsjax.distillation.training import forward
-from emsjax.models.opt import OPT, OPTConfig
+from emsjax.models.decoder import Decoder
+from emsjax.models.opt import OPTConfig
 from emsjax.records.writing import to_json
 
 WINDOW = 1024  # tokens
@@ -48,7 +49,7 @@ WARM_UP_STEPS = 300
 WEIGHT_DECAYS = {"target": 1.0, "draft": 0.1}  # some twenty epochs would overfit the target
 
 
-def build(name: str, *, vocab_size: int = 4096, window: int = WINDOW) -> OPT:
+def build(name: str, *, vocab_size: int = 4096, window: int = WINDOW) -> Decoder:
     """A fresh float32 model."""
     config = OPTConfig(
         vocab_size=vocab_size,
@@ -58,7 +59,7 @@ def build(name: str, *, vocab_size: int = 4096, window: int = WINDOW) -> OPT:
         eos_token_id=corpus.END_ID,
         **SHAPES[name],
     )
-    return OPT(config, rngs=nnx.Rngs(0), dtype=jnp.float32)
+    return Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.float32)
 
 
 class TrainingWindows:
@@ -108,7 +109,7 @@ def evaluation_windows(
 
 
 @jax.jit
-def token_losses(model: OPT, windows: Int32[Array, "b t"]) -> Float[Array, "b t-1"]:
+def token_losses(model: Decoder, windows: Int32[Array, "b t"]) -> Float[Array, "b t-1"]:
     """Cross-entropy of every token except the first, in nats."""
     read, labels = windows[:, :-1], windows[:, 1:]
     segments = jnp.zeros_like(read)
@@ -118,7 +119,7 @@ def token_losses(model: OPT, windows: Int32[Array, "b t"]) -> Float[Array, "b t-
     return cross_entropy(logits, labels.reshape(-1), None).reshape(labels.shape)
 
 
-def bits_per_byte(model: OPT, data: corpus.Corpus, *, window: int = WINDOW) -> float:
+def bits_per_byte(model: Decoder, data: corpus.Corpus, *, window: int = WINDOW) -> float:
     """Bits per byte of all held-out modules, with overlapping windows."""
     documents = [evaluation_windows(ids, window, window // 2) for ids in data.held_out.values()]
     windows, counted = (np.concatenate(parts) for parts in zip(*documents, strict=True))

@@ -15,7 +15,7 @@ from emsjax.configured import configured
 from emsjax.distillation.finite import NonFiniteError, check_finite
 from emsjax.distillation.sequences import PackedSequences
 from emsjax.distillation.training import Trainer, TrainState
-from emsjax.models.opt import OPT
+from emsjax.models.decoder import Decoder
 from emsjax.records.reading import in_one_line
 
 REPORT_SECONDS = 5.0
@@ -69,7 +69,7 @@ def train(
     checkpoints: Checkpoints | None = None,
     every: int = 500,
     say: Callable[[str], None] = lambda line: None,
-) -> tuple[OPT, np.ndarray]:
+) -> tuple[Decoder, np.ndarray]:
     """Train and return the model, in float32, and the loss [steps] before each step.
 
     Args:

@@ -13,13 +13,13 @@ from emsjax.distillation.finite import check_ends, check_finite
 from emsjax.drafters import DraftModel
 from emsjax.engine.adapt import make_run
 from emsjax.generation import generate, init_state
-from emsjax.models.opt import OPT
+from emsjax.models.decoder import Decoder
 
 
 @configured
 def evaluate(
-    target: OPT,
-    draft_model: OPT | None,
+    target: Decoder,
+    draft_model: Decoder | None,
     prompts: Sequence[np.ndarray],
     *,
     draft_tokens: int = 4,
@@ -72,7 +72,7 @@ def evaluate(
     }
 
 
-def by_position(target: OPT, drafter: DraftModel, groups, new_tokens: int) -> list[float]:
+def by_position(target: Decoder, drafter: DraftModel, groups, new_tokens: int) -> list[float]:
     """Acceptance rates by position, in steps that draft as many tokens as they can.
 
     No step is cut short by the end of a sequence.

@@ -12,13 +12,13 @@ from emsjax.distillation.finite import check_ends
 from emsjax.drafters import PromptLookup
 from emsjax.engine.memory import check_results_fit
 from emsjax.generation import generate
-from emsjax.models.opt import OPT
+from emsjax.models.decoder import Decoder
 from emsjax.sampling import Sampling
 
 
 @configured
 def continuations(
-    target: OPT,
+    target: Decoder,
     documents: Sequence[np.ndarray],
     count: int,
     *,

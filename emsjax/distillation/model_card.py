@@ -11,13 +11,13 @@ tags: [speculative-decoding, draft-model, distillation]
 
 # A draft model for {target}
 
-An OPT model with {layers} layers of width {width} and {draft} parameters; its target has
-{of_target}. It is trained to draft for that target, and is not a good language model by itself.
+A model of type {family} with {layers} layers of width {width} and {draft} parameters; its target
+has {of_target}. It is trained to draft for that target, and is not a good language model by itself.
 ```python
 import emsjax
 
-target = emsjax.OPT.from_pretrained({target!r})
-draft = emsjax.OPT.from_pretrained("path/of/this/folder")
+target = emsjax.from_pretrained({target!r})
+draft = emsjax.from_pretrained("path/of/this/folder")
 out = emsjax.generate(target, prompts, drafter=emsjax.DraftModel(draft))
 ```
 
@@ -45,7 +45,7 @@ model before training.
 def model_card(record: Mapping[str, Any]) -> str:
     """The model card of a finished run, from the record that `emsjax distil` writes."""
     settings, results = record["settings"], record["results"]
-    config, parameters = results["config"], results["parameters"]
+    parameters = results["parameters"]
     apart = ", {held_out} of which were held out"
     if settings["held_out_data_sha256"] is not None:
         apart = ", with {held_out} held-out ones from another file ({held_out_data_sha256})"
@@ -54,8 +54,7 @@ def model_card(record: Mapping[str, Any]) -> str:
         started = f"random weights (embeddings {settings['embeddings']})"
     return TEMPLATE.format(
         target=settings["target"],
-        layers=config["num_hidden_layers"],
-        width=config["hidden_size"],
+        **results["architecture"],
         draft=f"{parameters['draft']:,}",
         of_target=f"{parameters['target']:,}",
         start=started or f"a part of its target (embeddings {settings['embeddings']})",

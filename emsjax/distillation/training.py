@@ -24,12 +24,14 @@ from emsjax.decode.pack import PackedRows
 from emsjax.distillation.finite import all_finite
 from emsjax.distillation.losses import check_losses, combined, needs_target
 from emsjax.distillation.sequences import Batch
-from emsjax.models.opt import OPT
+from emsjax.models.decoder import Decoder
 
 LOGIT_BYTES = 1 << 30  # limit on the logits of a model that exist at once
 
 
-def packed_attention(query, key, value, *cached, max_rows_per_sample: int):
+def packed_attention(
+    query, key, value, *cached, max_rows_per_sample: int, window: int | None = None, scale=None
+):
     """`pallas_kernels.ragged_attention` for an empty cache and rows that are whole sequences.
 
     Each sequence has `max_rows_per_sample` rows, and may have several segments.
@@ -38,17 +40,24 @@ def packed_attention(query, key, value, *cached, max_rows_per_sample: int):
     blocks = [x.reshape(-1, max_rows_per_sample, *x.shape[1:]) for x in (query, key, value)]
     segments = segment_ids.reshape(-1, max_rows_per_sample)
     mask = (segments[:, :, None] == segments[:, None, :])[:, None]
+    if window is not None:
+        at = jnp.arange(max_rows_per_sample)
+        mask &= at[:, None] - at < window
     on_gpu = jax.default_backend() == "gpu" and query.dtype.itemsize == 2
     # It promotes 16-bit scores to float32 itself, and multiplies in the context's precision.
     precision = jax.default_matmul_precision("highest" if query.dtype == jnp.float32 else "default")
     with jax.numpy_dtype_promotion("standard"), precision:
         out = jax.nn.dot_product_attention(
-            *blocks, mask=mask, is_causal=True, implementation="cudnn" if on_gpu else "xla"
+            *blocks,
+            mask=mask,
+            scale=scale,
+            is_causal=True,
+            implementation="cudnn" if on_gpu else "xla",
         )
     return out.reshape(query.shape)
 
 
-def forward(model: OPT, batch: Batch) -> Float[Array, "b t e"]:
+def forward(model: Decoder, batch: Batch) -> Float[Array, "b t e"]:
     """Final hidden states of packed sequences; no segment attends to another."""
     tokens, segment_ids, positions = batch
     count, length = tokens.shape
@@ -67,7 +76,7 @@ def forward(model: OPT, batch: Batch) -> Float[Array, "b t e"]:
 
 
 def mean_loss(
-    weights: Mapping[str, float], model: OPT, target: OPT | None, batch: Batch
+    weights: Mapping[str, float], model: Decoder, target: Decoder | None, batch: Batch
 ) -> Float[Array, ""]:
     """The weighted losses, averaged over the predictions within segments.
 
@@ -192,11 +201,11 @@ class Trainer:
     @configured
     def __init__(
         self,
-        model: OPT,
+        model: Decoder,
         optimizer: optax.GradientTransformation,
         losses: Mapping[str, float],
         *,
-        target: OPT | None = None,
+        target: Decoder | None = None,
         dtype=jnp.bfloat16,
         devices: Sequence[jax.Device] | None = None,
     ):
@@ -262,6 +271,6 @@ class Trainer:
             return self._step(state, self.target, jax.device_put(batch, self.sharded))
 
     @configured
-    def model(self, state: TrainState) -> OPT:
+    def model(self, state: TrainState) -> Decoder:
         """The trained model, in float32."""
         return nnx.merge(self.master, jax.tree.map(jnp.copy, state.params))

@@ -25,9 +25,7 @@ def check_is_model(name: str, model: Any) -> None:
     missing = [part for part in MODEL_PARTS if not hasattr(model, part)]
     if isinstance(model, type) or missing or not callable(model):
         kind = model.__name__ if isinstance(model, type) else type(model).__name__
-        raise ValueError(
-            f"{name} must be an emsjax.OPT (see OPT.from_pretrained) or another model, not {kind}"
-        )
+        raise ValueError(f"{name} must be a model, as emsjax.from_pretrained loads it, not {kind}")
 
 
 class _Adapted:

@@ -4,8 +4,9 @@ import dataclasses
 import itertools
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,9 +19,11 @@ from jax import Array
 
 from emsjax.device import available_bytes, readable, tree_bytes
 from emsjax.models import parameters, values
-from emsjax.models.config import CONFIGS, OPTConfig, check_supported
+from emsjax.models.config import DecoderConfig, check_supported
+from emsjax.models.families import FAMILIES, family_of
+from emsjax.models.family import Family
 from emsjax.models.hub import CONFIG, GENERATION_CONFIG, folder_of, tokenizer_files
-from emsjax.models.parameters import NAMES, Names, Parameter, Parameters
+from emsjax.models.parameters import Parameter, Parameters
 from emsjax.models.stored import READABLE_DTYPES, StoredTensor, read_json
 from emsjax.models.weight_files import FORMATS, choose_format, first_files, open_weights
 
@@ -32,12 +35,13 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def load(
-    cls: type[LoadedModel],
+    cls: Callable[..., LoadedModel],
     path_or_repo_id: str | PathLike,
     *,
     dtype,
     revision: str | None = None,
     allow_nonfinite: bool = False,
+    families: Mapping[str, Family] = FAMILIES,
 ) -> LoadedModel:
     """A model from a local folder or a repository of the Hugging Face hub.
 
@@ -47,11 +51,12 @@ def load(
     tokens are those of generation_config.json; what it lacks is taken from config.json.
 
     Args:
-        cls: the model's class.
-        path_or_repo_id: a folder, or a hub id such as "facebook/opt-125m".
+        cls: makes a model, as `emsjax.Decoder` does.
+        path_or_repo_id: a folder, or a hub id such as "Qwen/Qwen3-0.6B".
         dtype: dtype of the model, bfloat16, float16 or float32.
         revision: a branch, tag or commit of the repository.
         allow_nonfinite: whether weights may be infinite or NaN.
+        families: the families that the model may be of, by `model_type`.
 
     Raises:
         ValueError: the dtype is another one; the path is neither a folder nor a repository; there
@@ -62,27 +67,27 @@ def load(
     """
     check_dtype(dtype)
     folder = folder_of(path_or_repo_id, revision)
-    config = read_config(folder)
-    names = NAMES[config.model_type]
-    present = [name for _, name in first_files() if os.path.lexists(folder / name)]
+    config = read_config(folder, families)
+    family = family_of(config)
+    known = [name for form, name in first_files() if form.torch_layout or family.has_flax]
+    present = [name for name in known if os.path.lexists(folder / name)]
     form, first = choose_format(present, str(folder))
     source = folder / first
 
     make = lambda config: cls(config, rngs=nnx.Rngs(0), dtype=dtype)
-    tensors = published(open_weights(form, source), names, source)
+    tensors = published(open_weights(form, source), family, source)
     stored_as = {"torch_layout": form.torch_layout}
-    config, tensors = settle_head(config, tensors, names, dtype=dtype, **stored_as)
-    layout = parameters.parameters_of(make, config, names, **stored_as)
-    check(layout, config.num_hidden_layers, tensors, source)
+    config, tensors = settle_head(config, tensors, family, dtype=dtype, **stored_as)
+    layout = parameters.parameters_of(make, config, family, **stored_as)
+    layers = len(config.architecture.layers)
+    check(layout, layers, tensors, source)
 
     model = nnx.eval_shape(lambda: make(config))
     check_weights_fit(model, folder)
     graph, state = nnx.split(model)
     variables = dict(nnx.to_flat_state(state))
-    for weight in layout.of_layers(config.num_hidden_layers):
-        stored = {name: tensors[name] for name in weight.names}
-        options = {"dtype": dtype, "finite": not allow_nonfinite}
-        value = values.read(stored, transposed=weight.transposed, **options)
+    for weight in layout.of_layers(layers):
+        value = values.read(weight, tensors, dtype=dtype, finite=not allow_nonfinite)
         variables[weight.path] = variables[weight.path].replace(value)
     return nnx.merge(graph, nnx.from_flat_state(variables))
 
@@ -107,13 +112,17 @@ def check_dtype(dtype) -> None:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {name}")
 
 
-def load_config(path_or_repo_id: str | PathLike, revision: str | None = None) -> OPTConfig:
+def load_config(path_or_repo_id: str | PathLike, revision: str | None = None) -> DecoderConfig:
     """The config of a model, without its weights; the arguments and errors are those of `load`."""
     return read_config(folder_of(path_or_repo_id, revision, weights=False))
 
 
-def read_config(folder: Path) -> OPTConfig:
+def read_config(folder: Path, families: Mapping[str, Family] = FAMILIES) -> DecoderConfig:
     """The config in a folder, with the tokens of generation_config.json.
+
+    Args:
+        folder: the folder.
+        families: the families that the model may be of, by `model_type`.
 
     Raises:
         ValueError: a file is malformed, or says what is not supported.
@@ -121,8 +130,8 @@ def read_config(folder: Path) -> OPTConfig:
     path = folder / CONFIG
     contents = read_json(path)
     try:
-        check_supported(contents, list(CONFIGS))
-        config = CONFIGS[contents["model_type"]].from_json(contents)
+        check_supported(contents, families)
+        config = families[contents["model_type"]].config.from_json(contents)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     path = folder / GENERATION_CONFIG
@@ -137,26 +146,27 @@ def read_config(folder: Path) -> OPTConfig:
 
 
 def published(
-    tensors: Mapping[str, StoredTensor], names: Names, source: Path
+    tensors: Mapping[str, StoredTensor], family: Family, source: Path
 ) -> dict[str, StoredTensor]:
-    """`tensors` without the optional prefix of their names."""
+    """`tensors` without the family's prefix of their names, and without those that are ignored."""
     stripped: dict[str, StoredTensor] = {}
     for name, tensor in tensors.items():
-        short = name.removeprefix(names.optional_prefix)
+        short = name.removeprefix(family.prefix)
         if short in stripped:
-            raise ValueError(f"{source} has both {short} and {names.optional_prefix}{short}")
-        stripped[short] = tensor
+            raise ValueError(f"{source} has both {short} and {family.prefix}{short}")
+        if family.ignored is None or not re.fullmatch(family.ignored, short):
+            stripped[short] = tensor
     return stripped
 
 
 def settle_head(
-    config: OPTConfig,
+    config: DecoderConfig,
     tensors: dict[str, StoredTensor],
-    names: Names,
+    family: Family,
     *,
     dtype,
     torch_layout: bool,
-) -> tuple[OPTConfig, dict[str, StoredTensor]]:
+) -> tuple[DecoderConfig, dict[str, StoredTensor]]:
     """The config and the tensors of a model whose config says that its head is tied.
 
     Many checkpoints store such a head as well. As in transformers, it is dropped if it equals the
@@ -165,7 +175,7 @@ def settle_head(
     Raises:
         ValueError: it differs, and models of this family have no other head than the table.
     """
-    table, name = parameters.table_and_head(names, torch_layout=torch_layout)
+    table, name = parameters.table_and_head(family, torch_layout=torch_layout)
     if not config.tie_word_embeddings or name not in tensors:
         return config, tensors
     head, rest = tensors[name], {k: v for k, v in tensors.items() if k != name}
@@ -178,10 +188,10 @@ def settle_head(
         return config, tensors  # an error later
     if values.same_values(head, tensors[table], dtype):
         return config, rest
-    if names.can_untie:
+    if family.can_untie:
         return config.changed(tie_word_embeddings=False), tensors
     raise ValueError(
-        f"{head.file}: {name} differs from {table}, and {config.model_type} models have one table "
+        f"{head.file}: {name} differs from {table}, and {family.model_type} models have one table "
         "for both, so their tokens would be others"
     )
 
@@ -242,9 +252,10 @@ def save(
     if len(shards) > 1:
         contents = {"metadata": {"total_size": total}, "weight_map": index}
         write_json(folder / form.index_name, contents)
+    family = family_of(config)
     description = {
-        "model_type": config.model_type,
-        "architectures": [config.architecture],
+        "model_type": family.model_type,
+        "architectures": [family.class_name],
         "dtype": model.dtype.name,
     }
     write_json(folder / CONFIG, config.to_json() | description)
@@ -256,7 +267,7 @@ def save(
             shutil.copyfile(file, folder / file.name)
 
 
-def generation_settings(config: OPTConfig) -> dict[str, Any]:
+def generation_settings(config: DecoderConfig) -> dict[str, Any]:
     """Contents of generation_config.json: the config's tokens, and what else its folder's has."""
     ids = {name: getattr(config, name) for name in TOKEN_IDS}
     path = None if config.folder is None else config.folder / GENERATION_CONFIG
@@ -268,19 +279,18 @@ def generation_settings(config: OPTConfig) -> dict[str, Any]:
 def stored_tensors(model: nnx.Module, weights: Iterable[Parameter]) -> Iterator[tuple[str, Array]]:
     """Names and values of these weights as in a PyTorch checkpoint."""
     variables = dict(nnx.to_flat_state(nnx.state(model)))
+    family = family_of(model.config)
     for weight in weights:
-        value, count = variables[weight.path][...], len(weight.names)
-        parts = values.split(value, count=count, transposed=weight.transposed)
-        prefix = NAMES[model.config.model_type].optional_prefix
-        yield from zip((prefix + name for name in weight.names), parts, strict=True)
+        parts = weight.split(variables[weight.path][...])
+        yield from zip(map(family.full_name, weight.names), parts, strict=True)
 
 
 def plan_shards(model: nnx.Module, max_shard_bytes: int) -> list[list[Parameter]]:
     """The parameters of each file, in order; q, k and v are in the same file."""
     shards, filled = [[]], 0
-    names = NAMES[model.config.model_type]
-    for weight in parameters.weights_of(model, names, torch_layout=True):
-        size = len(weight.names) * int(np.prod(weight.shape)) * model.dtype.itemsize
+    family = family_of(model.config)
+    for weight in parameters.weights_of(model, family, torch_layout=True):
+        size = int(np.prod(weight.shape)) * model.dtype.itemsize
         if shards[-1] and filled + size > max_shard_bytes:
             shards.append([])
             filled = 0

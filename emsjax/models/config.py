@@ -1,98 +1,132 @@
-"""The architecture of an OPT model, and the configs of all families by their `model_type`."""
+"""What the configs of all families share."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, Self
 
-import jax
+from emsjax.models.architecture import ACTIVATIONS, Architecture, AttentionKind
+from emsjax.models.schema import Config, Relation, choice, count, many, number, shown
 
-from emsjax.models.schema import (
-    Config,
-    TokenIds,
-    choice,
-    count,
-    flag,
-    multiple,
-    number,
-    only,
-    shown,
-    token_id,
-    token_ids,
-)
-
-POSITION_OFFSET = 2  # the first two entries of the position table are never used
-ACTIVATIONS = {"relu": jax.nn.relu, "gelu": lambda x: jax.nn.gelu(x, approximate=False)}
+MAX_LAYERS = 10_000  # a layer takes memory even before its weights are read
 QUANTIZED = ("quantization_config", "compression_config")  # the first is transformers' name
+# See `DecoderConfig.sizes`.
+OWN_HEADS = {
+    "layers": "num_hidden_layers",
+    "width": "hidden_size",
+    "ffn_size": "intermediate_size",
+    "heads": "num_attention_heads",
+}
+FULL, SLIDING = "full_attention", "sliding_attention"  # entries of `layer_types`
 
 
-@dataclasses.dataclass(frozen=True)
-class OPTConfig(Config):
-    """Architecture of an OPT model, with the field names and defaults of transformers.
+class DecoderConfig(Config):
+    """Base of the configs of all families, frozen dataclasses with transformers' field names.
 
-    Raises:
-        ValueError: a field has another type or is out of its range, token ids are outside the
-            vocabulary, the heads do not divide hidden_size, the activation is unknown, or the
-            head is not tied.
+    Attributes:
+        architecture: the model as data.
+        sizes: the fields' names for the number of layers, the width of the residual stream, the
+            size of feed-forward parts, and the numbers of heads and of K/V heads. A family in
+            which each head has keys and values of its own has no name for the latter.
     """
 
-    model_type: ClassVar[str] = "opt"
-    architecture: ClassVar[str] = "OPTForCausalLM"
-    relations: ClassVar = (
-        multiple("hidden_size", "num_attention_heads"),
-        only("tie_word_embeddings", True, "OPT's head is its embedding table"),
-    )
-
-    vocab_size: int = count(50272)
-    hidden_size: int = count(768)
-    num_hidden_layers: int = count(12)
-    ffn_dim: int = count(3072)
-    max_position_embeddings: int = count(2048)
-    num_attention_heads: int = count(12)
-    word_embed_proj_dim: int | None = count(None, null=lambda config: config.hidden_size)
-    do_layer_norm_before: bool = flag(True)
-    _remove_final_layer_norm: bool = flag(False)
-    enable_bias: bool = flag(True)
-    layer_norm_elementwise_affine: bool = flag(True)
-    activation_function: str = choice("relu", ACTIVATIONS)
-    init_std: float = number(0.02, least=0.0)
-    tie_word_embeddings: bool = flag(True)
-    pad_token_id: int | None = token_id(1)
-    bos_token_id: int | None = token_id(2)
-    eos_token_id: TokenIds | list[int] = token_ids(2)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "OPTConfig":
-        """The config in the contents of a transformers config.json, without training-only fields.
-
-        Raises:
-            ValueError: `model_type` is not "opt", the weights are quantised, or a field is wrong.
-        """
-        check_supported(values, [cls.model_type])
-        return cls.from_json(values)
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_attention_heads
-
-    @property
-    def has_projections(self) -> bool:
-        """Whether embeddings are narrower or wider than the layers (350m)."""
-        return self.word_embed_proj_dim != self.hidden_size
-
-    @property
-    def has_final_layer_norm(self) -> bool:
-        return self.do_layer_norm_before and not self._remove_final_layer_norm
+    architecture: Architecture
+    sizes: ClassVar[dict[str, str]] = OWN_HEADS | {"kv_heads": "num_key_value_heads"}
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end a sequence."""
         ids = self.eos_token_id
         return () if ids is None else ids if isinstance(ids, tuple) else (ids,)
 
+    def resized(self, **sizes: int) -> Self:
+        """The config with other sizes, by the names in `sizes`; the layers are the first ones."""
+        layers = sizes.pop("layers", None)
+        named = {self.sizes[name]: size for name, size in sizes.items() if name in self.sizes}
+        config = self.changed(**named)
+        return config if layers is None else config.with_layers(range(layers))
 
-CONFIGS: dict[str, type[OPTConfig]] = {OPTConfig.model_type: OPTConfig}
+    def with_layers(self, chosen: Iterable[int]) -> Self:
+        """The config of a model that has only these layers of this one.
+
+        Raises:
+            ValueError: the attention of layers depends on their place.
+        """
+        kinds = tuple(self.architecture.layers[index] for index in chosen)
+        fields = {self.sizes["layers"]: len(kinds)}
+        if hasattr(self, "layer_types"):
+            fields["layer_types"] = layer_types(kinds)
+        config = self.changed(**fields)
+        if config.architecture.layers != kinds:
+            raise ValueError("layers depend on their place: only the first can be kept")
+        return config
 
 
-def check_supported(values: Mapping[str, Any], model_types: list[str]) -> None:
+def layer_types(kinds: Iterable[AttentionKind]) -> tuple[str, ...]:
+    """The layers' kinds as `layer_types` in config.json has them."""
+    return tuple(FULL if kind.window is None else SLIDING for kind in kinds)
+
+
+def windowed(
+    kinds: Iterable[AttentionKind], types: Iterable[str], window: int | None
+) -> tuple[AttentionKind, ...]:
+    """The layers, with this window where `types` says so."""
+    return tuple(
+        dataclasses.replace(kind, window=window) if type == SLIDING else kind
+        for kind, type in zip(kinds, types, strict=True)
+    )
+
+
+# Fields and relations of several families.
+
+
+def layers(default: int):
+    """A field for the number of layers."""
+    return count(default, most=MAX_LAYERS)
+
+
+def activation(default: str, **options):
+    """A field for an activation."""
+    return choice(default, ACTIVATIONS, **options)
+
+
+def epsilon(default: float):
+    """A field for what is added to a variance or mean square."""
+    return number(default, least=0.0)
+
+
+def kv_heads(default: int | None):
+    """A field for the number of heads of keys and values; None: as many as query heads."""
+    return count(default, null=lambda config: config.num_attention_heads)
+
+
+def head_dim(default: int | None = None):
+    """A field for the size of heads; None: hidden_size / num_attention_heads."""
+    return count(default, null=lambda config: config.hidden_size // config.num_attention_heads)
+
+
+def types_of_layers(is_full: Callable[[Any, int], bool]):
+    """A field for the kind of every layer's attention.
+
+    Args:
+        is_full: whether a config's layer of this number has no window, if the field is None.
+    """
+
+    def default(config):
+        layers = range(config.num_hidden_layers)
+        return tuple(FULL if is_full(config, layer) else SLIDING for layer in layers)
+
+    return many(None, choice(None, (FULL, SLIDING)), length="num_hidden_layers", null=default)
+
+
+def even(name: str) -> Relation:
+    """The field, a number of rotated numbers of a head, is even."""
+    return Relation(
+        lambda config: getattr(config, name) % 2 == 0,
+        f"{name} ({{{name}}}) must be even: numbers are rotated in pairs",
+    )
+
+
+def check_supported(values: Mapping[str, Any], model_types: Iterable[str]) -> None:
     """Check what a config.json says about the model as a whole.
 
     Raises:
@@ -100,10 +134,9 @@ def check_supported(values: Mapping[str, Any], model_types: list[str]) -> None:
     """
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in model_types:
-        known = " or ".join(f'"model_type": "{name}"' for name in model_types)
         raise ValueError(
-            f"unknown model type {shown(model_type)}: emsjax reads models whose config.json says "
-            + known
+            f"model_type must be one of {', '.join(sorted(model_types))}, not {shown(model_type)}: "
+            "other families, mixtures of experts and models of images are not supported"
         )
     for name in QUANTIZED:
         if (how := values.get(name)) is not None:

@@ -1,9 +1,9 @@
-"""Building blocks of decoder layers: linear layers, layer norms and the residual stream.
+"""Building blocks of decoders: linear layers, norms, attention and feed-forward parts.
 
-The residual stream is passed from layer to layer as two terms x and y: the layer norm that
-follows adds them in the same pass.
+The residual stream is passed from layer to layer as two terms x and y: the norm that follows adds
+them in the same pass.
 
-Axis legend: see `emsjax.decode.pack`; i = inputs of a linear layer, o = outputs.
+Axis legend: see `emsjax.decode.pack`; i = inputs of a linear layer, o = outputs, p = rotated pairs.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -19,7 +20,20 @@ import pallas_kernels
 from emsjax.decode.cache import LayerCache
 from emsjax.decode.kernels import Visible, attend
 from emsjax.decode.pack import PackedRows
+from emsjax.models.architecture import (
+    ACTIVATIONS,
+    AFTER,
+    BOTH,
+    PARALLEL,
+    SHARED,
+    Architecture,
+    AttentionKind,
+    NormKind,
+)
+from pallas_kernels.add_norm import xla as plain
 from pallas_kernels.common.implementations import matmul_precision
+
+Angles = tuple[Float[Array, "r p"], Float[Array, "r p"]]  # cosines and sines
 
 
 @jax.tree_util.register_dataclass
@@ -37,10 +51,41 @@ class Weight:
 
 
 class Addend(NamedTuple):
-    """A term that the following layer norm adds to the residual stream."""
+    """A term that the following norm adds to the residual stream.
 
-    sums: Float[Array, "... r e"]  # as `pallas_kernels.linear_sums` returns them
-    bias: Float[Array, "e"] | None
+    Attributes:
+        sums: as `pallas_kernels.linear_sums` returns them.
+        bias: added to the sums.
+        scale: of the normalisation of the term itself; None: it is added as it is.
+    """
+
+    sums: Float[Array, "... r e"]
+    bias: Float[Array, "e"] | None = None
+    scale: Float[Array, "e"] | None = None
+
+
+class Norm(nnx.Module):
+    """The parameters of one normalisation.
+
+    Args:
+        size: numbers that are normalised together.
+        kind: see `NormKind`.
+        dtype: the parameters' type and the result's.
+    """
+
+    def __init__(self, size: int, kind: NormKind, *, dtype):
+        parameter = lambda value: nnx.Param(jnp.full(size, value, dtype)) if kind.affine else None
+        self.kind, self.dtype = kind, dtype
+        self.scale = parameter(1 - kind.offset)
+        self.bias = parameter(0) if kind.centred else None
+
+    def __call__(self, x: Float[Array, "r e"]) -> Float[Array, "r e"]:
+        return plain.normalise(x, *scale_and_bias(self), self.plain)
+
+    @property
+    def plain(self) -> plain.Norm:
+        """The static part, as the kernels' plain form takes it."""
+        return plain.Norm(self.kind.epsilon, self.dtype, self.kind.centred, self.kind.offset)
 
 
 def new_linear(inputs: int, outputs: int, *, bias: bool, init, dtype, rngs: nnx.Rngs) -> nnx.Linear:
@@ -57,63 +102,171 @@ def new_linear(inputs: int, outputs: int, *, bias: bool, init, dtype, rngs: nnx.
     )
 
 
-def new_layer_norm(size: int, *, epsilon: float, affine: bool, dtype, rngs: nnx.Rngs):
-    """Makes a layer norm of this size."""
-    return nnx.LayerNorm(
-        size,
-        epsilon=epsilon,
-        use_bias=affine,
-        use_scale=affine,
-        use_fast_variance=False,
-        dtype=dtype,
-        param_dtype=dtype,
-        rngs=rngs,
-    )
-
-
 def weight_and_bias(module: nnx.Linear) -> tuple[Weight, Array | None]:
     """Returns a linear layer's parameters; the bias is None if the layer has none."""
     return Weight(module.kernel[...]), None if module.bias is None else module.bias[...]
 
 
-def scale_and_bias(norm: nnx.LayerNorm) -> tuple[Array | None, Array | None]:
-    """Returns a layer norm's scale and bias; each is None if the norm does not have it."""
+def scale_and_bias(norm: Norm) -> tuple[Array | None, Array | None]:
+    """Returns a norm's scale and bias; each is None if the norm does not have it."""
     return tuple(
         None if parameter is None else parameter[...] for parameter in (norm.scale, norm.bias)
     )
 
 
-def linear(module: nnx.Linear, x: Float[Array, "r i"], *, relu: bool = False):
-    """Applies a linear layer with its bias to rows, and then ReLU if `relu`. [r, o]"""
+def linear(
+    module: nnx.Linear,
+    x: Float[Array, "r i"],
+    *,
+    activation: str | None = None,
+    gated: bool = False,
+):
+    """Applies a linear layer with its bias to rows: see `pallas_kernels.linear`. [r, o]"""
     weight, bias = weight_and_bias(module)
-    return pallas_kernels.linear(x, weight.values, bias, relu=relu)
+    options = {"activation": activation, "gated": gated}
+    return pallas_kernels.linear(x, weight.values, bias, **options)
 
 
-def linear_addend(module: nnx.Linear, x: Float[Array, "r i"]) -> Addend:
-    """Applies a linear layer to rows and returns the result as a term of the residual stream."""
+def linear_addend(module: nnx.Linear, norm: Norm | None, x: Float[Array, "r i"]) -> Addend:
+    """Applies a linear layer to rows and returns the result as a term of the residual stream.
+
+    Args:
+        module: the linear layer.
+        norm: normalises the result before it is added; None: nothing does.
+        x: the rows.
+    """
     weight, bias = weight_and_bias(module)
-    return Addend(pallas_kernels.linear_sums(x, weight.values), bias)
+    scale = None if norm is None else norm.scale[...]
+    return Addend(pallas_kernels.linear_sums(x, weight.values), bias, scale)
 
 
-def add_norm(norm: nnx.LayerNorm, x: Float[Array, "r e"], y: Addend):
-    """Returns x + y and its layer norm."""
-    options = {"epsilon": norm.epsilon, "dtype": norm.dtype}
-    return pallas_kernels.add_layer_norm(x, *y, *scale_and_bias(norm), **options)
+def add_norm(norm: Norm, x: Float[Array, "r e"], y: Addend | None):
+    """Returns x + y and its normalisation. Without y, x is returned as it is."""
+    if y is None:
+        return x, norm(x)
+    scale, bias = scale_and_bias(norm)
+    options = {"epsilon": norm.kind.epsilon, "dtype": norm.dtype}
+    if norm.kind.centred:
+        return pallas_kernels.add_layer_norm(x, y.sums, y.bias, scale, bias, **options)
+    options["offset"] = norm.kind.offset
+    return pallas_kernels.add_rms_norm(x, y.sums, y.bias, scale, y.scale, **options)
 
 
-def check_taps(taps: tuple[int, ...], num_layers: int) -> None:
-    """Raises ValueError for a tap that is not 0 (the embeddings) to the number of layers."""
-    outside = [tap for tap in taps if not 0 <= tap <= num_layers]
-    if outside:
-        raise ValueError(f"taps must lie in 0..{num_layers} for this model, not {outside[0]}")
+def residual_stream(norm: NormKind, x: Float[Array, "r e"], y: Addend | None):
+    """Returns x + y; `norm` is the kind of the model's norms."""
+    if y is None:
+        return x
+    vectors = {"y_bias": y.bias, "y_scale": y.scale}
+    vectors = {name: vector for name, vector in vectors.items() if vector is not None}
+    return plain.add_norm(
+        x, y.sums, vectors, norm=plain.Norm(norm.epsilon, x.dtype, False, norm.offset)
+    )[0]
+
+
+def add_addends(one: Addend, other: Addend) -> Addend:
+    """Returns the sum of two terms that are not normalised."""
+    sums = (term.sums.astype(jnp.float32) for term in (one, other))
+    sums = (term.sum(axis=0) if term.ndim == 3 else term for term in sums)
+    biases = [term.bias for term in (one, other) if term.bias is not None]
+    return Addend(sum(sums), sum(bias.astype(jnp.float32) for bias in biases) if biases else None)
+
+
+class DecoderLayer(nnx.Module):
+    """One decoder layer: attention and feed-forward part, with their norms.
+
+    Args:
+        architecture: the model's.
+        kind: the layer's own attention.
+        dtype: type of weights and products.
+        rngs: random generators for the initial weights.
+    """
+
+    def __init__(self, architecture: Architecture, kind: AttentionKind, *, dtype, rngs: nnx.Rngs):
+        a = self.architecture = architecture
+        self.kind = kind
+        init = nnx.initializers.normal(a.init_std)
+        product = functools.partial(new_linear, init=init, dtype=dtype, rngs=rngs)
+        norm = functools.partial(Norm, dtype=dtype)
+        both = a.order == BOTH
+        # One product instead of three, and one instead of two where it is gated.
+        self.qkv_proj = product(a.width, sum(a.columns), bias=a.qkv_bias)
+        self.out_proj = product(a.heads * a.head_dim, a.width, bias=a.out_bias)
+        self.up_proj = product(a.width, (1 + a.gated) * a.ffn_size, bias=a.ffn_bias)
+        self.down_proj = product(a.ffn_size, a.width, bias=a.ffn_bias)
+        self.attention_norm = norm(a.width, a.norm)
+        self.ffn_norm = norm(a.width, a.norm) if a.order != SHARED else None
+        self.attention_out_norm = norm(a.width, a.norm) if both else None
+        self.ffn_out_norm = norm(a.width, a.norm) if both else None
+        self.query_norm = norm(a.head_dim, a.norm) if a.head_norm else None
+        self.key_norm = norm(a.head_dim, a.norm) if a.head_norm else None
+
+    def __call__(
+        self,
+        x: Float[Array, "r e"],
+        y: Addend | None,
+        angles: Angles | None,
+        attention: Callable,
+    ):
+        """Runs the layer on the residual stream x + y: see `run_layer`.
+
+        The stream is float32, since it is added to often and rounded each time. If norms come after
+        each part, nothing is left to add: y is None, and x has the weights' dtype.
+
+        Args:
+            x, y: the stream's terms.
+            angles: of the rows, for rotary positions.
+            attention: called with the rows' queries, keys and values as one array.
+        """
+        order = self.architecture.order
+        if order == AFTER:
+            y, qkv = self.attend(x, angles, attention)
+            _, x = add_norm(self.attention_norm, x, y)
+            _, x = add_norm(self.ffn_norm, x, self.feed_forward(x))
+            return x, None, qkv
+        x, h = add_norm(self.attention_norm, x, y)
+        y, qkv = self.attend(h, angles, attention)
+        if order in (PARALLEL, SHARED):
+            h = h if order == SHARED else self.ffn_norm(x)
+            return x, add_addends(y, self.feed_forward(h)), qkv
+        x, h = add_norm(self.ffn_norm, x, y)
+        return x, self.feed_forward(h), qkv
+
+    def attend(self, h: Float[Array, "r e"], angles: Angles | None, attention: Callable):
+        """The attention part: its term of the residual stream, and the rows' q, k and v."""
+        a = self.architecture
+        heads = (a.heads + 2 * a.kv_heads, a.head_dim)
+        if angles is None:
+            qkv = linear(self.qkv_proj, h).reshape(-1, *heads)
+        else:
+            weight, bias = weight_and_bias(self.qkv_proj)
+            sums = pallas_kernels.linear_sums(h, weight.values)
+            norms = (self.query_norm, self.key_norm) if a.head_norm else ()
+            qkv = pallas_kernels.rotate_heads(
+                sums.reshape(*sums.shape[:-1], *heads),
+                None if bias is None else bias.reshape(heads),
+                *angles,
+                *(norm.scale[...] for norm in norms),
+                kv_heads=a.kv_heads,
+                epsilon=a.norm.epsilon,
+                offset=a.norm.offset,
+                dtype=h.dtype,
+            )
+        out = attention(qkv, self.kind).reshape(h.shape[0], -1)
+        return linear_addend(self.out_proj, self.attention_out_norm, out), qkv
+
+    def feed_forward(self, h: Float[Array, "r e"]) -> Addend:
+        """The feed-forward part, as a term of the residual stream."""
+        a = self.architecture
+        h = linear(self.up_proj, h, activation=ACTIVATIONS[a.activation], gated=a.gated)
+        return linear_addend(self.down_proj, self.ffn_out_norm, h)
 
 
 # It is compiled by itself, so that layers of the same shapes are traced and lowered once.
 @functools.partial(jax.jit, static_argnames=("attention", "max_rows_per_sample"))
 def run_layer(
     layer: nnx.Module,
-    x: Float[Array, "r e"],
-    y: Addend | None,
+    stream: tuple[Float[Array, "r e"], Addend | None],
+    angles: Angles | None,
     cached: LayerCache,
     rows: PackedRows,
     visible: Visible,
@@ -121,10 +274,28 @@ def run_layer(
     attention: Callable,
     max_rows_per_sample: int | None,
 ):
-    """Runs one layer on the residual stream x + y; its rows attend to the cache and themselves.
+    """Runs one layer on the residual stream; its rows attend to the cache and themselves.
+
+    Args:
+        layer: the layer.
+        stream: the stream's two terms x and y.
+        angles: of the rows, for rotary positions.
+        cached: the layer's committed keys and values.
+        rows: where the rows belong.
+        visible: what the rows see of the cache.
+        attention: a callable with the signature of `pallas_kernels.ragged_attention`.
+        max_rows_per_sample: static bound of rows per sample; None: all rows.
 
     Returns:
         The next x and y, and the rows' queries, keys and values [r, h, d].
     """
-    see = lambda qkv: attend(attention, qkv, cached, rows, visible, max_rows_per_sample)
-    return layer(x, y, rows, see)
+
+    def see(qkv, kind: AttentionKind):
+        limits = {"max_rows_per_sample": max_rows_per_sample}
+        if kind.window is not None:
+            limits["window"] = kind.window
+        if kind.scale != qkv.shape[-1] ** -0.5:
+            limits["scale"] = kind.scale
+        return attend(attention, qkv, cached, rows, visible, **limits)
+
+    return layer(*stream, angles, see)

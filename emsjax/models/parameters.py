@@ -1,49 +1,27 @@
-"""Which stored tensors a model consists of: their names and shapes, and what is wrong with them."""
+"""Where the parameters of a model are stored: names, shapes and layouts, from a table per family.
+
+A linear layer's kernel is [inputs, outputs] here. Checkpoints store it transposed, in parts, or
+with its columns in another order.
+"""
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jaxtyping import Array
 
+from emsjax.models.architecture import Architecture
+from emsjax.models.config import DecoderConfig
+from emsjax.models.family import LAYER, Family
 from emsjax.models.stored import READABLE_DTYPES, StoredTensor, readable_name
 
-
-@dataclasses.dataclass(frozen=True)
-class Names:
-    """How the checkpoints of a family name the parameters of its model.
-
-    Attributes:
-        modules: modules of the model that are stored under other names, and those names; several
-            are concatenated on their last axis.
-        prefix: precedes the names of all modules.
-        optional_prefix: precedes that, except in some checkpoints.
-        embedding: module of the table of embeddings.
-        head: module of the output projection.
-        can_untie: whether the model can have a head that differs from the table.
-    """
-
-    modules: Mapping[str, tuple[str, ...]]
-    prefix: str
-    optional_prefix: str = "model."
-    embedding: str = "embed_tokens"
-    head: str = "lm_head"
-    can_untie: bool = False
-
-
-NAMES = {  # by model type
-    "opt": Names(
-        {
-            "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            "out_proj": ("self_attn.out_proj",),
-        },
-        prefix="decoder.",
-    )
-}
 TORCH_LEAVES = {"embedding": "weight", "kernel": "weight", "scale": "weight"}
 LAYER_NUMBER = re.compile("0|[1-9][0-9]{0,8}")
-LAYERS = "layers"  # the list of layers, in models and in names
 # What the names of tensors say about a checkpoint that does not fit.
 CAUSES = {
     "the weights are quantised, which emsjax does not read": re.compile(
@@ -57,19 +35,55 @@ CAUSES = {
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """A parameter of the model and the stored tensors that are concatenated on its last axis.
+    """A parameter of the model and the stored tensors that it consists of.
 
     Attributes:
         path: path in the model's state.
-        names: names of the stored tensors, without the optional prefix.
-        shape: shape of each stored tensor.
+        names: names of the stored tensors, without the family's prefix.
+        sizes: sizes of the stored tensors on the parameter's last axis.
+        shape: the parameter's shape.
         transposed: whether they are stored with their axes swapped.
+        columns: where each entry of the last axis is stored; None: in the same order.
     """
 
     path: tuple
     names: tuple[str, ...]
+    sizes: tuple[int, ...]
     shape: tuple[int, ...]
-    transposed: bool
+    transposed: bool = False
+    columns: tuple[int, ...] | None = None
+
+    @property
+    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each stored tensor, by name."""
+        shapes = ((*self.shape[:-1], size) for size in self.sizes)
+        turned = (shape[::-1] if self.transposed else shape for shape in shapes)
+        return dict(zip(self.names, turned, strict=True))
+
+    def join(self, parts: Sequence[Array], dtype) -> tuple[Array, Array]:
+        """The parameter from its stored tensors, and whether each of these is finite in `dtype`."""
+        columns = None if self.columns is None else np.array(self.columns)
+        return _join(parts, columns, transposed=self.transposed, dtype=jnp.dtype(dtype))
+
+    def split(self, value: Array) -> list[Array]:
+        """The stored tensors of a value, in its dtype."""
+        order = None if self.columns is None else np.argsort(self.columns)
+        return _split(value, order, ends=self.sizes[:-1], transposed=self.transposed)
+
+
+@functools.partial(jax.jit, static_argnames=("transposed", "dtype"))
+def _join(parts, columns, *, transposed: bool, dtype) -> tuple[Array, Array]:
+    parts = [(part.T if transposed else part).astype(dtype) for part in parts]
+    are_finite = jnp.stack([jnp.isfinite(part).all() for part in parts])
+    value = jnp.concatenate(parts, axis=-1)
+    return (value if columns is None else jnp.take(value, columns, axis=-1)), are_finite
+
+
+@functools.partial(jax.jit, static_argnames=("ends", "transposed"))
+def _split(value, order, *, ends: tuple[int, ...], transposed: bool) -> list[Array]:
+    value = value if order is None else jnp.take(value, order, axis=-1)
+    parts = jnp.split(value, np.cumsum(ends), axis=-1)
+    return [part.T if transposed else part for part in parts]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,49 +123,78 @@ class Parameters:
 
 
 def parameters_of(
-    make: Callable[[Any], nnx.Module], config: Any, names: Names, *, torch_layout: bool
+    make: Callable[[DecoderConfig], nnx.Module],
+    config: DecoderConfig,
+    family: Family,
+    *,
+    torch_layout: bool,
 ) -> Parameters:
     """The parameters of a model, of which one layer is traced, and no array is made.
 
     Args:
         make: makes a model of a config.
-        config: the config; its number of layers may be anything.
+        config: the config.
+        family: the config's family.
         torch_layout: see `weight_files.WeightFormat`.
     """
-    one_layer = dataclasses.replace(config, num_hidden_layers=1)
-    weights = weights_of(nnx.eval_shape(lambda: make(one_layer)), names, torch_layout=torch_layout)
-    outer = tuple(weight for weight in weights if weight.path[0] != LAYERS)
-    layer = tuple(weight for weight in weights if weight.path[0] == LAYERS)
-    return Parameters(outer, layer, f"{names.prefix}{LAYERS}.")
-
-
-def weights_of(model: nnx.Module, names: Names, *, torch_layout: bool) -> list[Parameter]:
-    """The stored tensors of every parameter of a (possibly abstract) model."""
-    weights = []
-    for path, variable in nnx.to_flat_state(nnx.state(model)):
-        *scope, module, leaf = map(str, path)
-        stored_modules = names.modules.get(module, (module,))
-        stored_leaf = stored_leaf_of(leaf, torch_layout=torch_layout)
-        stored = tuple(
-            names.prefix + ".".join([*scope, name, stored_leaf]) for name in stored_modules
-        )
-        transposed = torch_layout and leaf == "kernel"
-        shape = (*variable.shape[:-1], variable.shape[-1] // len(stored))
-        weights.append(Parameter(path, stored, shape[::-1] if transposed else shape, transposed))
-    return weights
-
-
-def stored_leaf_of(leaf: str, *, torch_layout: bool) -> str:
-    return TORCH_LEAVES.get(leaf, leaf) if torch_layout else leaf
-
-
-def table_and_head(names: Names, *, torch_layout: bool) -> tuple[str, str]:
-    """Stored names of the table of embeddings and of the head."""
-    leaf = lambda name: stored_leaf_of(name, torch_layout=torch_layout)
-    return (
-        f"{names.prefix}{names.embedding}.{leaf('embedding')}",
-        f"{names.head}.{leaf('kernel')}",
+    model = nnx.eval_shape(lambda: make(config.with_layers([0])))
+    weights = weights_of(model, family, torch_layout=torch_layout)
+    is_outer = lambda weight: weight.path[0] != "layers"
+    return Parameters(
+        tuple(weight for weight in weights if is_outer(weight)),
+        tuple(weight for weight in weights if not is_outer(weight)),
+        family.layers_prefix,
     )
+
+
+def weights_of(model: nnx.Module, family: Family, *, torch_layout: bool) -> list[Parameter]:
+    """Where each parameter of a (possibly abstract) model is stored.
+
+    Args:
+        model: the model.
+        family: the model's family.
+        torch_layout: see `weight_files.WeightFormat`.
+    """
+    columns = None
+    if family.columns is not None:
+        columns = tuple(family.columns(model.config).tolist())
+    found = []
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        module, leaf = _module_and_leaf(path, family)
+        layer = next((str(step) for step in path if isinstance(step, int)), "")
+        leaf = TORCH_LEAVES.get(leaf, leaf) if torch_layout else leaf
+        names = [name.format(layer) for name in family.stored_modules(module)]
+        found.append(
+            Parameter(
+                path=path,
+                names=tuple(f"{name}.{leaf}" if leaf else name for name in names),
+                sizes=part_sizes(model.architecture, len(names), variable.shape[-1]),
+                shape=variable.shape,
+                transposed=torch_layout and family.transposed and path[-1] == "kernel",
+                columns=columns if module.endswith("qkv_proj") else None,
+            )
+        )
+    return found
+
+
+def _module_and_leaf(path: tuple, family: Family) -> tuple[str, str]:
+    """The name of a parameter's module in the family's table, and of the leaf within the module."""
+    steps = [LAYER if isinstance(step, int) else str(step) for step in path]
+    whole = ".".join(steps)
+    return (whole, "") if whole in family.modules else (".".join(steps[:-1]), steps[-1])
+
+
+def part_sizes(architecture: Architecture, parts: int, size: int) -> tuple[int, ...]:
+    """Columns of each of the parts that are stored: q, k and v, gate and up, or one of all."""
+    return architecture.columns if parts == 3 else (size // parts,) * parts
+
+
+def table_and_head(family: Family, *, torch_layout: bool) -> tuple[str, str]:
+    """Stored names of the table of embeddings and of the head."""
+    (table,), head = family.stored_modules("embed_tokens"), family.head
+    if torch_layout:
+        return f"{table}.weight", f"{head}.weight"
+    return f"{table}.embedding", f"{head}.kernel"
 
 
 def misfits(
@@ -192,7 +235,7 @@ def likely_causes(
     causes = [text for text, names in CAUSES.items() if any(map(names.search, tensors))]
     found = len(layers_in(tensors, parameters))
     if found != layers:
-        causes.append(f"num_hidden_layers is {layers}, and the weights have {found} layers")
+        causes.append(f"config.json has {layers} layers, and the weights have {found}")
     return causes
 
 
@@ -203,7 +246,7 @@ def layers_in(tensors: Mapping[str, StoredTensor], parameters: Parameters) -> li
 
 
 def shapes_of(parameters: Sequence[Parameter]) -> dict[str, tuple[int, ...]]:
-    return {name: one.shape for one in parameters for name in one.names}
+    return {name: shape for one in parameters for name, shape in one.stored_shapes.items()}
 
 
 def problems_of(name: str, tensor: StoredTensor, expected: tuple[int, ...] | None) -> list[str]:

@@ -1,24 +1,23 @@
 """The values of stored tensors: moved to the device, checked there, and compared."""
 
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from emsjax.models.parameters import Parameter
 from emsjax.models.stored import StoredTensor, readable_name
 
 BLOCK = 1 << 22  # numbers that the host converts at a time
 
 
-def read(stored: Mapping[str, StoredTensor], *, transposed: bool, dtype, finite: bool) -> Array:
+def read(weight: Parameter, stored: Mapping[str, StoredTensor], *, dtype, finite: bool) -> Array:
     """A parameter's value on the device; the host holds one tensor at a time.
 
     Args:
-        stored: the tensors by name, which are concatenated on their last axis.
-        transposed: whether their axes are swapped first.
+        weight: the parameter.
+        stored: tensors by name, among them the parameter's.
         dtype: the result's.
         finite: whether every number must be finite.
 
@@ -26,31 +25,17 @@ def read(stored: Mapping[str, StoredTensor], *, transposed: bool, dtype, finite:
         ValueError: `finite`, and a number is not, in the file or in the dtype.
     """
     parts = []
-    for tensor in stored.values():
-        values = as_jax_has_it(tensor.read())
+    for name in weight.names:
+        values = as_jax_has_it(stored[name].read())
         # A copy, because the CPU backend would otherwise keep the file mapped. Wait for it,
         # because pending transfers keep their source in host memory.
         parts.append(jnp.array(values, copy=True).block_until_ready())
-    value, are_finite = join(parts, transposed=transposed, dtype=jnp.dtype(dtype))
+    value, are_finite = weight.join(parts, dtype)
     if finite:
-        for (name, tensor), is_finite in zip(stored.items(), np.asarray(are_finite), strict=True):
+        for name, is_finite in zip(weight.names, np.asarray(are_finite), strict=True):
             if not is_finite:
-                raise nonfinite(name, tensor, jnp.dtype(dtype))
+                raise nonfinite(name, stored[name], jnp.dtype(dtype))
     return value.block_until_ready()
-
-
-@functools.partial(jax.jit, static_argnames=("transposed", "dtype"))
-def join(parts: Sequence[Array], *, transposed: bool, dtype) -> tuple[Array, Array]:
-    """The joined tensors, and whether each of them is finite in the dtype."""
-    parts = [(part.T if transposed else part).astype(dtype) for part in parts]
-    are_finite = jnp.stack([jnp.isfinite(part).all() for part in parts])
-    return jnp.concatenate(parts, axis=-1), are_finite
-
-
-@functools.partial(jax.jit, static_argnames=("count", "transposed"))
-def split(value: Array, *, count: int, transposed: bool) -> list[Array]:
-    """Inverse of `join`."""
-    return [part.T if transposed else part for part in jnp.split(value, count, axis=-1)]
 
 
 def as_jax_has_it(values: np.ndarray) -> np.ndarray:

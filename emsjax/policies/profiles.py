@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from emsjax.decode.base import DraftLength
-from emsjax.models.config import OPTConfig
+from emsjax.models.config import OWN_HEADS, DecoderConfig
+from emsjax.models.families import family_of
+from emsjax.models.gpt2 import GPT2_SIZES
 from emsjax.policies.costs import FORMAT, StepCosts, read_profile
 from emsjax.policies.goodput import Goodput
 from emsjax.policies.lengths import BassHeuristic, FixedLength
@@ -19,7 +21,10 @@ from emsjax.records.writing import to_json
 
 POLICIES = {"fixed": FixedLength, "bass": BassHeuristic, "goodput": Goodput}
 # Fields of a configuration that do not affect the time of a step.
-TIMELESS = ("bos_token_id", "eos_token_id", "pad_token_id", "init_std", "max_position_embeddings")
+TIMELESS = (
+    *("bos_token_id", "eos_token_id", "pad_token_id", "init_std", "initializer_range"),
+    *("max_position_embeddings", "n_positions", "rope_theta", "rope_scaling"),
+)
 
 
 def device() -> str:
@@ -28,11 +33,15 @@ def device() -> str:
     return f"{first.platform} {first.device_kind}"
 
 
-def subject(config: OPTConfig, draft_config: OPTConfig | None, dtype: Any) -> dict[str, Any]:
+def subject(
+    config: DecoderConfig, draft_config: DecoderConfig | None, dtype: Any
+) -> dict[str, Any]:
     """The subject of a profile: the device, the dtype and the shapes of the models."""
-    shape = lambda config: {
-        name: value for name, value in dataclasses.asdict(config).items() if name not in TIMELESS
-    }
+
+    def shape(config: DecoderConfig) -> dict[str, Any]:
+        fields = {"model_type": family_of(config).model_type, **config.to_json()}
+        return {name: value for name, value in fields.items() if name not in TIMELESS}
+
     return {
         "device": device(),
         "dtype": jnp.dtype(dtype).name,
@@ -114,7 +123,8 @@ def _told(this: Any, other: Any) -> str:
     """A part of a subject as text; for a model, only the fields that differ from `other`."""
     if not isinstance(this, Mapping):
         return "none" if this is None else str(this)
-    other = other if isinstance(other, Mapping) else {"hidden_size": 0, "num_hidden_layers": 0}
+    if not isinstance(other, Mapping):
+        other = dict.fromkeys(("model_type", *OWN_HEADS.values(), *GPT2_SIZES.values()))
     names = [name for name in this if name in other and this[name] != other[name]]
     return " ".join(f"{name}={this[name]}" for name in names)
 

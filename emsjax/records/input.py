@@ -21,9 +21,11 @@ class Record:
 
     Attributes:
         id: None if the line has no valid id of its own.
+        prompt: the text; "" if there are messages.
         line: number of its line in the input file, from 1.
         truncated: whether its tokens are cut; False before tokenization.
         error: why it has no prompt that can be decoded; None: it has one.
+        messages: of a chat, {"role": ..., "content": ...} each, in place of a prompt.
     """
 
     id: str | int | None
@@ -31,6 +33,7 @@ class Record:
     line: int
     truncated: bool = False
     error: str | None = None
+    messages: tuple[dict[str, str], ...] | None = None
 
     @property
     def key(self) -> "Key":
@@ -50,7 +53,7 @@ class Records:
 
     Args:
         path: the file.
-        template: builds a prompt from a record's fields; None: the field "prompt".
+        template: builds a prompt from a record's fields; None: the field "prompt" or "messages".
         keep_invalid: invalid records are yielded with their `error`.
 
     Raises:
@@ -91,6 +94,8 @@ class Records:
             if digest(name) in self.repeated and first.setdefault(name, number) != number:
                 raise ValueError(f"duplicate id {name!r}, first seen on line {first[name]}")
             found = name
+            if self.template is None and "messages" in value:
+                return Record(found, "", number, messages=messages_of(value))
             return Record(found, text_of(value, self.template, self.fields), number)
         except ValueError as error:  # bad UTF-8 included
             return Record(found, "", number, error=str(error))
@@ -199,6 +204,26 @@ def text_of(value: Any, template: str | None, fields: list[str], kind: str = "pr
         raise ValueError(f"the {kind} is empty")
     text.encode()  # as for ids
     return text
+
+
+def messages_of(value: Any) -> tuple[dict[str, str], ...]:
+    """The messages that a record's JSON value holds.
+
+    Raises:
+        ValueError: there is a prompt too, there are none, or one has no role or content as text.
+    """
+    if "prompt" in value:
+        raise ValueError('a record has a "prompt" or "messages", not both')
+    messages = value["messages"]
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f'field "messages" must be a list of messages, not {_shown(messages)}')
+    for place, message in enumerate(messages):
+        for name in ("role", "content"):
+            text = message.get(name) if isinstance(message, dict) else None
+            if not isinstance(text, str):
+                raise ValueError(f'messages[{place}] must have a "{name}", a string')
+            text.encode()  # as for ids
+    return tuple(messages)
 
 
 def _fields(value: Any, names: list[str]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Token ids of the records' prompts, and the prompts whose results are still missing."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Container, Iterable, Iterator
 from typing import Any
@@ -61,30 +62,60 @@ class Prompts:
         self.max_tokens, self.limits = max_tokens, limits
 
     def __iter__(self) -> Iterator[tuple[Record, list[int]]]:
-        records = iter(self.records)
+        records = map(self._rendered, self.records)
         while group := list(itertools.islice(records, TOKENIZED_AT_ONCE)):
             where = f"{self.records.path}, lines {group[0].line} to {group[-1].line}"
+            valid = [one for one in group if one.error is None]
             with in_one_line(f"{where}: the prompts cannot be tokenized"):
-                encoded = self._encode([one.prompt for one in group if one.error is None])
+                # A chat template writes the special tokens itself.
+                encoded = {
+                    special: self._encode(
+                        [one.prompt for one in valid if (one.messages is None) == special],
+                        add_special_tokens=special,
+                    )
+                    for special in (True, False)
+                }
             for record in group:
                 if record.error is not None:
                     yield record, []
                     continue
-                tokens, truncated = next(encoded)
+                tokens, truncated = next(encoded[record.messages is None])
                 fault = self.limits.fault(tokens)
                 yield dataclasses.replace(record, truncated=truncated, error=fault), tokens
 
-    def _encode(self, texts: list[str]) -> Iterator[tuple[list[int], bool]]:
+    def _rendered(self, record: Record) -> Record:
+        """The record with the text of its messages, in the tokenizer's chat template.
+
+        Raises:
+            ValueError: there are messages, and the tokenizer has no template.
+        """
+        if record.messages is None or record.error is not None:
+            return record
+        if self.tokenizer.chat_template is None:
+            raise ValueError(
+                f"{record}: the tokenizer of {self.tokenizer.name_or_path} has no chat template, "
+                'which "messages" need: write a "prompt"'
+            )
+        options = {"tokenize": False, "add_generation_prompt": True}
+        try:
+            with in_one_line("the chat template refuses the messages"):
+                text = self.tokenizer.apply_chat_template(list(record.messages), **options)
+        except ValueError as error:
+            return dataclasses.replace(record, error=str(error))
+        return dataclasses.replace(record, prompt=text)
+
+    def _encode(self, texts: list[str], **options: bool) -> Iterator[tuple[list[int], bool]]:
         """The tokens of each text, and whether they are cut."""
         if not texts:
             return iter(())
+        tokenize = functools.partial(self.tokenizer, **options)
         if self.max_tokens is None:
-            return zip(self.tokenizer(texts).input_ids, [False] * len(texts), strict=True)
-        encoded = self.tokenizer(texts, truncation=True, max_length=self.max_tokens)
+            return zip(tokenize(texts).input_ids, [False] * len(texts), strict=True)
+        encoded = tokenize(texts, truncation=True, max_length=self.max_tokens)
         if self.tokenizer.is_fast:
             cut = [bool(encoding.overflowing) for encoding in encoded.encodings]
         else:
-            cut = [len(ids) > self.max_tokens for ids in self.tokenizer(texts).input_ids]
+            cut = [len(ids) > self.max_tokens for ids in tokenize(texts).input_ids]
         return zip(encoded.input_ids, cut, strict=True)
 
 

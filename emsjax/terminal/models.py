@@ -4,12 +4,12 @@ from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
-from emsjax.models.config import OPTConfig
+from emsjax.models.config import DecoderConfig
 from emsjax.records.reading import in_one_line
 from emsjax.terminal.options import flag
 
 
-def load_config(model: str, revision: str | None) -> OPTConfig:
+def load_config(model: str, revision: str | None) -> DecoderConfig:
     """The architecture of a local folder's or a Hugging Face id's model.
 
     Raises:

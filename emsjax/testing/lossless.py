@@ -97,6 +97,7 @@ def assert_lossless(
     run, requests = check(make_run(model, drafter, draft_length), prompts, **asked)
     greedy, prompts = requests.sampling is None, requests.prompts
     options["attention_mask"] = [np.ones_like(prompt) for prompt in prompts]
+    options["eos_token_ids"] = requests.end_token_ids.tolist()  # an iterator is read once
     if not greedy:
         _check_comparable(run, prompts)
     expected = generate(model, prompts, **options)

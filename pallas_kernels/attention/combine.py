@@ -8,13 +8,14 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.attention.tilings import dims_of
 
 COMBINED_HEADS = 4  # most heads of one program
+COMBINED_SHARES = 16  # most shares that are read at once
 
 
 def combine(
@@ -62,29 +63,37 @@ def _kernel(
     """One row and `together` heads: the shares weighted by their part of the softmax's sum."""
     row, head_dim = pl.program_id(1), out_ref.shape[2]
     first, count, place = (of_rows_ref[i, row] for i in range(3))
-    share = jnp.arange(max(2, pl.next_power_of_2(splits)))[:, None]
+    size = max(2, min(COMBINED_SHARES, pl.next_power_of_2(splits)))
     heads = pl.program_id(0) * together + jnp.arange(together)[None, :]
     lanes, kv_heads = place, heads
     if group > 1:
         lanes, kv_heads = place * group + heads % group, heads // group
-    mask = jnp.broadcast_to(share < count, (share.shape[0], together))
-    at = (first + share, lanes, kv_heads)
-    highest = plgpu.load(highest_ref.at[at], mask=mask, other=-jnp.inf)
-    total = plgpu.load(total_ref.at[at], mask=mask, other=0)
-    top = jnp.where(count > 0, jnp.max(highest, axis=0), 0)
-    weight = jnp.exp(highest - top[None, :])  # exp(-inf) where there is no share
-    total = jnp.sum(total * weight, axis=0)
-    weight = weight / jnp.where(count > 0, total, 1)[None, :]
-
     dims = dims_of(head_dim)
     is_dim = dims < head_dim
     expand = lambda index: index if index.ndim == 0 else index[:, :, None]
-    values = plgpu.load(
-        share_ref.at[(*map(expand, at), dims[None, None, :])],
-        mask=mask[:, :, None] & is_dim[None, None, :],
-        other=0,
-    )
-    out = jnp.sum(values * weight[:, :, None], axis=0)  # zero for padding rows
+
+    def add(block, carry):
+        out, top, total = carry
+        share = block * size + jnp.arange(size)[:, None]
+        mask = jnp.broadcast_to(share < count, (size, together))
+        at = (first + share, lanes, kv_heads)
+        highest = plgpu.load(highest_ref.at[at], mask=mask, other=-jnp.inf)
+        sums = plgpu.load(total_ref.at[at], mask=mask, other=0)
+        values = plgpu.load(
+            share_ref.at[(*map(expand, at), dims[None, None, :])],
+            mask=mask[:, :, None] & is_dim[None, None, :],
+            other=0,
+        )
+        new_top = jnp.maximum(top, jnp.max(highest, axis=0))
+        weight = jnp.exp(highest - new_top[None, :])  # exp(-inf) where there is no share
+        decay = jnp.exp(top - new_top)
+        out = out * decay[:, None] + jnp.sum(values * weight[:, :, None], axis=0)
+        return out, new_top, total * decay + jnp.sum(sums * weight, axis=0)
+
+    zeros = lambda *shape: jnp.zeros((together, *shape), jnp.float32)
+    carry = zeros(dims.shape[0]), zeros() - jnp.inf, zeros()
+    out, _, total = lax.fori_loop(0, pl.cdiv(count, size), add, carry)
+    out /= jnp.where(count > 0, total, 1)[:, None]  # zero for padding rows
     plgpu.store(
         out_ref.at[row, heads[0][:, None], dims[None, :]],
         out.astype(out_ref.dtype),

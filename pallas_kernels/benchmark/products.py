@@ -47,7 +47,7 @@ def implementations(split: bool) -> dict[str, Product]:
     def product(name, x, weight, bias):
         if split:
             return linear_sums(x, weight, implementation=name)
-        return linear(x, weight, bias, relu=True, implementation=name)
+        return linear(x, weight, bias, activation="relu", implementation=name)
 
     names = {"default": None, "xla": "xla", "triton": "triton", "mosaic": "mosaic"}
     return {name: functools.partial(product, value) for name, value in names.items()}
@@ -58,8 +58,8 @@ def tilings(rows: int, inputs: int, outputs: int, split: bool) -> dict[str, Prod
 
     def product(tiling, x, weight, bias):
         bias, dtype = (None, sums_dtype(x.dtype, tiling.splits)) if split else (bias, x.dtype)
-        options = {"tiling": tiling, "relu": not split, "dtype": dtype, "interpret": False}
-        return mosaic.launch(x, weight, bias, **options)
+        options = {"activation": None if split else "relu", "dtype": dtype, "interpret": False}
+        return mosaic.launch(x, weight, bias, tiling=tiling, **options)
 
     found = {}
     for tiling in fitting(rows, inputs, outputs, split):

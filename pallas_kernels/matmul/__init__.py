@@ -10,6 +10,7 @@ from jax import Array
 
 from pallas_kernels.common.implementations import choose, runs_triton, with_gradient_of
 from pallas_kernels.matmul import xla
+from pallas_kernels.matmul.activations import ACTIVATIONS, FUSED
 
 KERNELS = ("triton", "mosaic")  # modules beside this one, imported when they are used
 XLA_SHARES = 2
@@ -27,20 +28,27 @@ def linear(
     weight: Array,  # [inputs, outputs]
     bias: Array | None = None,  # [outputs]
     *,
-    relu: bool = False,
+    activation: str | None = None,
+    gated: bool = False,
     implementation: str | None = None,
     interpret: bool = False,
 ) -> Array:
-    """x @ weight + bias, followed by a ReLU if `relu` is set.
+    """activation(x @ weight + bias), or a gated product.
+
+    With `gated` the columns of `weight` and `bias` are two halves, gate and up:
+
+        activation(x @ gate + gate_bias) * (x @ up + up_bias)
 
     Args:
         x: [rows, inputs].
-        weight: [inputs, outputs].
-        bias: [outputs]; None: no bias.
-        relu: whether negative outputs become 0.
+        weight: [inputs, outputs], or [inputs, 2 * outputs] if `gated`.
+        bias: one number per column of `weight`; None: no bias.
+        activation: "relu", "silu", "gelu" (with the error function), "gelu_tanh" (its
+            approximation), or None.
+        gated: whether the product is gated.
         implementation: "triton" (at most 128 rows; it reads the weights once), "mosaic"
-            (Pallas Mosaic GPU: 16-bit numbers, rows in multiples of 8, jax 0.11 and compute
-            capability 9.0; never the default), "xla", or None: Triton if the device runs it
+            (Pallas Mosaic GPU: 16-bit numbers, rows in multiples of 8, not gated, jax 0.11 and
+            compute capability 9.0; never the default), "xla", or None: Triton if the device runs it
             and it is faster (few rows of 16-bit numbers, sizes that are multiples of its tiles),
             otherwise XLA.
         interpret: run the kernel in interpret mode, on any device.
@@ -49,16 +57,29 @@ def linear(
         [rows, outputs] in x's dtype.
 
     Raises:
-        ValueError: `implementation` is unknown or the device cannot run it; or it names a kernel
+        ValueError: the activation is unknown; `gated` and an odd number of columns;
+            `implementation` is unknown or the device cannot run it; or it names a kernel
             that does not take so many rows or weights of these sizes.
+
+    Reference: gated products as feed-forward layers, arXiv 2002.05202.
     """
-    kernel = _kernel_for(x, weight, implementation, interpret)
-    reference = functools.partial(xla.linear, relu=relu)
+    if activation not in (None, *ACTIVATIONS):
+        known = ", ".join(map(repr, ACTIVATIONS))
+        raise ValueError(f"activation must be None or one of {known}, not {activation!r}")
+    if gated and weight.shape[1] % 2:
+        raise ValueError(f"a gated product needs an even number of columns, not {weight.shape[1]}")
+    kernel = _kernel_for(x, weight, implementation, interpret, gated=gated)
+    reference = functools.partial(xla.linear, activation=activation, gated=gated)
     if kernel is None:
         return reference(x, weight, bias)
     module, tiling = kernel
-    options = {"tiling": tiling, "relu": relu, "dtype": x.dtype, "interpret": interpret}
-    launch = functools.partial(module.launch, **options)
+    if activation not in (None, *FUSED):
+        product = linear(x, weight, bias, implementation=implementation, interpret=interpret)
+        return xla.activate(product, activation, gated)
+    epilogue = {"activation": activation, "gated": gated}
+    launch = functools.partial(
+        module.launch, tiling=tiling, dtype=x.dtype, interpret=interpret, **epilogue
+    )
     return with_gradient_of(reference, launch)(x, weight, bias)
 
 
@@ -83,7 +104,7 @@ def linear_sums(
     if kernel is not None:
         module, tiling = kernel
         dtype = xla.sums_dtype(x.dtype, tiling.splits)
-        options = {"tiling": tiling, "relu": False, "dtype": dtype, "interpret": interpret}
+        options = {"tiling": tiling, "dtype": dtype, "interpret": interpret}
         launch = lambda x, weight: module.launch(x, weight, None, **options)
         in_shares = functools.partial(xla.dot_in_shares, shares=tiling.splits)
         reference = in_shares if tiling.splits > 1 else xla.widened_dot
@@ -95,7 +116,7 @@ def linear_sums(
 
 
 def _kernel_for(
-    x, weight, implementation, interpret: bool, *, split: bool = False
+    x, weight, implementation, interpret: bool, *, split: bool = False, gated: bool = False
 ) -> tuple[ModuleType, Any] | None:
     """The module of the kernel to launch and the sizes of the launch; None: XLA.
 
@@ -114,14 +135,14 @@ def _kernel_for(
     multiples = tiling.multiples
     fits = all(size % unit == 0 for size, unit in zip(weight.shape, multiples, strict=True))
     fits &= rows % module.ROW_MULTIPLE == 0 and rows <= (module.MAX_ROWS or rows)
-    fits &= x.dtype.itemsize in module.ITEM_BYTES
+    fits &= x.dtype.itemsize in module.ITEM_BYTES and (module.GATED or not gated)
     if fits:
         return module, tiling
     if default:
         return None
     raise ValueError(
         f"implementation {name!r} takes {module.TAKES} and weights whose sizes are multiples of "
-        f"{multiples}, not {rows} rows of {x.dtype} and weights {weight.shape}"
+        f"{multiples}, not {rows} rows of {x.dtype} and {'gated ' * gated}weights {weight.shape}"
     )
 
 

@@ -15,6 +15,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.matmul.activations import ACTIVATIONS
+
 WARPGROUP_THREADS = 128
 REGISTERS = 512  # for one thread of each warpgroup, together
 FETCHING_REGISTERS = 40  # for a thread that fetches; the others share the rest
@@ -32,7 +34,8 @@ MOST_STAGES = 6
 MULTIPROCESSORS = 132
 MAX_ROWS, ROW_MULTIPLE = None, 8  # any multiple of 8 rows
 ITEM_BYTES = (2,)  # bytes of a number
-TAKES = f"16-bit numbers, rows in multiples of {ROW_MULTIPLE}"
+GATED = False
+TAKES = f"16-bit numbers, rows in multiples of {ROW_MULTIPLE}, products that are not gated"
 
 
 class Tiling(NamedTuple):
@@ -104,23 +107,25 @@ def stages_that_fit(rows: int, columns: int, warpgroups: int) -> int:
     return min(MOST_STAGES, (SHARED_BYTES - staged) // (2 * DEPTH * (rows + columns)))
 
 
-@functools.partial(jax.jit, static_argnames=("tiling", "relu", "dtype", "interpret"))
+@functools.partial(jax.jit, static_argnames=("tiling", "activation", "gated", "dtype", "interpret"))
 def launch(
     x: Array,  # [rows, inputs]
     weight: Array,  # [inputs, outputs]
     bias: Array | None,  # [outputs]
     *,
     tiling: Tiling,
-    relu: bool,
+    activation: str | None = None,
+    gated: bool = False,
     dtype: jnp.dtype,
     interpret: bool,
 ) -> Array:
     """[rows, outputs], or shares [splits, rows, outputs]: see `pallas_kernels.linear`."""
+    del gated  # such products are not taken
     rows, (inputs, outputs) = x.shape[0], weight.shape
     shares = (tiling.splits,) if tiling.splits > 1 else ()
     clusters = outputs // tiling.columns // tiling.cluster
     return plgpu.kernel(
-        functools.partial(_kernel, tiling=tiling, relu=relu, biased=bias is not None),
+        functools.partial(_kernel, tiling=tiling, activation=activation, biased=bias is not None),
         out_type=jax.ShapeDtypeStruct((*shares, rows, outputs), dtype),
         # Tiles with the same columns run at the same time, so that weights are read once.
         grid=(tiling.splits, clusters * pl.cdiv(rows, tiling.rows)),
@@ -135,7 +140,7 @@ def launch(
     )(x, weight, *(() if bias is None else (bias,)))
 
 
-def _kernel(x_ref, weight_ref, *refs, tiling: Tiling, relu: bool, biased: bool):
+def _kernel(x_ref, weight_ref, *refs, tiling: Tiling, activation: str | None, biased: bool):
     bias_ref, out_ref = refs if biased else (None, *refs)
     share = x_ref.shape[1] // tiling.splits
     split, tile = lax.axis_index("split"), lax.axis_index("tile")
@@ -160,8 +165,8 @@ def _kernel(x_ref, weight_ref, *refs, tiling: Tiling, relu: bool, biased: bool):
             at = pl.ds(first_column, tiling.columns)
             bias = plgpu.load(bias_ref.at[at], optimized=False).astype(jnp.float32)
             values += lax.broadcast_in_dim(bias, values.shape, (1,))
-        if relu:
-            values = jnp.maximum(values, 0)
+        if activation is not None:
+            values = ACTIVATIONS[activation](values)
         values = values.astype(out_ref.dtype)
         for rows, columns in pieces:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)

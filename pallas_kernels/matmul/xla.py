@@ -1,23 +1,34 @@
 """Products in XLA operations, whole or in shares of the contracted axis."""
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.common.implementations import matmul_precision
+from pallas_kernels.matmul.activations import ACTIVATIONS
 
 
 def linear(
     x: Array,  # [rows, inputs]
-    weight: Array,  # [inputs, outputs]
-    bias: Array | None,  # [outputs]
+    weight: Array,  # [inputs, columns]
+    bias: Array | None,  # [columns]
     *,
-    relu: bool,
+    activation: str | None,
+    gated: bool,
 ) -> Array:  # [rows, outputs]
     """See `pallas_kernels.linear`."""
     y = dot(x, weight)
-    y = y if bias is None else y + bias
-    return jax.nn.relu(y) if relu else y
+    return activate(y if bias is None else y + bias, activation, gated)
+
+
+def activate(y: Array, activation: str | None, gated: bool) -> Array:
+    """What follows a product with its bias, computed in float32."""
+    if activation is None and not gated:
+        return y
+    if activation == "relu" and not gated:
+        return ACTIVATIONS[activation](y)  # exact in any type, and XLA makes it part of the product
+    out, up = jnp.split(y.astype(jnp.float32), 2, axis=-1) if gated else (y.astype(jnp.float32), 1)
+    out = out if activation is None else ACTIVATIONS[activation](out)
+    return (out * up).astype(y.dtype)
 
 
 def dot(x: Array, weight: Array, dtype=None) -> Array:

@@ -1,0 +1,183 @@
+"""A decoder-only language model in Flax NNX, over packed rows with a read-only KV cache."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from os import PathLike
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int32
+
+import pallas_kernels
+from emsjax.decode.base import ModelOutput
+from emsjax.decode.cache import Cache, KVCache
+from emsjax.decode.pack import PackedRows
+from emsjax.models import checkpoint
+from emsjax.models.architecture import AFTER
+from emsjax.models.layers import (
+    Addend,
+    DecoderLayer,
+    Norm,
+    new_linear,
+    residual_stream,
+    run_layer,
+)
+from emsjax.models.rotary import angles
+from pallas_kernels.common.implementations import matmul_precision, with_gradient_of
+from pallas_kernels.common.indexing import take
+
+
+class Decoder(nnx.Module):
+    """A decoder-only language model of any supported family.
+
+    The same forward serves prefill, catch-up of a draft model and verification: it
+    reads the cache, never writes it, and returns the fresh keys and values to commit.
+
+    Args:
+        config: the config of a family, such as `emsjax.OPTConfig`; its `architecture` describes
+            the model.
+        rngs: random generators for the initial weights.
+        dtype: type of weights, matrix products and cache; the residual stream is float32
+            unless layers normalise after each part. In float32, products are computed in full
+            float32.
+    """
+
+    def __init__(self, config: Any, *, rngs: nnx.Rngs, dtype=jnp.bfloat16):
+        dtype = jnp.dtype(dtype)
+        a = self.architecture = config.architecture
+        self.config, self.dtype = config, dtype
+        init = nnx.initializers.normal(a.init_std)
+        options = {"embedding_init": init, "dtype": dtype, "param_dtype": dtype, "rngs": rngs}
+        projection = functools.partial(new_linear, bias=False, init=init, dtype=dtype, rngs=rngs)
+        width = a.embedding_width or a.width
+        self.embed_tokens = nnx.Embed(a.vocab_size, width, **options)
+        learned = a.position_offset is not None
+        positions = a.max_positions + (a.position_offset or 0)
+        self.embed_positions = nnx.Embed(positions, a.width, **options) if learned else None
+        self.project_in = projection(width, a.width) if a.is_projected else None
+        self.project_out = projection(a.width, width) if a.is_projected else None
+        self.final_norm = Norm(a.width, a.norm, dtype=dtype) if a.final_norm else None
+        # Layers of the same kind are compiled once, also in models of other depths.
+        shared = dataclasses.replace(a, layers=(), rotaries=())
+        self.layers = nnx.List(
+            DecoderLayer(shared, kind, dtype=dtype, rngs=rngs) for kind in a.layers
+        )
+        self.lm_head = None if a.tied_head else nnx.Embed(a.vocab_size, width, **options)
+        self.lm_head_bias = nnx.Param(jnp.zeros(a.vocab_size, dtype)) if a.head_bias else None
+
+    def __call__(
+        self,
+        token_ids: Int32[Array, "r"],
+        rows: PackedRows,
+        cache: Cache,
+        *,
+        attention: Callable = pallas_kernels.ragged_attention,
+        max_rows_per_sample: int | None = None,
+        taps: tuple[int, ...] = (),
+    ) -> ModelOutput:
+        """Computes final hidden states of the packed rows, and their q, k and v in every layer.
+
+        The hidden states are float32 unless layers normalise after each part.
+
+        Args:
+            token_ids: the rows' tokens; padding rows may hold any token.
+            rows: the rows' samples and positions. Rows that are not verified may have positions
+                beyond the model's limit.
+            cache: committed K/V, read only; rows of sample s start at cache.lengths[s].
+            attention: a callable with the signature of `pallas_kernels.ragged_attention`.
+            max_rows_per_sample: static bound of rows per sample; None: all rows.
+            taps: layers whose hidden states are returned, 0 (the embeddings) to the number of
+                layers: see `emsjax.decode.base.Model`.
+
+        Raises:
+            ValueError: a tap is outside of that range.
+        """
+        check_taps(taps, len(self.layers))
+        x, y = self.embed(token_ids, rows.positions)
+        turns = [angles(rotary, rows.positions) for rotary in self.architecture.rotaries]
+        norm = self.architecture.norm
+        fresh, tapped = [], {}
+        for index, (layer, cached) in enumerate(zip(self.layers, cache.layers, strict=True)):
+            if index in taps:
+                tapped[index] = residual_stream(norm, x, y)
+            x, y, qkv = run_layer(
+                layer,
+                (x, y),
+                None if layer.kind.rotary is None else turns[layer.kind.rotary],
+                cached,
+                rows,
+                cache.visible,
+                attention=attention,
+                max_rows_per_sample=max_rows_per_sample,
+            )
+            fresh.append(qkv)
+        hidden = tapped[len(self.layers)] = residual_stream(norm, x, y)
+        return ModelOutput(hidden, tuple(fresh), tuple(tapped[index] for index in taps))
+
+    def embed(
+        self, token_ids: Int32[Array, "r"], positions: Int32[Array, "r"]
+    ) -> tuple[Float[Array, "r e"], Addend | None]:
+        """Returns the two terms of the residual stream that the first layer begins with."""
+        a = self.architecture
+        # `nnx.Embed` is not called, as it fills in values for ids and positions out of range.
+        token_ids = jnp.clip(token_ids, 0, a.vocab_size - 1)
+        x, y = take(self.embed_tokens.embedding[...], token_ids), None
+        x = x if self.project_in is None else self.project_in(x)
+        if self.embed_positions is not None:
+            places = jnp.minimum(positions, a.max_positions - 1) + a.position_offset
+            y = Addend(take(self.embed_positions.embedding[...], places))
+        if a.order == AFTER:
+            return x if y is None else x + y.sums, None
+        scale = jnp.asarray(a.embedding_scale, self.dtype)  # rounded, as in training
+        return x.astype(jnp.float32) * scale.astype(jnp.float32), y
+
+    def logits(self, hidden: Float[Array, "r e"]) -> Float[Array, "r v"]:
+        """Computes float32 logits; their gradient is rounded to the model's dtype."""
+        a = self.architecture
+        x = hidden if self.final_norm is None else self.final_norm(hidden)
+        x = x.astype(self.dtype)
+        x = x if self.project_out is None else self.project_out(x)
+        precision = matmul_precision(self.dtype)
+        product = functools.partial(jnp.einsum, "rw,vw->rv", precision=precision)
+        narrow = lambda x, table: product(x, table).astype(jnp.float32)
+        wide = functools.partial(product, preferred_element_type=jnp.float32)
+        table = (self.lm_head or self.embed_tokens).embedding[...]
+        # Otherwise the gradient's matrix products would have float32 factors.
+        logits = with_gradient_of(narrow, wide)(x, table)
+        if self.lm_head_bias is not None:
+            logits += self.lm_head_bias[...].astype(jnp.float32)
+        return logits if a.logit_cap is None else a.logit_cap * jnp.tanh(logits / a.logit_cap)
+
+    def init_cache(self, batch: int, max_len: int) -> KVCache:
+        """Returns an empty cache with room for `max_len` tokens of each of `batch` samples."""
+        a = self.architecture
+        sizes = {"num_layers": len(a.layers), "kv_heads": a.kv_heads, "head_dim": a.head_dim}
+        return KVCache.init(batch, max_len, dtype=self.dtype, **sizes)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of activations of one packed row within a layer."""
+        a = self.architecture
+        # The stream before and after an addition, and the addend, all in float32.
+        stream = 3 * a.width * 4
+        return stream + (sum(a.columns) + (1 + a.gated) * a.ffn_size) * self.dtype.itemsize
+
+    def astype(self, dtype) -> "Decoder":
+        """Returns a model with the same weights, converted to this dtype."""
+        make = lambda: type(self)(self.config, rngs=nnx.Rngs(0), dtype=dtype)
+        graph, _ = nnx.split(nnx.eval_shape(make))
+        return nnx.merge(graph, jax.tree.map(lambda x: x.astype(dtype), nnx.state(self)))
+
+    def save_pretrained(self, path: str | PathLike) -> None:
+        """Writes a folder that transformers can load: see `emsjax.models.checkpoint.save`."""
+        checkpoint.save(self, path)
+
+
+def check_taps(taps: tuple[int, ...], num_layers: int) -> None:
+    """Raises ValueError for a tap that is not 0 (the embeddings) to the number of layers."""
+    outside = [tap for tap in taps if not 0 <= tap <= num_layers]
+    if outside:
+        raise ValueError(f"taps must lie in 0..{num_layers} for this model, not {outside[0]}")

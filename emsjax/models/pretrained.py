@@ -1,0 +1,59 @@
+"""Models of published checkpoints."""
+
+from os import PathLike
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from emsjax.device import best_dtype
+from emsjax.models import checkpoint
+from emsjax.models.config import DecoderConfig
+from emsjax.models.decoder import Decoder
+from emsjax.models.opt import FAMILY, OPTConfig
+
+
+def from_pretrained(
+    path_or_repo_id: str | PathLike,
+    *,
+    dtype: DTypeLike | None = None,
+    revision: str | None = None,
+    allow_nonfinite: bool = False,
+) -> Decoder:
+    """Loads a checkpoint of any supported family: see `emsjax.models.checkpoint.load`.
+
+    Args:
+        path_or_repo_id: a folder, or an id on the Hugging Face hub such as "Qwen/Qwen3-0.6B".
+        dtype: bfloat16, float16 or float32; None: what suits the device, bfloat16 on newer GPUs
+            and TPUs, float16 on older GPUs, float32 on CPUs.
+        revision: a branch, tag or commit of the repository.
+        allow_nonfinite: whether weights may be infinite or NaN.
+
+    Raises:
+        ValueError: see `emsjax.models.checkpoint.load`.
+    """
+    dtype = best_dtype() if dtype is None else dtype
+    options = {"revision": revision, "allow_nonfinite": allow_nonfinite}
+    return checkpoint.load(make, path_or_repo_id, dtype=dtype, **options)
+
+
+def make(config: DecoderConfig, **options) -> Decoder:
+    """Makes a model of a config; the options are those of `Decoder`."""
+    return (OPT if isinstance(config, OPTConfig) else Decoder)(config, **options)
+
+
+class OPT(Decoder):
+    """An OPT model: see `Decoder`."""
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path_or_repo_id: str | PathLike,
+        *,
+        dtype: DTypeLike = jnp.bfloat16,
+        revision: str | None = None,
+        allow_nonfinite: bool = False,
+    ) -> "OPT":
+        """Loads a checkpoint of this family only: see `emsjax.from_pretrained`."""
+        options = {"revision": revision, "allow_nonfinite": allow_nonfinite}
+        options["families"] = {FAMILY.model_type: FAMILY}
+        return checkpoint.load(cls, path_or_repo_id, dtype=dtype, **options)
