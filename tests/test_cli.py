@@ -323,6 +323,8 @@ def test_a_token_outside_the_vocabulary_names_its_record(paths, fake, tiny_model
             ["--profile", "--draft-length auto or goodput"],
         ),
         (["--drafter", "prompt-lookup", "--profile", "none.json"], ["none.json"]),
+        (["--seed", "-1"], ["--seed", "0..4294967295", "-1"]),
+        (["--seed", str(2**32)], ["--seed", "0..4294967295", "4294967296"]),
         (["--match-length", "2"], ["--match-length", "prompt-lookup"]),
         (["--match-length", "2", "--drafter", "model"], ["--match-length", "prompt-lookup"]),
         (["--search-generated", "--drafter", "model"], ["--search-generated", "prompt-lookup"]),

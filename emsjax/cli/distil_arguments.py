@@ -9,6 +9,7 @@ from emsjax.terminal.options import (
     count,
     loss_weights,
     positive_int,
+    seed,
 )
 
 
@@ -106,4 +107,4 @@ def add_distil_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-new-tokens", **number, default=128, help="new tokens of each continuation; " + shown)
     add("--draft-tokens", **number, default=4, help="draft tokens per step in evaluation; " + shown)
     add("--checkpoint-every", **number, default=500, help="steps; " + shown)
-    add("--seed", type=int, default=0, help=shown)
+    add("--seed", type=seed, default=0, help=shown)

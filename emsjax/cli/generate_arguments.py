@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from emsjax.terminal.options import add_model_arguments, flag, positive_int, token_ids
+from emsjax.terminal.options import add_model_arguments, flag, positive_int, seed, token_ids
 
 POLICIES = ("auto", "bass", "goodput")  # values of --draft-length other than numbers
 OWN_POLICY = {"draft_length": "auto", "profile": None}  # options of every drafter except none
@@ -154,7 +154,7 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--top-k", type=int, default=0, metavar="N", help="default: 0, all tokens")
     add("--top-p", type=float, default=1.0, metavar="P", help="default: 1, all tokens")
     add(
-        "--seed", type=int, default=0, help="seed of the random keys, one per sequence (default: 0)"
+        "--seed", type=seed, default=0, help="seed of the random keys, one per sequence (default: 0)"
     )
 
 

@@ -37,6 +37,14 @@ def count(text: str) -> int:
     return number
 
 
+def seed(text: str) -> int:
+    """0 to 2**32 - 1, which is all of a seed that JAX uses."""
+    number = int(text)
+    if not 0 <= number < 2**32:
+        raise argparse.ArgumentTypeError(f"must be in 0..{2**32 - 1}, not {text}")
+    return number
+
+
 def positive_float(text: str) -> float:
     number = float(text)
     if not (math.isfinite(number) and number > 0):
