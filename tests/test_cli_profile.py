@@ -139,7 +139,10 @@ def test_a_given_profile_is_preferred_to_the_stored_one(
 BAD_PROFILES = {
     "model": (lambda model, draft: profile_of(draft, draft), "model: hidden_size=8 word"),
     "draft model": (lambda model, draft: profile_of(model, model), "draft_model: hidden_size=16 "),
-    "no draft model": (lambda model, draft: profile_of(model), "model: none, not model_type=opt hidden_size=8"),
+    "no draft model": (
+        lambda model, draft: profile_of(model),
+        "model: none, not model_type=opt hidden_size=8",
+    ),
     "dtype": (lambda model, draft: profile_of(model, draft, "bfloat16"), "dtype: bfloat16, not"),
     "format": (lambda model, draft: {"format": "emsjax profile 0"}, "format"),
     "subject": (

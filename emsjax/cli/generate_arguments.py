@@ -154,7 +154,10 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--top-k", type=int, default=0, metavar="N", help="default: 0, all tokens")
     add("--top-p", type=float, default=1.0, metavar="P", help="default: 1, all tokens")
     add(
-        "--seed", type=seed, default=0, help="seed of the random keys, one per sequence (default: 0)"
+        "--seed",
+        type=seed,
+        default=0,
+        help="seed of the random keys, one per sequence (default: 0)",
     )
 
 
