@@ -54,7 +54,10 @@ CHECKED = [
     "returned",
     "verification",
 ]
-COMMANDS = re.compile("test_(cli|cli_.*|demo_recipe|docs|peers|plotting|readme|.*benchmarks?)")
+COMMANDS = re.compile(
+    "test_(cli|cli_.*|demo_recipe|docs|peers|plotting|readme|.*benchmarks?"
+    "|argument_fuzz|hostile_folders|torch_files)"
+)
 jaxtyping.install_import_hook([f"emsjax.{name}" for name in CHECKED], "beartype.beartype")
 
 from hypothesis import HealthCheck, settings  # noqa: E402
