@@ -89,7 +89,7 @@ MEANINGLESS = [
     *map(value, (NAN, np.float32(NAN), np.array(NAN), 1j, np.complex64(1), decimal.Decimal(1))),
     *map(value, ("3", "true", "", b"3", bytearray(b"3"), np.str_("3"), np.bytes_(b"3"))),
     *map(value, (object(), int, ..., NotImplemented, np.array("a"), np.array(None), slice(3))),
-    *map(value, (np.timedelta64(3), np.datetime64(3, "s"), {"a": 3}, [None, 3], [[[3]]])),
+    *map(value, (np.timedelta64(3, "s"), np.datetime64(3, "s"), {"a": 3}, [None, 3], [[[3]]])),
     *map(value, (["3", "4"], [3.5, "a"], np.ones((2, 2)), np.ones((2, 0)), [NAN, 1.0], memoryview)),
     *map(value, ([True, 3], {(3, 4), (5,)}, [[3, 4], "ab"], SimpleNamespace(a=3))),
     value({}, table={}),

@@ -83,7 +83,7 @@ def test_sixteen_bits_of_a_deep_model_stay_near_float32(prompts):
     out = narrow(jnp.concatenate(list(map(jnp.asarray, prompts))).astype(jnp.int32), rows, cache)
     logits = narrow.logits(out.hidden)[jnp.cumsum(jnp.array(lengths)) - 1]
     error = np.sqrt(np.mean((np.asarray(logits) - exact) ** 2)) / np.abs(exact).max()
-    assert 1e-4 < error < 1.6e-3  # 2.4e-3 if it were rounded
+    assert 1e-4 < error < 2.6e-3  # 3.3e-3 or more if it were rounded
 
 
 def test_the_first_differing_token_is_reported(model, prompts, plain):
