@@ -123,10 +123,10 @@ def test_chunked_arrays_of_flax_are_joined(tmp_path, monkeypatch):
 
 def test_formats_are_preferred_in_their_order(tmp_path):
     scaled = lambda factor: {name: value * factor for name, value in VALUES.items()}
-    write(tmp_path, "msgpack", scaled(2), shards=3)
-    (tmp_path / "pytorch_model.bin").write_bytes(b"never read")
+    write(tmp_path, "bin", scaled(2), shards=3)
+    (tmp_path / "flax_model.msgpack").write_bytes(b"never read")
     assert_holds(load(tmp_path), scaled(2))
-    write(tmp_path, "msgpack", scaled(3))
+    write(tmp_path, "bin", scaled(3))
     assert_holds(load(tmp_path), scaled(3))
     write(tmp_path, "safetensors", scaled(4), shards=3)
     assert_holds(load(tmp_path), scaled(4))
@@ -281,14 +281,14 @@ def hub(tmp_path, monkeypatch):
 
 
 @layouts
-@pytest.mark.parametrize("form", ["safetensors", "msgpack"])
+@pytest.mark.parametrize("form", ["safetensors", "bin"])
 def test_only_one_format_is_downloaded_from_the_hub(hub, form, shards):
     remote, cache, revisions = hub
     write(remote, form, shards=shards)
     (remote / "generation_config.json").write_text("{}")
     (remote / "tokenizer.json").write_text("{}")
     wanted = {path.name for path in remote.iterdir()}
-    (remote / "pytorch_model.bin").write_bytes(b"never read")
+    (remote / "flax_model.msgpack").write_bytes(b"never read")
     (remote / "README.md").write_text("never read")
     model = OPT.from_pretrained("someone/tiny", dtype=jnp.float32, revision="v2")
     assert_holds(model, VALUES)

@@ -45,10 +45,10 @@ def load(
 ) -> LoadedModel:
     """A model from a local folder or a repository of the Hugging Face hub.
 
-    The first of these formats that exists is read, in one file or in shards:
-    safetensors, Flax msgpack, PyTorch .bin. Names and shapes are compared with the config before
-    any tensor is read. Tensors are transferred to the device one by one. The end, start and padding
-    tokens are those of generation_config.json; what it lacks is taken from config.json.
+    The first of these formats that exists is read, in one file or in shards: safetensors, PyTorch
+    .bin, and for OPT Flax msgpack. Names and shapes are compared with the config before any tensor
+    is read. Tensors are transferred to the device one by one. The end, start and padding tokens are
+    those of generation_config.json; what it lacks is taken from config.json.
 
     Args:
         cls: makes a model, as `emsjax.Decoder` does.

@@ -7,20 +7,20 @@ import numpy as np
 
 from emsjax.models import schema
 from emsjax.models.architecture import SHARED, Architecture, AttentionKind, NormKind
-from emsjax.models.config import DecoderConfig, activation, epsilon, even, layers
+from emsjax.models.config import even, layers
 from emsjax.models.family import Family
-from emsjax.models.gpt2 import GPT2_SIZES
+from emsjax.models.gpt2 import GPT2Fields
 from emsjax.models.rotary import rotary
 
 BLOCKS = 4  # devices that the models were trained on, each with a part of the heads
 
 
 @dataclasses.dataclass(frozen=True)
-class CodeGenConfig(DecoderConfig):
+class CodeGenConfig(GPT2Fields):
     """Architecture of a CodeGen model, with the field names and defaults of transformers."""
 
     relations: ClassVar = (
-        schema.multiple("n_embd", "n_head"),
+        *GPT2Fields.relations,
         schema.Relation(
             lambda config: config.n_head % BLOCKS == 0,
             f"n_head ({{n_head}}) must be a multiple of {BLOCKS}, the stored parts",
@@ -37,25 +37,8 @@ class CodeGenConfig(DecoderConfig):
     n_embd: int = schema.count(4096)
     n_layer: int = layers(28)
     n_head: int = schema.count(16)
-    rotary_dim: int = schema.count(64)  # rotated numbers of a head
-    n_inner: int | None = schema.count(None, null=lambda config: 4 * config.n_embd)
-    activation_function: str = activation("gelu_new")
-    layer_norm_epsilon: float = epsilon(1e-5)
-    initializer_range: float = schema.number(0.02, least=0.0)
     tie_word_embeddings: bool = schema.flag(False)
-    pad_token_id: int | None = schema.token_id(None)
-    bos_token_id: int | None = schema.token_id(50256)
-    eos_token_id: schema.TokenIds = schema.token_ids(50256)
-
-    sizes: ClassVar = GPT2_SIZES
-
-    @property
-    def max_position_embeddings(self) -> int:
-        return self.n_positions
-
-    @property
-    def head_dim(self) -> int:
-        return self.n_embd // self.n_head
+    rotary_dim: int = schema.count(64)  # rotated numbers of a head
 
     @property
     def architecture(self) -> Architecture:

@@ -12,9 +12,10 @@ GPT2_SIZES = {"layers": "n_layer", "width": "n_embd", "ffn_size": "n_inner", "he
 
 
 @dataclasses.dataclass(frozen=True)
-class GPT2Config(DecoderConfig):
-    """Architecture of a GPT-2 model, with the field names and defaults of transformers."""
+class GPT2Fields(DecoderConfig):
+    """The fields that configs of GPT-2 and of its relatives share."""
 
+    sizes: ClassVar = GPT2_SIZES
     relations: ClassVar = (schema.multiple("n_embd", "n_head"),)
 
     vocab_size: int = schema.count(50257)
@@ -26,24 +27,31 @@ class GPT2Config(DecoderConfig):
     activation_function: str = activation("gelu_new")
     layer_norm_epsilon: float = epsilon(1e-5)
     initializer_range: float = schema.number(0.02, least=0.0)
-    scale_attn_weights: bool = schema.flag(True)
-    scale_attn_by_inverse_layer_idx: bool = schema.flag(False)
     tie_word_embeddings: bool = schema.flag(True)
     pad_token_id: int | None = schema.token_id(None)
     bos_token_id: int | None = schema.token_id(50256)
     eos_token_id: schema.TokenIds = schema.token_ids(50256)
-
-    sizes: ClassVar = GPT2_SIZES
 
     @property
     def max_position_embeddings(self) -> int:
         return self.n_positions
 
     @property
+    def head_dim(self) -> int:
+        return self.n_embd // self.n_head
+
+
+@dataclasses.dataclass(frozen=True)
+class GPT2Config(GPT2Fields):
+    """Architecture of a GPT-2 model, with the field names and defaults of transformers."""
+
+    scale_attn_weights: bool = schema.flag(True)
+    scale_attn_by_inverse_layer_idx: bool = schema.flag(False)
+
+    @property
     def architecture(self) -> Architecture:
         """The model as data."""
-        head_dim = self.n_embd // self.n_head
-        scale = head_dim**-0.5 if self.scale_attn_weights else 1.0
+        scale = self.head_dim**-0.5 if self.scale_attn_weights else 1.0
         depth = lambda layer: layer + 1 if self.scale_attn_by_inverse_layer_idx else 1
         return Architecture(
             vocab_size=self.vocab_size,
@@ -51,7 +59,7 @@ class GPT2Config(DecoderConfig):
             ffn_size=self.n_inner,
             heads=self.n_head,
             kv_heads=self.n_head,
-            head_dim=head_dim,
+            head_dim=self.head_dim,
             max_positions=self.n_positions,
             layers=tuple(AttentionKind(scale / depth(i)) for i in range(self.n_layer)),
             norm=NormKind(self.layer_norm_epsilon, centred=True),
