@@ -354,6 +354,16 @@ def test_removing_layers_only_leaves_the_others_unchanged(target):
         assert all(map(np.array_equal, one, other))
 
 
+def test_kept_layers_keep_their_windows():
+    """The first and last of three layers have windows; of two layers, only the first would."""
+    model = emsjax.Decoder(FAMILIES["gemma3"], rngs=nnx.Rngs(0), dtype=jnp.float32)
+    first, middle, last = model.architecture.layers
+    assert first == last != middle
+    draft = distillation.prune(model, 2, 64)
+    assert draft.architecture.layers == (first, last)
+    assert [layer.kind for layer in draft.layers] == [first, last]
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
@@ -374,11 +384,18 @@ def test_sizes_that_do_not_fit_are_rejected(target, arguments, error):
 # Training
 
 
-def test_packed_documents_do_not_affect_each_other(target, packed):
-    """The hidden states of each piece equal those of a forward pass with only that piece."""
+@pytest.mark.parametrize("family", ["opt", "mistral", "gemma3"])
+def test_packed_documents_do_not_affect_each_other(target, packed, family):
+    """The hidden states of each piece equal those of a forward pass with only that piece.
+
+    The windows of Mistral and Gemma 3 are shorter than the pieces.
+    """
+    if family != "opt":
+        target = emsjax.Decoder(FAMILIES[family], rngs=nnx.Rngs(0), dtype=jnp.float32)
     batch = packed[5]
     hidden = np.asarray(jax.jit(training.forward)(target, jax.tree.map(jnp.asarray, batch)))
     assert batch.segment_ids.any()
+    scale = 1.0 if family == "opt" else hidden.std()  # the others' are not normalised
 
     @jax.jit
     def of_one(tokens, count):
@@ -389,7 +406,7 @@ def test_packed_documents_do_not_affect_each_other(target, packed):
         for segment in set(segments):
             (piece,) = np.nonzero(segments == segment)
             alone = of_one(np.resize(tokens[piece], 16), np.full(1, len(piece), np.int32))
-            np.testing.assert_allclose(hidden[row][piece], alone[: len(piece)], atol=2e-5)
+            np.testing.assert_allclose(hidden[row][piece], alone[: len(piece)], atol=2e-5 * scale)
 
 
 @pytest.mark.parametrize("parts", [1, 4, 16])

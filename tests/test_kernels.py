@@ -30,7 +30,7 @@ from kernel_cases import (
 
 import pallas_kernels
 from pallas_kernels import attention
-from pallas_kernels.attention import tilings, work_items
+from pallas_kernels.attention import combine, tilings, work_items
 
 pytestmark = pytest.mark.gpu
 TILINGS = {
@@ -378,6 +378,14 @@ def test_every_tile_of_a_few_samples_has_every_share_of_the_keys(implementation,
     lengths, rows = [4 * BLOCK] * len(counts), sum(counts)
     inputs = case(counts, lengths, rows=rows, width=4 * BLOCK)
     check(implementation, inputs, max(counts), programs=4 * len(counts) * HEADS)
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_more_shares_than_are_combined_at_once(group):
+    """One sample has nearly all keys, and so twenty shares or more; another has a single one."""
+    assert combine.COMBINED_SHARES < 20
+    inputs = case((2, 0, 1), [40 * BLOCK, 0, 3], rows=4, width=40 * BLOCK, group=group)
+    check("triton", inputs, 2, programs=40 * HEADS)
 
 
 @every_implementation
