@@ -15,10 +15,9 @@ from checkpoint_files import VALUES, load, write
 
 from emsjax.models.pickles import MAX_OBJECTS
 from emsjax.models.torch_files import MAGIC_NUMBER, open_torch
-from emsjax.models.weight_files import FORMATS, open_file
+from emsjax.models.weight_files import PYTORCH, open_file
 
 torch = pytest.importorskip("torch")
-BIN = FORMATS[-1]
 layouts = pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "older"])
 protocols = pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 
@@ -139,7 +138,7 @@ def older(path, *objects, raw=b""):
 
 def refused(path, reason=""):
     with pytest.raises(ValueError, match=rf"{path.name} is truncated, corrupt or not .*{reason}"):
-        open_file(BIN, path)
+        open_file(PYTORCH, path)
 
 
 @layouts

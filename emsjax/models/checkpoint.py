@@ -25,7 +25,7 @@ from emsjax.models.family import Family
 from emsjax.models.hub import CONFIG, GENERATION_CONFIG, folder_of, tokenizer_files
 from emsjax.models.parameters import Parameter, Parameters
 from emsjax.models.stored import READABLE_DTYPES, StoredTensor, read_json
-from emsjax.models.weight_files import FORMATS, choose_format, first_files, open_weights
+from emsjax.models.weight_files import SAFETENSORS, choose_format, first_files, open_weights
 
 LoadedModel = TypeVar("LoadedModel", bound=nnx.Module)
 DTYPES = ("bfloat16", "float16", "float32")
@@ -229,7 +229,7 @@ def save(
         ValueError: `path` is a file, or the folder has unsharded weights, which would be loaded
             instead of the shards.
     """
-    folder, form = Path(path), FORMATS[0]
+    folder, form = Path(path), SAFETENSORS
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"path {folder} is a file, not a folder")
     config, shards = model.config, plan_shards(model, max_shard_bytes)

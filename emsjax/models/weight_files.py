@@ -68,11 +68,10 @@ def open_safetensors(path: Path) -> dict[str, StoredTensor]:
     }
 
 
-FORMATS = (  # in order of preference; the last one is read for some families only
-    WeightFormat("model.safetensors", open_safetensors, torch_layout=True),
-    WeightFormat("pytorch_model.bin", open_torch, torch_layout=True),
-    WeightFormat("flax_model.msgpack", open_msgpack, torch_layout=False),
-)
+SAFETENSORS = WeightFormat("model.safetensors", open_safetensors, torch_layout=True)
+PYTORCH = WeightFormat("pytorch_model.bin", open_torch, torch_layout=True)
+MSGPACK = WeightFormat("flax_model.msgpack", open_msgpack, torch_layout=False)
+FORMATS = (SAFETENSORS, PYTORCH, MSGPACK)  # in order of preference; some families lack the last
 
 
 def first_files() -> list[tuple[WeightFormat, str]]:
