@@ -1,0 +1,52 @@
+"""Deterministic automata over tokens, as arrays on the device."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
+
+from emsjax.values import pytree
+from pallas_kernels.common.indexing import take
+
+REFUSED = -1  # the state after a token that is not allowed
+
+
+@pytree
+class TokenAutomaton:
+    """A deterministic automaton that reads tokens.
+
+    Tokens that behave alike in every state form a class, so the table has a column per class
+    instead of one per token.
+
+    Axis legend: v = vocabulary, c = classes of tokens, s = states.
+
+    Attributes:
+        classes: the class of each token.
+        table: the state after a state and a token of a class; -1: the token is not allowed there.
+        final: states in which what was read is complete.
+    """
+
+    classes: Int32[Array, "v"]
+    table: Int32[Array, "s c"]
+    final: Bool[Array, "s"]
+
+    def step(self, states: Int32[Array, "*n"], tokens: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
+        """The states after one token each. State -1 remains, and tokens may have any value."""
+        known = (states >= 0) & (tokens >= 0) & (tokens < self.classes.shape[0])
+        classes = take(self.classes, jnp.clip(tokens, 0, self.classes.shape[0] - 1))
+        after = take(self.table, jnp.maximum(states, 0), classes)
+        return jnp.where(known, after, REFUSED)
+
+    def walk(self, states: Int32[Array, "b"], tokens: Int32[Array, "b n"]) -> Int32[Array, "b n1"]:
+        """The states before the first token and after each token; n1 = n + 1."""
+        walked = [states]
+        for place in range(tokens.shape[1]):
+            walked.append(self.step(walked[-1], tokens[:, place]))
+        return jnp.stack(walked, axis=1)
+
+    def is_final(self, states: Int32[Array, "*n"]) -> Bool[Array, "*n"]:
+        """Whether what was read up to these states is complete; False in state -1."""
+        return (states >= 0) & take(self.final, jnp.maximum(states, 0))
+
+    def allowed(self, states: Int32[Array, "r"]) -> Bool[Array, "r v"]:
+        """The tokens that may follow; none in state -1."""
+        after = take(self.table, jnp.maximum(states, 0))  # [r, c]
+        return (states >= 0)[:, None] & (jnp.take(after, self.classes, axis=1, mode="clip") >= 0)
