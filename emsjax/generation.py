@@ -23,7 +23,7 @@ from emsjax.engine.output import GenerateOutput, assemble
 from emsjax.engine.preparation import check, check_memory, for_prompts
 from emsjax.engine.requests import Requests
 from emsjax.engine.slots import Slots, sequences_of, stacked
-from emsjax.sampling import Sampling
+from emsjax.sampling import LogitsProcessor, Sampling
 
 LEAST_SHAPE = 16  # slots; fewer would give a small batch a shape of its own
 
@@ -43,6 +43,12 @@ def generate(
     time_budget_s: float | None = None,
     attention_implementation: str | Callable | None = None,
     attention_mask: Sequence[Sequence[int]] | None = None,
+    *,
+    processors: Sequence[LogitsProcessor] = (),
+    stop: Any = None,
+    tokenizer: Any = None,
+    include_stop: bool = False,
+    top_logprobs: int = 0,
 ) -> GenerateOutput:
     """Completes ragged prompts by batched, unpadded, lossless speculative decoding.
 
@@ -59,7 +65,7 @@ def generate(
             drafter proposes. It has no effect without a drafter.
         max_new_tokens: maximum number of tokens to emit, one value for all prompts or one
             per prompt.
-        sampling: temperature, top-k and top-p; None: greedy.
+        sampling: temperature, penalties and other settings: see `Sampling`; None: greedy.
         num_sequences: sequences per prompt; the prompt is prefilled once. More than one needs a
             prompt with a temperature above 0; those of a prompt with temperature 0 are equal.
         batch_size: number of sequences decoded at a time; None: all at once.
@@ -75,6 +81,15 @@ def generate(
             default.
         attention_mask: for padded prompts, zeros and ones in the shape of the prompts. Tokens
             with a zero, before or after all others, are left out.
+        processors: your own logits processors, applied after the settings that change logits, and
+            before anything is drawn or compared.
+        stop: what ends a sequence when its new tokens hold it, beside end tokens: a string, which
+            is found wherever it begins and ends within tokens; a sequence of token ids; several of
+            these; or one list of them per prompt. The token that completes a stop is the last one.
+        tokenizer: a tokenizer of transformers, which strings in `stop` need. The output then has
+            `texts`.
+        include_stop: whether a text keeps the stop that ended it.
+        top_logprobs: number of likeliest tokens that the output has for each emitted token.
 
     It runs with 64-bit types off and JAX's default random generator, whatever else is set, and so
     does code of yours that it calls.
@@ -85,13 +100,13 @@ def generate(
     Raises:
         ValueError: an argument is of the wrong kind or out of range; the message names it. The
             list or a prompt is empty, ids are not integers or lie outside the vocabulary, a prompt
-            without a mask begins or ends with a token that is for padding alone, a count is below
-            1, the number of per-prompt values or keys is wrong, a prompt's length +
-            max_new_tokens - 1 exceeds the model's positions, a sampling setting or several
-            sequences have no effect because decoding is greedy, the key is missing or a legacy
-            key, the budget is not positive, the drafter does not suit the model or is on another
-            device, or the run does not fit into memory. The error comes before anything is
-            allocated.
+            without a mask begins or ends with a token that is for padding alone, a stop is empty
+            or needs a tokenizer, no token may be chosen, a count is below 1, the number of
+            per-prompt values or keys is wrong, a prompt's length + max_new_tokens - 1 exceeds the
+            model's positions, a sampling setting or several sequences have no effect because
+            decoding is greedy, the key is missing or a legacy key, the budget is not positive, the
+            drafter does not suit the model or is on another device, or the run does not fit into
+            memory. The error comes before anything is allocated.
 
     Reference: EMS-SD, arXiv 2405.07542.
     """
@@ -99,7 +114,13 @@ def generate(
     if time_budget_s is not None:
         seconds = check_number("time_budget_s", time_budget_s, "seconds above 0", lambda s: s > 0)
         deadline = monotonic() + seconds
-    run = make_run(model, drafter, draft_length, attention_implementation=attention_implementation)
+    run = make_run(
+        model,
+        drafter,
+        draft_length,
+        processors=processors,
+        attention_implementation=attention_implementation,
+    )
     run, requests = check(
         run,
         prompts,
@@ -109,6 +130,10 @@ def generate(
         num_sequences=num_sequences,
         eos_token_ids=eos_token_ids,
         key=key,
+        stop=stop,
+        tokenizer=tokenizer,
+        include_stop=include_stop,
+        top_logprobs=top_logprobs,
     )
     return complete(run, requests, batch_size=batch_size, deadline=deadline)
 
@@ -191,6 +216,10 @@ def init_state(
     attention_implementation: str | Callable | None = None,
     attention_mask: Sequence[Sequence[int]] | None = None,
     layout: Layout = UNPADDED,
+    processors: Sequence[LogitsProcessor] = (),
+    stop: Any = None,
+    tokenizer: Any = None,
+    top_logprobs: int = 0,
 ) -> DecodeState:
     """Returns the state before the first `step`: prompts are prefilled and nothing is emitted.
 
@@ -203,6 +232,7 @@ def init_state(
         model,
         drafter,
         draft_length,
+        processors=processors,
         attention_implementation=attention_implementation,
         layout=layout,
     )
@@ -215,6 +245,9 @@ def init_state(
         num_sequences=num_sequences,
         eos_token_ids=eos_token_ids,
         key=key,
+        stop=stop,
+        tokenizer=tokenizer,
+        top_logprobs=top_logprobs,
     )
     slots = requests.total_sequences
     cache_length = check_memory(run, requests, slots)
@@ -233,6 +266,7 @@ def step(
     attention_implementation: str | Callable | None = None,
     layout: Layout = UNPADDED,
     num_sequences: int | Int32[Array, ""] | None = None,
+    processors: Sequence[LogitsProcessor] = (),
 ) -> tuple[DecodeState, StepInfo]:
     """Drafts, verifies and commits once for every sample that decodes.
 
@@ -247,6 +281,7 @@ def step(
         layout: the same layout as for `init_state`.
         num_sequences: sequences per prompt, if some prompts may not be fully cached: the step
             then feeds their tokens too. None: all prompts are cached.
+        processors: the same logits processors as for `init_state`.
 
     Returns:
         The next state, and the step's `StepInfo`.
@@ -254,7 +289,8 @@ def step(
     Raises:
         ValueError: `model` is not a model, prompts are to be fed in a padded layout, the
             attention is unknown, a `free` drafter draws its
-            tokens, or the attention, drafter or policy does not return what it should.
+            tokens, the processors are not those of the state, or the attention, drafter, policy or
+            a processor does not return what it should.
     """
     check_instance("state", state, DecodeState, "what emsjax.init_state returned")
     if num_sequences is not None and not is_traced(num_sequences):
@@ -265,6 +301,7 @@ def step(
         model,
         drafter,
         draft_length,
+        processors=processors,
         attention_implementation=attention_implementation,
         layout=layout,
     )

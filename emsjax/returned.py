@@ -51,6 +51,29 @@ def checked_draft(draft: Any, batch: int, max_draft_tokens: int, vocab_size: int
     return dataclasses.replace(draft, tokens=tokens, counts=counts, probs=probs)
 
 
+def checked_proposal(drafter: Any, state: Any, *arguments: Any, vocab_size: int) -> tuple[Any, Any]:
+    """Calls `drafter.propose`, and returns the checked `Draft` and the drafter's state.
+
+    Args:
+        arguments: the arguments of `Drafter.propose` after the state.
+        vocab_size: the target's vocabulary size.
+
+    Raises:
+        ValueError: the result is not what `Drafter.propose` must return.
+    """
+    tokens, *_ = arguments
+    found = drafter.propose(state, *arguments)
+    is_pair = isinstance(found, tuple) and len(found) == 2
+    if not is_pair or not all(hasattr(found[0], part) for part in ("tokens", "counts", "probs")):
+        kind = lambda x: "array" if isinstance(x, jax.Array) else type(x).__name__
+        several = isinstance(found, tuple)
+        what = f"({', '.join(map(kind, found))})" if several else kind(found)
+        raise ValueError(f"the drafter's propose must return a pair (Draft, state), not {what}")
+    draft, after = found
+    check_state("the drafter's", "propose", state, after)
+    return checked_draft(draft, len(tokens), drafter.max_draft_tokens, vocab_size), after
+
+
 def check_state(whose: str, method: str, before: Any, after: Any) -> None:
     """Raises ValueError unless `after`, which `method` returned, has the structure, shapes and
     types of the state `before`, as the device loop needs."""

@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
 
@@ -16,7 +17,7 @@ from emsjax.engine.preparation import check, holds_prompts, with_checked_drafter
 from emsjax.engine.replicas import make_slots, reopen, rows_of_all
 from emsjax.engine.requests import PLACEHOLDER, check_requests
 from emsjax.engine.slots import sequences_of
-from emsjax.sampling import Sampling
+from emsjax.sampling import LogitsProcessor, Sampling
 from emsjax.streaming import (
     WIDTH,
     Completion,
@@ -35,7 +36,8 @@ class Engine:
     the same as from `emsjax.stream` with the same arguments. One call is served at a time.
 
     Args:
-        model, drafter, draft_length, attention_implementation, devices: as for `emsjax.stream`.
+        model, drafter, draft_length, attention_implementation, devices, processors: as for
+            `emsjax.stream`.
         batch_size: slots per device.
         max_len: tokens of the longest prompt and its continuation together, which set the size
             of the caches; None: as many as the model has positions for.
@@ -55,9 +57,14 @@ class Engine:
         max_len: int | None = None,
         attention_implementation: str | Callable | None = None,
         devices: Sequence[jax.Device] | None = None,
+        processors: Sequence[LogitsProcessor] = (),
     ):
         run = make_run(
-            model, drafter, draft_length, attention_implementation=attention_implementation
+            model,
+            drafter,
+            draft_length,
+            processors=processors,
+            attention_implementation=attention_implementation,
         )
         if holds_prompts(run.drafter, None):
             raise ValueError(
@@ -79,24 +86,22 @@ class Engine:
         max_new_tokens: int | Sequence[int] = 128,
         sampling: Sampling | None = None,
         num_sequences: int = 1,
-        *,
-        eos_token_ids: Iterable[int] | None = None,
-        key: jax.Array | None = None,
-        attention_mask: Sequence[Sequence[int]] | None = None,
+        **asked: Any,
     ) -> Iterator[Completion]:
         """Completes prompts in these slots: see `emsjax.stream`.
+
+        Args:
+            asked: other arguments of `emsjax.stream` that concern the prompts: `eos_token_ids`,
+                `key`, `attention_mask`, `stop`, `tokenizer`, `include_stop` and `top_logprobs`.
 
         Raises:
             ValueError: as `emsjax.stream`; also if a sequence has more than `max_len` tokens, or
                 if another call's results have not all been read.
         """
-        options = {
-            "attention_mask": attention_mask,
+        options = asked | {
             "max_new_tokens": max_new_tokens,
             "sampling": sampling,
             "num_sequences": num_sequences,
-            "eos_token_ids": eos_token_ids,
-            "key": key,
         }
         if is_list(prompts):
             _, requests = check(self.run, prompts, **options)
@@ -117,10 +122,7 @@ class Engine:
             raise ValueError("the slots serve another call: read its results, or close it, first")
         reopen(self.slots, requests)
         rows = rows_of_all(self.slots, entries)
-        if source is not None:
-            results = source.completions(rows)
-        else:
-            results = completions_of(rows, requests.num_sequences)
+        results = source.completions(rows) if source else completions_of(rows, requests)
         results = configured_generator(results)
         self.last_call = weakref.ref(results)
         return results

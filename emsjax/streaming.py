@@ -16,7 +16,7 @@ from emsjax.decode.base import Drafter, DraftLength, Model, ModelConfig
 from emsjax.decode.row_counts import round_up
 from emsjax.decode.run import Run
 from emsjax.engine.adapt import make_run
-from emsjax.engine.output import finish_reasons
+from emsjax.engine.output import TopLogprobs, finish_reasons
 from emsjax.engine.preparation import check, holds_prompts, with_checked_drafter
 from emsjax.engine.replicas import make_slots, rows_of_all
 from emsjax.engine.requests import (
@@ -27,7 +27,7 @@ from emsjax.engine.requests import (
     read_prompt,
 )
 from emsjax.engine.slots import Entry, Row, sequences_of
-from emsjax.sampling import Sampling
+from emsjax.sampling import LogitsProcessor, Sampling
 from emsjax.values import comparable
 
 WIDTH = 64  # cache lengths are multiples of it
@@ -42,8 +42,10 @@ class Completion:
         sequence: index of the sequence among the prompt's sequences, from 0.
         tokens: emitted tokens, including the end token.
         logprobs: log-probability of each token, as in `GenerateOutput`.
-        finish_reason: "eos", "length" or "error" as in `GenerateOutput`, or "refused" if the prompt
-            cannot be decoded.
+        finish_reason: "eos", "length", "stop" or "error" as in `GenerateOutput`, or "refused" if
+            the prompt cannot be decoded.
+        text: the text of the tokens, up to a stop; None without a tokenizer.
+        top_logprobs: the likeliest tokens; None unless they were asked for.
         num_steps, num_drafted, num_accepted, num_invalid, accepted_histogram, finish_seconds: as in
             `Stats`.
         error: why the prompt was refused; None otherwise.
@@ -54,6 +56,8 @@ class Completion:
     tokens: Int32[np.ndarray, "n"]
     logprobs: Float32[np.ndarray, "n"]
     finish_reason: str
+    text: str | None = None
+    top_logprobs: TopLogprobs | None = None
     num_steps: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
@@ -80,6 +84,11 @@ def stream(
     attention_implementation: str | Callable | None = None,
     devices: Sequence[jax.Device] | None = None,
     attention_mask: Sequence[Sequence[int]] | None = None,
+    processors: Sequence[LogitsProcessor] = (),
+    stop: Any = None,
+    tokenizer: Any = None,
+    include_stop: bool = False,
+    top_logprobs: int = 0,
 ) -> Iterator[Completion]:
     """Completes any number of prompts, `batch_size` sequences at a time, each as it finishes.
 
@@ -114,8 +123,18 @@ def stream(
         "num_sequences": num_sequences,
         "eos_token_ids": eos_token_ids,
         "key": key,
+        "stop": stop,
+        "tokenizer": tokenizer,
+        "include_stop": include_stop,
+        "top_logprobs": top_logprobs,
     }
-    run = make_run(model, drafter, draft_length, attention_implementation=attention_implementation)
+    run = make_run(
+        model,
+        drafter,
+        draft_length,
+        processors=processors,
+        attention_implementation=attention_implementation,
+    )
     if not is_list(prompts):
         sizes = {"batch_size": batch_size, "max_len": max_len}
         return stream_numbered(run, enumerate(prompts), **sizes, devices=devices, **options)
@@ -124,7 +143,7 @@ def stream(
     count = min(check_at_least("batch_size", batch_size, 1), requests.total_sequences)
     slots = make_slots(run, requests, count, devices)
     rows = rows_of_all(slots, sequences_of(requests))
-    return configured_generator(completions_of(rows, requests.num_sequences))
+    return configured_generator(completions_of(rows, requests))
 
 
 def is_list(prompts: Any) -> bool:
@@ -220,7 +239,7 @@ class Source:
     def entries(self) -> Iterator["Entry | Completion"]:
         """Yields an `Entry` per sequence, or its refusal if the prompt cannot be decoded."""
         new, each = int(self.requests.max_new_tokens[0]), self.requests.num_sequences
-        sampling = jax.tree.map(lambda values: values[0], self.requests.sampling)
+        settings = jax.tree.map(lambda values: values[0], self.requests.settings)
         for place, prompt in self.read():
             try:
                 ids = self.checked(place, prompt, new)
@@ -228,7 +247,7 @@ class Source:
                 yield from (refusal(place, n, str(error)) for n in range(each))
                 continue
             for sequence in range(place * each, (place + 1) * each):
-                yield Entry(sequence, ids, new, self.requests.keys.data(sequence), sampling)
+                yield Entry(sequence, ids, new, self.requests.keys.data(sequence), settings)
 
     def read(self) -> Iterator[tuple[int, Sequence[int]]]:
         """Yields the prompts; an error ends them and is stored in `self.error`."""
@@ -255,27 +274,33 @@ class Source:
 
     def completions(self, rows: Generator[Row, None, None]) -> Iterator[Completion]:
         """Yields completions and refusals, then raises the iterator's error if there was one."""
-        yield from completions_of(rows, self.requests.num_sequences)
+        yield from completions_of(rows, self.requests)
         if self.error is not None:
             raise self.error
 
 
-def completions_of(rows: Generator[Row, None, None], num_sequences: int) -> Iterator[Completion]:
+def completions_of(rows: Generator[Row, None, None], requests: Requests) -> Iterator[Completion]:
     """Yields completions and refusals. Closing the iterator also stops decoding."""
     with contextlib.closing(rows):
         for row in rows:
-            yield row if isinstance(row, Completion) else completion(row, num_sequences)
+            yield row if isinstance(row, Completion) else completion(row, requests)
 
 
-def completion(row: Row, num_sequences: int) -> Completion:
+def completion(row: Row, requests: Requests) -> Completion:
     new = slice(int(row["prompt_lengths"]), int(row["lengths"]))
-    prompt, sequence = divmod(int(row["sequence_ids"]), num_sequences)
+    prompt, sequence = divmod(int(row["sequence_ids"]), requests.num_sequences)
+    tokens, reason = row["tokens"][new], finish_reasons(row["end"], row["active"]).item()
+    top = None
+    if requests.common.top_logprobs:
+        top = TopLogprobs(row["top_tokens"][new], row["top_logprobs"][new])
     return Completion(
         prompt,
         sequence,
-        row["tokens"][new],
+        tokens,
         row["logprobs"][new],
-        finish_reasons(row["end"], row["active"]).item(),
+        reason,
+        text=None if requests.texts is None else requests.texts.of(prompt, tokens, reason),
+        top_logprobs=top,
         num_steps=int(row["num_steps"]),
         num_drafted=int(row["num_drafted"]),
         num_accepted=int(row["num_accepted"]),

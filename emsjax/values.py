@@ -4,7 +4,9 @@ import dataclasses
 from typing import Any, dataclass_transform
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool
 
 
 def equal(one: Any, other: Any) -> bool:
@@ -43,3 +45,16 @@ def comparable(cls: type) -> type:
 def pytree(cls: type) -> type:
     """A frozen dataclass that compares by its fields and is a pytree."""
     return jax.tree_util.register_dataclass(comparable(cls))
+
+
+def choose_slots(fresh: Bool[Array, "b"], new: Array, old: Array) -> Array:
+    """Selects fresh slots' entries from `new` and the others from `old`; slots are axis 0."""
+    return jnp.where(fresh.reshape(-1, *[1] * (old.ndim - 1)), new, old)
+
+
+def merge_fresh(fresh: Bool[Array, "b"], begun: Any, state: Any) -> Any:
+    """`state`, with the entries of fresh slots from `begun` in arrays whose first axis is slots."""
+    leads = lambda x: jnp.shape(x)[:1] == fresh.shape
+    return jax.tree.map(
+        lambda new, old: choose_slots(fresh, new, old) if leads(old) else old, begun, state
+    )

@@ -217,7 +217,7 @@ def test_observed_hidden_states_equal_those_of_a_fresh_forward(taps, num_sequenc
 def without(token: int):
     """A logits processor that forbids a token."""
 
-    def forbid(logits, context):
+    def forbid(state, logits, context):
         return logits.at[:, token].set(-jnp.inf)
 
     return forbid
@@ -260,7 +260,7 @@ def test_a_processor_that_forbids_a_token_keeps_decoding_lossless(sampled, draft
 def test_a_processor_sees_the_tokens_before_each_row():
     """The processor forbids the last token of the row's context, emitted or drafted."""
 
-    def no_repeat(logits, context):
+    def no_repeat(state, logits, context):
         before = context.lengths - 1
         last = take_in_rows(context.tokens, before[:, None])[:, 0]
         drafted = jnp.pad(context.drafted, ((0, 0), (1, 0)))

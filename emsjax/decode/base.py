@@ -9,13 +9,12 @@ Axis legend: see `emsjax.decode.pack`.
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32, Key
 
 from emsjax.sampling import Sampling
-from emsjax.values import pytree
+from emsjax.sampling.processors import Processing
+from emsjax.values import merge_fresh, pytree
 
 
 @runtime_checkable
@@ -216,8 +215,8 @@ class Drafter:
         """*Host.* The drafter with a policy's limit, unless its user has set one."""
         return self
 
-    def with_processors(self, processors: tuple[Callable, ...]) -> "Drafter":
-        """*Host.* The drafter whose own logits pass through these logits processors first."""
+    def with_processing(self, process: Processing) -> "Drafter":
+        """The drafter for one step, whose own logits [r, v] pass through `process` first."""
         return self
 
 
@@ -284,16 +283,3 @@ class DraftLength:
 
     def check_settings(self) -> None:
         """*Host.* Raises ValueError for wrong settings; called before any work."""
-
-
-def choose_slots(fresh: Bool[Array, "b"], new: Array, old: Array) -> Array:
-    """Selects fresh slots' entries from `new` and the others from `old`; slots are axis 0."""
-    return jnp.where(fresh.reshape(-1, *[1] * (old.ndim - 1)), new, old)
-
-
-def merge_fresh(fresh: Bool[Array, "b"], begun: Any, state: Any) -> Any:
-    """`state`, with the entries of fresh slots from `begun` in arrays whose first axis is slots."""
-    leads = lambda x: jnp.shape(x)[:1] == fresh.shape
-    return jax.tree.map(
-        lambda new, old: choose_slots(fresh, new, old) if leads(old) else old, begun, state
-    )

@@ -2,14 +2,14 @@
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from emsjax.decode.base import Draft, Drafter, StepView
+from emsjax.decode.base import Draft, StepView
 from emsjax.decode.run import Run
-from emsjax.returned import available_lengths, check_state, checked_draft
+from emsjax.returned import available_lengths, checked_proposal
 from emsjax.sampling import Purpose, position_keys
+from emsjax.sampling.processors import Processing
 from emsjax.verification import is_distribution, leading, usable_counts
 
 
@@ -29,12 +29,13 @@ class Proposal(NamedTuple):
     num_invalid: Int32[Array, "b"]
 
 
-def propose(run: Run, state: Any, ready: Bool[Array, "b"]) -> Proposal:
+def propose(run: Run, state: Any, ready: Bool[Array, "b"], process: Processing) -> Proposal:
     """The step's draft. A sample that is not `ready` drafts nothing.
 
     Args:
         state: the `DecodeState`.
         ready: samples whose prompts are cached and that still decode.
+        process: the function through which a draft model's logits pass.
 
     Raises:
         ValueError: the drafter or the policy does not return what it should, or a `free` drafter
@@ -60,6 +61,8 @@ def propose(run: Run, state: Any, ready: Bool[Array, "b"]) -> Proposal:
     # may draw from the same bits: whether it drafts could depend on the tokens it would draw.
     keys = position_keys(state.keys, state.lengths, Purpose.STEP)
     arguments = (state.tokens, state.lengths, limits, keys, state.sampling)
+    if process.processors:
+        drafter = drafter.with_processing(process)
     draft, drafter_state = checked_proposal(
         drafter, state.drafter_state, *arguments, vocab_size=vocab_size
     )
@@ -76,27 +79,3 @@ def propose(run: Run, state: Any, ready: Bool[Array, "b"]) -> Proposal:
         valid = jnp.minimum(counts, leading(is_distribution(draft.probs)))
     draft = Draft(draft.tokens, valid, draft.probs)
     return Proposal(draft, drafter_state, view, counts - valid)
-
-
-def checked_proposal(
-    drafter: Drafter, state: Any, *arguments: Any, vocab_size: int
-) -> tuple[Draft, Any]:
-    """Calls `drafter.propose` and checks the result.
-
-    Args:
-        arguments: the arguments of `Drafter.propose` after the state.
-        vocab_size: the target's vocabulary size.
-
-    Raises:
-        ValueError: the result is not what `Drafter.propose` must return.
-    """
-    tokens, *_ = arguments
-    found = drafter.propose(state, *arguments)
-    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Draft)):
-        kind = lambda x: "array" if isinstance(x, jax.Array) else type(x).__name__
-        several = isinstance(found, tuple)
-        what = f"({', '.join(map(kind, found))})" if several else kind(found)
-        raise ValueError(f"the drafter's propose must return a pair (Draft, state), not {what}")
-    draft, after = found
-    check_state("the drafter's", "propose", state, after)
-    return checked_draft(draft, len(tokens), drafter.max_draft_tokens, vocab_size), after

@@ -22,7 +22,8 @@ from emsjax.decode.state import DecodeState, Sequences, admit
 from emsjax.values import pytree
 from pallas_kernels.common.indexing import take
 
-PER_SLOT = ("tokens", "logprobs", "lengths", "prompt_lengths", "end", "sequence_ids")
+PER_SLOT = ("tokens", "logprobs", "top_tokens", "top_logprobs", "lengths", "prompt_lengths")
+PER_SLOT += ("end", "sequence_ids")
 COUNTED = ("num_steps", "num_drafted", "num_accepted", "num_invalid", "accepted_histogram")
 
 
@@ -31,7 +32,8 @@ class Finished:
     """Sequences that have finished in a call of the loop, at places 0..count - 1.
 
     Attributes:
-        tokens, logprobs, lengths, prompt_lengths, end, sequence_ids: as in `DecodeState`.
+        tokens, logprobs, top_tokens, top_logprobs, lengths, prompt_lengths, end, sequence_ids: as
+            in `DecodeState`.
         num_steps, num_drafted, num_accepted, num_invalid, accepted_histogram: as in `Counters`.
         count: number of finished sequences.
         stored: slots whose last sequence is or was stored here, or that had none.
@@ -40,6 +42,8 @@ class Finished:
 
     tokens: Int32[Array, "f t"]
     logprobs: Float[Array, "f t"]
+    top_tokens: Int32[Array, "f t n"]
+    top_logprobs: Float[Array, "f t n"]
     lengths: Int32[Array, "f"]
     prompt_lengths: Int32[Array, "f"]
     end: Int32[Array, "f"]

@@ -1,42 +1,17 @@
 """The parts of a run, as one frozen object that is passed whole."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-from jaxtyping import Array, Float, Int32
 
 from emsjax.decode.base import Drafter, DraftLength, Model
 from emsjax.decode.kernels import Kernels
 from emsjax.decode.layout import UNPADDED, Layout
+from emsjax.sampling.penalties import processors_for
+from emsjax.sampling.processors import LogitsProcessor
+from emsjax.sampling.settings import Controls
 from emsjax.values import pytree
-
-
-class LogitsContext(NamedTuple):
-    """What a logits processor knows about each row of logits.
-
-    The row's tokens are tokens[samples[r], :lengths[samples[r]]], the prompt and the emitted
-    tokens, followed by the first num_drafted[r] entries of drafted[samples[r]].
-    """
-
-    tokens: Int32[Array, "b t"]
-    lengths: Int32[Array, "b"]
-    drafted: Int32[Array, "b k"]
-    samples: Int32[Array, "r"]
-    num_drafted: Int32[Array, "r"]
-
-
-Processor = Callable[[Float[Array, "r v"], LogitsContext], Float[Array, "r v"]]
-
-
-def process(
-    processors: tuple[Processor, ...], logits: Float[Array, "r v"], context: LogitsContext
-) -> Float[Array, "r v"]:
-    """The logits after all processors, in their order."""
-    for processor in processors:
-        logits = processor(logits, context)
-    return logits
 
 
 @pytree
@@ -47,8 +22,8 @@ class Run:
         model: the target.
         drafter: the draft source; None: plain decoding.
         policy: limits draft lengths; None: as many as the drafter proposes.
-        processors: pure functions (logits, context) -> logits, applied to the target's logits
-            before anything is drawn or compared, and to a draft model's logits; static.
+        processors: what users add to the settings that change logits, before anything is drawn
+            or compared.
         kernels: attention and cache update; static.
         layout: what is padded; static.
     """
@@ -56,7 +31,7 @@ class Run:
     model: Model
     drafter: Drafter | None
     policy: DraftLength | None
-    processors: tuple[Processor, ...] = dataclasses.field(default=(), metadata={"static": True})
+    processors: tuple[LogitsProcessor, ...] = ()
     kernels: Kernels = dataclasses.field(default=None, metadata={"static": True})
     layout: Layout = dataclasses.field(default=UNPADDED, metadata={"static": True})
 
@@ -69,6 +44,10 @@ class Run:
     def taps(self) -> tuple[int, ...]:
         """The target's layers whose hidden states the drafter wants."""
         return () if self.drafter is None else tuple(self.drafter.taps)
+
+    def all_processors(self, controls: Controls | None) -> tuple[LogitsProcessor, ...]:
+        """The processors of settings, then those of the user."""
+        return (*processors_for(controls), *self.processors)
 
     @property
     def flat_drafter(self) -> Any:

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32, Key
 
-from emsjax.decode.base import choose_slots, merge_fresh
 from emsjax.decode.cache import Cache, KVCache
 from emsjax.decode.run import Run
 from emsjax.returned import check_state
-from emsjax.sampling import Sampling
-from emsjax.values import pytree
+from emsjax.sampling import LogitsContext, Sampling, Settings
+from emsjax.sampling.automaton import TokenAutomaton
+from emsjax.sampling.processors import Processing, initial_states
+from emsjax.values import choose_slots, merge_fresh, pytree
 from pallas_kernels.common.indexing import take
 
 
@@ -49,6 +50,21 @@ class Counters:
 
 
 @pytree
+class Common:
+    """What all sequences of a run share.
+
+    Attributes:
+        end_token_ids: tokens that end a sequence.
+        stops: the automaton that finds stops among new tokens; None: there are none.
+        top_logprobs: number n of likeliest tokens to keep at every place; static.
+    """
+
+    end_token_ids: Int32[Array | np.ndarray, "m"]
+    stops: TokenAutomaton | None = None
+    top_logprobs: int = dataclasses.field(default=0, metadata={"static": True})
+
+
+@pytree
 class DecodeState:
     """Everything the next step needs. `cache` holds `lengths - 1` tokens of a sample, or fewer if
     part of its prompt is still to be fed.
@@ -62,11 +78,14 @@ class DecodeState:
         active: samples that still decode.
         end: why a sample ended before its limit: see `End`.
         sequence_ids: the sequence each slot serves; -1 for an idle slot.
-        end_token_ids: tokens that end a sequence.
         keys: the random key of each slot's sequence.
-        sampling: one value per slot, or None if all slots decode greedily.
+        settings: one row per slot.
+        stop_states: the slots' states in the automaton of stops; None: there are no stops.
+        top_tokens, top_logprobs: the n likeliest tokens at the places of emitted tokens.
+        common: what all sequences share.
         cache: the target model's committed K/V.
         drafter_state, policy_state: the states of the drafter and the policy.
+        processor_states: the states of all logits processors.
         counters: statistics.
     """
 
@@ -78,13 +97,41 @@ class DecodeState:
     active: Bool[Array, "b"]
     end: Int32[Array, "b"]
     sequence_ids: Int32[Array, "b"]
-    end_token_ids: Int32[Array, "m"]
     keys: Key[Array, "b"]
-    sampling: Sampling | None
+    settings: Settings
+    stop_states: Int32[Array, "b"] | None
+    top_tokens: Int32[Array, "b t n"]
+    top_logprobs: Float[Array, "b t n"]
+    common: Common
     cache: Cache
     drafter_state: Any
     policy_state: Any
+    processor_states: tuple[Any, ...]
     counters: Counters
+
+    @property
+    def sampling(self) -> Sampling | None:
+        """How tokens are drawn, or None if all slots decode greedily."""
+        return self.settings.sampling
+
+    @property
+    def end_token_ids(self) -> Int32[Array, "m"]:
+        """Tokens that end a sequence."""
+        return self.common.end_token_ids
+
+    @property
+    def least_new_tokens(self) -> Int32[Array, "b"]:
+        """New tokens before which nothing but an error may end a sequence."""
+        controls = self.settings.controls
+        least = None if controls is None else controls.min_new_tokens
+        return jnp.zeros_like(self.lengths) if least is None else least
+
+    def processing(self, run: Run) -> Processing:
+        """The function through which logits pass in the next step."""
+        controls, ends = self.settings.controls, self.end_token_ids
+        context = LogitsContext(self.tokens, self.lengths, self.prompt_lengths, ends, controls)
+        processors, vocab_size = run.all_processors(controls), run.model.config.vocab_size
+        return Processing(processors, self.processor_states, context, vocab_size)
 
 
 @pytree
@@ -116,7 +163,7 @@ class Sequences:
         max_new_tokens: tokens that each may emit.
         sequence_ids: sequence i continues prompt i // num_sequences; -1: no sequence.
         keys: random keys.
-        sampling: one value per sequence, or None if all sequences decode greedily.
+        settings: one row per sequence.
     """
 
     tokens: Int32[Array | np.ndarray, "n t"]
@@ -124,15 +171,15 @@ class Sequences:
     max_new_tokens: Int32[Array | np.ndarray, "n"]
     sequence_ids: Int32[Array | np.ndarray, "n"]
     keys: Key[Array, "n"]
-    sampling: Sampling | None
+    settings: Settings
 
     @classmethod
-    def none(cls, keys: Key[Array, "n"], sampling: Sampling | None, max_len: int) -> "Sequences":
+    def none(cls, keys: Key[Array, "n"], settings: Settings, max_len: int) -> "Sequences":
         """The content of idle slots: arrays of this size without sequences."""
         count = keys.shape[0]
         one = jnp.ones(count, jnp.int32)  # a prompt of one token has nothing to prefill
         tokens = jnp.zeros((count, max_len), jnp.int32)
-        return cls(tokens, one, 0 * one, -one, keys, sampling)
+        return cls(tokens, one, 0 * one, -one, keys, settings)
 
     def at(self, index: Int32[Array, "m"]) -> "Sequences":
         """Selects sequences by index."""
@@ -149,14 +196,15 @@ class Sequences:
             "end": jnp.zeros(self.sequence_ids.shape, jnp.int32),
             "sequence_ids": self.sequence_ids,
             "keys": self.keys,
-            "sampling": self.sampling,
+            "settings": self.settings,
+            "stop_states": self.settings.stop_states,
         }
 
 
 def begin(
     run: Run,
     sequences: Sequences,
-    end_token_ids: Int32[Array, "m"],
+    common: Common,
     cache: KVCache,
     drafter_state: Any,
 ) -> DecodeState:
@@ -167,13 +215,18 @@ def begin(
         drafter_state: the state from `Drafter.init`; () without a drafter.
     """
     slots, k = sequences.prompt_lengths.shape[0], run.max_draft_tokens
+    processors = run.all_processors(sequences.settings.controls)
+    top = (*sequences.tokens.shape, common.top_logprobs)
     return DecodeState(
         **sequences.beginning(),
         logprobs=jnp.zeros(sequences.tokens.shape, jnp.float32),
-        end_token_ids=end_token_ids,
+        top_tokens=jnp.zeros(top, jnp.int32),
+        top_logprobs=jnp.zeros(top, jnp.float32),
+        common=common,
         cache=run.layout.arrange(cache),
         drafter_state=drafter_state,
         policy_state=() if run.policy is None else run.policy.init(slots, k),
+        processor_states=initial_states(processors, sequences.tokens, sequences.prompt_lengths),
         counters=Counters.init(slots, k),
     )
 
@@ -196,6 +249,8 @@ def admit(
     if run.policy is not None:
         k = state.counters.max_draft_tokens
         policy_state = admitted_policy_state(run.policy, policy_state, fresh, k)
+    processors = run.all_processors(merged["settings"].controls)
+    begun_states = initial_states(processors, merged["tokens"], merged["lengths"])
     cache = state.cache
     return dataclasses.replace(
         state,
@@ -203,6 +258,7 @@ def admit(
         cache=dataclasses.replace(cache, lengths=jnp.where(fresh, 0, cache.lengths)),
         drafter_state=drafter_state,
         policy_state=policy_state,
+        processor_states=merge_fresh(fresh, begun_states, state.processor_states),
         counters=state.counters.cleared(fresh),
     )
 

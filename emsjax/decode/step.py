@@ -28,8 +28,9 @@ from emsjax.decode.refill import (
 from emsjax.decode.row_counts import prompt_row_counts
 from emsjax.decode.run import Run
 from emsjax.decode.state import Counters, DecodeState, StepInfo, is_ready
-from emsjax.decode.verify import End, random_bits, verify
+from emsjax.decode.verify import End, verify
 from emsjax.returned import check_state
+from emsjax.sampling import random_bits
 from pallas_kernels.common.indexing import take, take_in_rows
 
 
@@ -46,8 +47,13 @@ def advance(
 
     # Draft: each sample has its own number of tokens, 0 allowed.
     ready = state.active if num_sequences is None else is_ready(state)
-    draft, drafter_state, view, num_invalid = propose(run, state, ready)
-    bits = random_bits(state.keys, state.lengths, draft, state.sampling)
+    process = state.processing(run)
+    draft, drafter_state, view, num_invalid = propose(run, state, ready, process)
+    bits = None
+    if state.sampling is not None:  # greedy decoding needs none
+        positions = state.lengths[:, None] + jnp.arange(k + 1)
+        drawn = draft.probs is not None
+        bits = random_bits(state.keys, positions, draft.counts, drawn=drawn)
     counts = jnp.where(ready, draft.counts + 1, 0)
     last = take_in_rows(state.tokens, state.lengths[:, None] - 1)
     block = jnp.concatenate([last, draft.tokens], axis=1)  # [b, k1]
@@ -79,7 +85,7 @@ def advance(
             moved = take(rows.offsets - verified.offsets, verified.samples)
             place = jnp.arange(verified.segment_ids.shape[0]) + moved
             hidden = take(hidden, jnp.clip(place, 0, num_rows - 1))
-        verdict = verify(run, state, draft, bits, hidden, verified)
+        verdict = verify(run, state, draft, bits, hidden, verified, process)
 
         # Commit: only accepted rows are written, each sample at its own offset.
         path = verdict.path(rows, prompt_counts)
@@ -96,7 +102,7 @@ def advance(
     bodies += [functools.partial(body, n, feeds_prompts=True) for n in prompt_sizes]
     verdict, cache, *observed = lax.switch(plan.index, bodies)
 
-    # The drafter and the policy learn what was accepted.
+    # The drafter, the policy and the processors learn what was accepted.
     lengths = state.lengths + verdict.num_emitted
     if run.drafter is not None:
         drafter_state = observed[0] if run.taps else drafter_state
@@ -108,19 +114,24 @@ def advance(
         updated = run.policy.update(policy_state, view, draft.counts, verdict.num_accepted)
         check_state("the policy's", "update", policy_state, updated)
         policy_state = updated
+    processor_states = process.advance(verdict.tokens, verdict.num_emitted, check_state)
     num_rows = take(jnp.asarray((*verify_sizes, *prompt_sizes), jnp.int32), plan.index)
     emitted = verdict.num_emitted
     info = StepInfo(verdict.tokens, draft.counts, verdict.num_accepted, emitted, num_rows)
     new_state = dataclasses.replace(
         state,
-        tokens=_append(state.tokens, verdict.tokens, state.lengths, emitted),
-        logprobs=_append(state.logprobs, verdict.logprobs, state.lengths, emitted),
+        **{
+            name: _append(getattr(state, name), getattr(verdict, name), state.lengths, emitted)
+            for name in ("tokens", "logprobs", "top_tokens", "top_logprobs")
+        },
         lengths=lengths,
         active=state.active & (verdict.end == End.NONE) & (lengths < state.length_limits),
         end=jnp.where(ready, verdict.end, state.end),
+        stop_states=verdict.stop_states,
         cache=cache,
         drafter_state=drafter_state,
         policy_state=policy_state,
+        processor_states=processor_states,
         counters=_count(state.counters, info, ready, plan.prompt_counts, num_invalid),
     )
     return new_state, info

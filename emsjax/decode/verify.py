@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32, Key
+from jaxtyping import Array, Bool, Float, Int32
 
 from emsjax.decode.base import Draft
 from emsjax.decode.pack import AcceptedPath, PackedRows
-from emsjax.decode.run import LogitsContext, Run, process
-from emsjax.sampling import Purpose, Sampling, draw, position_keys, warp
+from emsjax.decode.run import Run
+from emsjax.sampling import RandomBits, Sampling, draw, warp
+from emsjax.sampling.processors import Processing
 from emsjax.verification import (
     acceptance_probability,
     accepted_counts,
@@ -29,6 +30,7 @@ class End(enum.IntEnum):
     NONE = 0
     TOKEN = 1  # it emitted an end token
     ERROR = 2  # the target's logits are not finite, so there is no next token
+    STOP = 3  # it completed a stop
 
 
 class Verdict(NamedTuple):
@@ -37,17 +39,22 @@ class Verdict(NamedTuple):
     Attributes:
         tokens: sample s emits the first num_emitted[s] of its row; the others are arbitrary.
         logprobs: log-probabilities of the tokens under the target's own sampling distribution.
+        top_tokens, top_logprobs: the n likeliest tokens of that distribution.
         num_accepted: draft tokens that were accepted.
         num_emitted: accepted tokens and the target's own, cut after an end token and before
             logits that are not finite; 0 for samples that did not take part.
         end: whether and why each sample ended: see `End`.
+        stop_states: the state of each sample in the automaton of stops.
     """
 
     tokens: Int32[Array, "b k1"]
     logprobs: Float[Array, "b k1"]
+    top_tokens: Int32[Array, "b k1 n"]
+    top_logprobs: Float[Array, "b k1 n"]
     num_accepted: Int32[Array, "b"]
     num_emitted: Int32[Array, "b"]
     end: Int32[Array, "b"]
+    stop_states: Int32[Array, "b"] | None
 
     def path(self, rows: PackedRows, prompt_counts: Int32[Array, "b"]) -> AcceptedPath:
         """The rows to commit: as many as were emitted, and all rows of prompts.
@@ -65,41 +72,8 @@ class RowVerdict(NamedTuple):
     # Of the emitted token, under the target's distribution. Finite exactly if that is one: NaN,
     # infinity or no token at all among the logits makes it NaN or infinite.
     logprobs: Float[Array, "..."]
-
-
-class RandomBits(NamedTuple):
-    """Random bits for each position of a step's drafts, and for the position after each draft."""
-
-    keys: Key[Array, "b k1"]  # keys of the tokens that the target draws
-    # A draft token is accepted if this is below its probability of acceptance. None: it is
-    # accepted if the target draws the same token.
-    uniforms: Float[Array, "b k1"] | None
-
-
-def random_bits(
-    keys: Key[Array, "b"], lengths: Int32[Array, "b"], draft: Draft, sampling: Sampling | None
-) -> RandomBits | None:
-    """Random bits that depend only on (key, position, purpose), not on the rest of the batch.
-
-    Args:
-        lengths: tokens before each sample's draft.
-        sampling: None: greedy decoding, which needs no random bits.
-    """
-    if sampling is None:
-        return None
-    index = jnp.arange(draft.tokens.shape[1] + 1)
-    positions = lengths[:, None] + index  # [b, k1]
-
-    def keys_for(purpose):
-        of_column = lambda at, purpose: position_keys(keys, at, purpose)
-        purposes = jnp.broadcast_to(jnp.asarray(purpose), positions.shape)
-        return jax.vmap(of_column, in_axes=1, out_axes=1)(positions, purposes)
-
-    if draft.probs is None:
-        return RandomBits(keys_for(Purpose.TARGET), None)
-    purposes = jnp.where(index < draft.counts[:, None], Purpose.RESIDUAL, Purpose.TARGET)
-    uniform = jax.vmap(jax.vmap(jax.random.uniform))
-    return RandomBits(keys_for(purposes), uniform(keys_for(Purpose.ACCEPTANCE)))
+    top_tokens: Int32[Array, "..."]
+    top_logprobs: Float[Array, "..."]
 
 
 def verify(
@@ -109,6 +83,7 @@ def verify(
     bits: RandomBits | None,
     hidden: Float[Array, "r e"],
     rows: PackedRows,
+    process: Processing,
 ) -> Verdict:
     """Compare the drafts with the target, by equality or by rejection sampling.
 
@@ -118,21 +93,27 @@ def verify(
         bits: see `random_bits`.
         hidden: the target's final hidden states.
         rows: the packed rows; row i of a sample follows the sample's first i draft tokens.
+        process: the function through which logits pass before anything else.
     """
-    logits = run.model.logits(hidden)
-    if run.processors:
-        place = (rows.samples, rows.within)
-        context = LogitsContext(state.tokens, state.lengths, draft.tokens, *place)
-        logits = process(run.processors, logits, context)
-    k = draft.tokens.shape[1]
-    verdict = rows.scatter(judge(logits, rows, draft, bits, state.sampling), k + 1)
+    logits = process(run.model.logits(hidden), draft.tokens, rows.samples, rows.within)
+    k, top = draft.tokens.shape[1], state.common.top_logprobs
+    verdict = rows.scatter(judge(logits, rows, draft, bits, state.sampling, top), k + 1)
     num_accepted = accepted_counts(verdict.accepted[:, :k], draft.counts)
     finite = jnp.isfinite(take_in_rows(verdict.logprobs, num_accepted[:, None])[:, 0])
     num_emitted = jnp.where(rows.counts > 0, num_accepted + finite.astype(jnp.int32), 0)
     num_emitted, ended = first_end(verdict.tokens, num_emitted, state.end_token_ids)
     end = jnp.where(finite | (rows.counts == 0), End.NONE, End.ERROR)
     end = jnp.where(ended, End.TOKEN, end).astype(jnp.int32)
-    return Verdict(verdict.tokens, verdict.logprobs, num_accepted, num_emitted, end)
+    stop_states, stops = state.stop_states, state.common.stops
+    if stops is not None:
+        least = state.least_new_tokens - (state.lengths - state.prompt_lengths)
+        walked, through = stops.search(stop_states, verdict.tokens, least)
+        stopped = (through < num_emitted) | ((through == num_emitted) & (end == End.NONE))
+        num_emitted = jnp.where(stopped, through, num_emitted)
+        end = jnp.where(stopped, End.STOP, end)
+        stop_states = take_in_rows(walked, num_emitted[:, None])[:, 0]
+    _, *by_row = verdict
+    return Verdict(*by_row, num_accepted, num_emitted, end, stop_states)
 
 
 def judge(
@@ -141,10 +122,14 @@ def judge(
     draft: Draft,
     bits: RandomBits | None,
     sampling: Sampling | None,
+    top: int = 0,
 ) -> RowVerdict:
     """Returns the verdict on each row [r], from the target's logits of that row.
 
     Every token is the most likely one, or is drawn with the row's `bits`.
+
+    Args:
+        top: number of likeliest tokens to return.
     """
     # After the last draft token a drafter may leave any number.
     drafted = jnp.clip(rows.gather(_with_one_more(draft.tokens)), 0, logits.shape[1] - 1)
@@ -160,8 +145,11 @@ def judge(
             accepted = tokens == drafted
         else:
             accepted, tokens = _reject(logits, rows, draft, drafted, bits, sampling)
-    log_probs = take_in_rows(jax.nn.log_softmax(logits), tokens[:, None])[:, 0]
-    return RowVerdict(accepted & jnp.isfinite(log_probs), tokens, log_probs)
+    scores = jax.nn.log_softmax(logits)
+    log_probs = take_in_rows(scores, tokens[:, None])[:, 0]
+    top_logprobs, top_tokens = jax.lax.top_k(scores, top)
+    accepted &= jnp.isfinite(log_probs)
+    return RowVerdict(accepted, tokens, log_probs, top_tokens, top_logprobs)
 
 
 def _reject(logits, rows, draft: Draft, drafted, bits: RandomBits, sampling):

@@ -14,10 +14,10 @@ from emsjax.decode.cache import KVCache
 from emsjax.decode.kernels import resolve_kernels
 from emsjax.decode.pack import AcceptedPath, pack
 from emsjax.decode.prefill import prefill
-from emsjax.decode.run import LogitsContext, Processor, process
 from emsjax.device import tree_bytes
 from emsjax.engine.adapt import check_is_model
 from emsjax.sampling import Purpose, draw, position_keys, warp
+from emsjax.sampling.processors import Processing
 from pallas_kernels.common.indexing import take
 
 DEFAULT_DRAFT_TOKENS = 4
@@ -61,7 +61,7 @@ class DraftModel(Drafter):
         self.max_draft_tokens = check_at_least("max_draft_tokens", max_draft_tokens, 1, MOST)
         resolve_kernels(attention_implementation)
         self.vocab_size, self.attention_implementation = vocab_size, attention_implementation
-        self.processors: tuple[Processor, ...] = ()
+        self.process: Processing | None = None
         if vocab_size is not None:
             self.vocab_size = check_at_least("vocab_size", vocab_size, 1)
             if self.vocab_size > draft_model.config.vocab_size:
@@ -85,9 +85,9 @@ class DraftModel(Drafter):
         """Returns the drafter with this limit, unless it was created with its own."""
         return self if self.has_own_limit else self._with(max_draft_tokens=max_draft_tokens)
 
-    def with_processors(self, processors: tuple[Processor, ...]) -> "DraftModel":
-        """Returns the drafter whose logits pass through these processors first."""
-        return self._with(processors=tuple(processors))
+    def with_processing(self, process: Processing) -> "DraftModel":
+        """Returns the drafter for one step, whose logits pass through `process` first."""
+        return self._with(process=process)
 
     def _with(self, **settings) -> "DraftModel":
         children, own = self.tree_flatten()
@@ -153,7 +153,9 @@ class DraftModel(Drafter):
             active = step < draft_lengths
             counts = jnp.where(active, lengths + step - cache.lengths, 0)
             logits, cache = self._forward(cache, tokens, counts)
-            logits = self._processed(logits, tokens, lengths, drafts, step)
+            if self.process is not None:
+                samples = jnp.arange(batch, dtype=jnp.int32)
+                logits = self.process(logits, drafts, samples, jnp.full_like(samples, step))
             if sampling is None:
                 token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
             else:
@@ -206,14 +208,6 @@ class DraftModel(Drafter):
         logits = self.draft_model.logits(take(out.hidden, last_rows))
         path = AcceptedPath.prefix(rows, rows.counts)
         return logits[:, : self.vocab_size], cache.commit(out.fresh, rows, path, kernels.update)
-
-    def _processed(self, logits, tokens, lengths, drafts, step) -> Array:
-        """Applies the run's processors to logits [b, v] that follow `step` draft tokens."""
-        if not self.processors:
-            return logits
-        samples = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-        context = LogitsContext(tokens, lengths, drafts, samples, jnp.full_like(samples, step))
-        return process(self.processors, logits, context)
 
     def _prefill(self, cache: KVCache, tokens, lengths) -> KVCache:
         kernels = resolve_kernels(self.attention_implementation)

@@ -53,10 +53,10 @@ class Overriding(Drafter, abc.ABC):
     def observe(self, state, rows, taps):
         return self._source.observe(state, rows, taps)
 
-    def with_processors(self, processors):
+    def with_processing(self, process):
         if self.source is None:
             return self
-        return dataclasses.replace(self, source=self._source.with_processors(processors))
+        return dataclasses.replace(self, source=self._source.with_processing(process))
 
     def check_target(self, config: ModelConfig, positions: int) -> None:
         if self.source is not None:

@@ -4,7 +4,7 @@ Only this module looks at which methods an object has. Everything else works wit
 `DraftLength`, which have defaults for all optional parts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,8 @@ from emsjax.checks import check_at_least, check_instance
 from emsjax.decode.base import Drafter, DraftLength, ModelConfig
 from emsjax.decode.kernels import resolve_kernels
 from emsjax.decode.layout import UNPADDED, Layout
-from emsjax.decode.run import Processor, Run
+from emsjax.decode.run import Run
+from emsjax.sampling import LogitsProcessor
 
 MODEL_PARTS = ("config", "dtype", "row_bytes", "logits", "init_cache")
 DRAFTER_PARTS = ("max_draft_tokens", "init", "propose")
@@ -38,7 +39,7 @@ class _Adapted:
         self.wrapped = wrapped
 
     def tree_flatten(self):
-        if jax.tree_util.all_leaves([self.wrapped]):
+        if _is_leaf(self.wrapped):
             return (), self.wrapped
         return (self.wrapped,), None
 
@@ -79,8 +80,8 @@ class _AdaptedDrafter(_Adapted, Drafter):
     def with_limit(self, max_draft_tokens) -> Drafter:
         return self._replaced("with_limit", max_draft_tokens)
 
-    def with_processors(self, processors) -> Drafter:
-        return self._replaced("with_processors", processors)
+    def with_processing(self, process) -> Drafter:
+        return self._replaced("with_processing", process)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -91,6 +92,16 @@ class _AdaptedPolicy(_Adapted, DraftLength):
     @property
     def name(self) -> str:
         return type(self.wrapped).__name__
+
+
+@jax.tree_util.register_pytree_node_class
+class _AdaptedProcessor(_Adapted, LogitsProcessor):
+    for name in ("init", "advance"):
+        vars()[name] = _delegate(LogitsProcessor, name)
+    del name
+
+    def __call__(self, state, logits, context):
+        return self.wrapped(state, logits, context)
 
 
 def unwrapped(adapted: Any) -> Any:
@@ -116,8 +127,30 @@ def as_drafter(drafter: Any) -> Drafter | None:
             "drafter must have max_draft_tokens, init and propose (emsjax.Drafter); "
             f"{type(drafter).__name__!r} has {lacks}"
         )
-    is_pytree = not jax.tree_util.all_leaves([drafter])
-    return drafter if isinstance(drafter, Drafter) and is_pytree else _AdaptedDrafter(drafter)
+    is_ready = isinstance(drafter, Drafter) and not _is_leaf(drafter)
+    return drafter if is_ready else _AdaptedDrafter(drafter)
+
+
+def as_processors(processors: Any) -> tuple[LogitsProcessor, ...]:
+    """Returns logits processors as pytrees.
+
+    Raises:
+        ValueError: `processors` is not a sequence of them.
+    """
+    if not isinstance(processors, Sequence) or isinstance(processors, str | bytes):
+        kind = type(processors).__name__
+        raise ValueError(f"processors must be a sequence of emsjax.LogitsProcessor, not {kind}")
+    for i, one in enumerate(processors):
+        if isinstance(one, type) or not callable(one):
+            what = f"the class {one.__name__}" if isinstance(one, type) else type(one).__name__
+            raise ValueError(f"processors[{i}] must be an emsjax.LogitsProcessor, not {what}")
+    is_ready = lambda one: isinstance(one, LogitsProcessor) and not _is_leaf(one)
+    return tuple(one if is_ready(one) else _AdaptedProcessor(one) for one in processors)
+
+
+def _is_leaf(value: Any) -> bool:
+    """Whether JAX would take it for an array, as it is not registered as a pytree."""
+    return jax.tree_util.all_leaves([value])
 
 
 def as_policy(draft_length: Any) -> DraftLength | None:
@@ -143,7 +176,7 @@ def check_policy(draft_length: Any) -> None:
     policy = as_policy(draft_length)
     if policy is None:
         return
-    if jax.tree_util.all_leaves([unwrapped(policy)]):
+    if _is_leaf(unwrapped(policy)):
         raise ValueError(
             f"draft_length must be a pytree, and {policy.name} is not: register the class with "
             "jax.tree_util.register_static, or with register_dataclass if it holds arrays"
@@ -199,20 +232,18 @@ def make_run(
     drafter: Any,
     draft_length: Any = None,
     *,
-    processors: tuple[Processor, ...] = (),
+    processors: Sequence[LogitsProcessor] = (),
     attention_implementation: str | Callable | None = None,
     layout: Layout = UNPADDED,
 ) -> Run:
     """Builds the `Run` from the objects that a user passes in.
 
     Raises:
-        ValueError: an argument is not a model, drafter or policy, or the attention does not exist
-            or cannot run on this device.
+        ValueError: an argument is not a model, drafter, policy or sequence of logits processors, or
+            the attention does not exist or cannot run on this device.
     """
     check_is_model("model", model)
     check_instance("layout", layout, Layout, "an emsjax.decode.layout.Layout")
     kernels, policy = resolve_kernels(attention_implementation), as_policy(draft_length)
     drafter = with_policy_limit(as_drafter(drafter), policy, model.config)
-    if drafter is not None and processors:
-        drafter = drafter.with_processors(processors)
-    return Run(model, drafter, policy, processors, kernels, layout)
+    return Run(model, drafter, policy, as_processors(processors), kernels, layout)

@@ -50,7 +50,7 @@ def begin_group(
         requests.max_new_tokens[prompt_of_slot],
         np.where(idle, -1, served).astype(np.int32),
         requests.keys.at(served),
-        jax.tree.map(lambda x: x[prompt_of_slot], requests.sampling),
+        jax.tree.map(lambda x: x[prompt_of_slot], requests.settings),
     )
     slot_prompts = (prompt_of_slot - first).astype(np.int32) if fork else None
     # The drafter is kept out, so one compiled prefill of the target serves all drafters and
@@ -69,8 +69,8 @@ def begin_group(
         observed = None
     without_model = dataclasses.replace(run, model=None)
     prompts = (tokens, lengths)
-    end_token_ids = requests.end_token_ids
-    return _begun(without_model, cache, prompts, slot_prompts, of_slots, observed, end_token_ids)
+    common = requests.common
+    return _begun(without_model, cache, prompts, slot_prompts, of_slots, observed, common)
 
 
 @functools.partial(jax.jit, static_argnames=("cache_length", "kernels"))
@@ -110,7 +110,7 @@ def _prefilled_observed(run: Run, tokens, prompt_lengths, *, cache_length: int):
 
 @functools.partial(jax.jit, donate_argnames=("cache",))
 def _begun(
-    run: Run, cache: KVCache, prompts, prompt_of_slot, of_slots, drafter_state, end_token_ids
+    run: Run, cache: KVCache, prompts, prompt_of_slot, of_slots, drafter_state, common
 ) -> DecodeState:
     """Builds the state around the target's cache, and initialises the drafter and the policy.
 
@@ -133,15 +133,13 @@ def _begun(
             drafter_state = run.drafter.fork(begun, prompt_of_slot)
         else:
             drafter_state = run.drafter.init(*own, max_len)
-    return begin(run, Sequences(*own, *of_slots), end_token_ids, cache, drafter_state)
+    return begin(run, Sequences(*own, *of_slots), common, cache, drafter_state)
 
 
 @functools.partial(jax.jit, static_argnames=("max_len",), donate_argnames=("cache",))
-def begin_idle(
-    run: Run, cache: KVCache, keys, sampling, end_token_ids, *, max_len: int
-) -> DecodeState:
-    """Returns a state whose slots are all idle; `sampling` has one value per slot."""
-    sequences = Sequences.none(keys, sampling, max_len)
+def begin_idle(run: Run, cache: KVCache, keys, settings, common, *, max_len: int) -> DecodeState:
+    """Returns a state whose slots are all idle; `settings` has one row per slot."""
+    sequences = Sequences.none(keys, settings, max_len)
     of_slots = (sequences.tokens, sequences.prompt_lengths)
     drafter_state = () if run.drafter is None else run.drafter.init(*of_slots, max_len)
-    return begin(run, sequences, end_token_ids, cache, drafter_state)
+    return begin(run, sequences, common, cache, drafter_state)

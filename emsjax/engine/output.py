@@ -11,7 +11,7 @@ from emsjax.decode.verify import End
 from emsjax.engine.requests import Requests
 from emsjax.values import comparable
 
-REASONS = {End.TOKEN: "eos", End.ERROR: "error"}
+REASONS = {End.TOKEN: "eos", End.ERROR: "error", End.STOP: "stop"}
 
 
 class PaddingRatio(NamedTuple):
@@ -99,6 +99,20 @@ class Stats:
 
 
 @comparable
+class TopLogprobs:
+    """The n likeliest tokens at the place of each emitted token, the likeliest one first.
+
+    Attributes:
+        tokens: the tokens; 0 after the end.
+        logprobs: their log-probabilities, under the same distribution as those of the emitted
+            tokens: -inf for tokens that could not be chosen; 0 after the end.
+    """
+
+    tokens: Int32[np.ndarray, "*s n"]
+    logprobs: Float32[np.ndarray, "*s n"]
+
+
+@comparable
 class GenerateOutput:
     """Completions in prompt-major order: s = prompts x num_sequences, m = largest max_new_tokens.
 
@@ -108,10 +122,12 @@ class GenerateOutput:
         lengths: number of emitted tokens per sequence, including the end token.
         logprobs: log-probability of each emitted token under the distribution it was chosen from
             (at temperature 0 the unwarped softmax); 0 after the end.
-        finish_reasons: for each sequence "eos", "length", "time", or "error": the model's logits
-            after its last token are not finite.
+        finish_reasons: for each sequence "eos", "length", "time", "stop": its last token completed
+            a stop, or "error": the model's logits after its last token are not finite.
         stats: see `Stats`.
         num_sequences: sequences per prompt.
+        texts: the text of each sequence, up to its stop; None without a tokenizer.
+        top_logprobs: the likeliest tokens; None unless they were asked for.
     """
 
     tokens: Int32[np.ndarray, "s m"]
@@ -120,6 +136,8 @@ class GenerateOutput:
     finish_reasons: list[str]
     stats: Stats
     num_sequences: int = 1
+    texts: list[str] | None = None
+    top_logprobs: TopLogprobs | None = None
 
 
 def rank_by_mean_logprob(out: GenerateOutput) -> Int32[np.ndarray, "p n"]:
@@ -161,14 +179,28 @@ def assemble(
             kv=_ratio(total("num_masked"), int(emitted.sum())),
         ),
     )
-    of_new = lambda x: np.take_along_axis(x, at, axis=1)
+    of_new = lambda x: np.take_along_axis(x, at.reshape(*at.shape, *[1] * (x.ndim - 2)), axis=1)
+    tokens = np.where(real, of_new(tokens), pad_token_id).astype(np.int32)
+    top = None
+    if requests.common.top_logprobs:
+        likeliest = (of_new(gather(name)) for name in ("top_tokens", "top_logprobs"))
+        top = TopLogprobs(*(np.where(real[..., None], x, x.dtype.type(0)) for x in likeliest))
+    texts = None
+    if requests.texts is not None:
+        each = enumerate(zip(tokens, emitted, reasons, strict=True))
+        texts = [
+            requests.texts.of(i // requests.num_sequences, ids[:length], reason)
+            for i, (ids, length, reason) in each
+        ]
     return GenerateOutput(
-        tokens=np.where(real, of_new(tokens), pad_token_id).astype(np.int32),
+        tokens=tokens,
         lengths=emitted,
         logprobs=np.where(real, of_new(gather("logprobs")), 0).astype(np.float32),
         finish_reasons=reasons,
         stats=stats,
         num_sequences=requests.num_sequences,
+        texts=texts,
+        top_logprobs=top,
     )
 
 

@@ -21,7 +21,9 @@ from emsjax.checks import (
 )
 from emsjax.decode.base import ModelConfig
 from emsjax.decode.row_counts import round_up_length
-from emsjax.sampling import Sampling
+from emsjax.decode.state import Common
+from emsjax.engine.texts import Texts, check_stops
+from emsjax.sampling import Sampling, Settings
 
 KEY_IMPL = "threefry2x32"  # implementation of random keys
 KEYS_AT_ONCE = 256
@@ -74,20 +76,32 @@ class Requests:
     Attributes:
         prompts: token ids, one array per prompt.
         max_new_tokens: int32 [prompts].
-        sampling: one value per prompt as host arrays, or None if all prompts decode greedily.
+        settings: one row per prompt, as host arrays.
         num_sequences: sequences per prompt.
-        end_token_ids: int32 [m].
+        common: what all sequences share, as host arrays.
         keys: the random keys of the sequences.
         max_len: static width that holds every prompt and its continuation.
+        texts: turns tokens into text; None: there is no tokenizer.
     """
 
     prompts: list[np.ndarray]
     max_new_tokens: np.ndarray
-    sampling: Sampling | None
+    settings: Settings
     num_sequences: int
-    end_token_ids: np.ndarray
+    common: Common
     keys: SequenceKeys
     max_len: int
+    texts: Texts | None = None
+
+    @property
+    def sampling(self) -> Sampling | None:
+        """How tokens are drawn, or None if all prompts decode greedily."""
+        return self.settings.sampling
+
+    @property
+    def end_token_ids(self) -> np.ndarray:
+        """Tokens that end a sequence, int32 [m]."""
+        return self.common.end_token_ids
 
     @property
     def num_prompts(self) -> int:
@@ -104,45 +118,86 @@ class Requests:
         return self.num_prompts * self.num_sequences
 
 
-def check_requests(
-    config: ModelConfig,
-    prompts: Sequence[Sequence[int]],
-    *,
-    attention_mask: Sequence[Sequence[int]] | None = None,
-    max_new_tokens: int | Sequence[int] = 128,
-    sampling: Sampling | None = None,
-    num_sequences: int = 1,
-    eos_token_ids: Any = None,
-    key: jax.Array | None = None,
-) -> Requests:
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What a user asks for beside the prompts: see `generate`."""
+
+    attention_mask: Any = None
+    max_new_tokens: Any = 128
+    sampling: Any = None
+    num_sequences: Any = 1
+    eos_token_ids: Any = None
+    key: Any = None
+    stop: Any = None
+    tokenizer: Any = None
+    include_stop: Any = False
+    top_logprobs: Any = 0
+
+
+def check_requests(config: ModelConfig, prompts: Any, **asked: Any) -> Requests:
     """Checks everything that a user passed in.
+
+    Args:
+        asked: fields of `Asked`.
 
     Raises:
         ValueError: see `generate`.
     """
-    ids = read_prompts(config, prompts, attention_mask)
+    asked = Asked(**asked)
+    ids = read_prompts(config, prompts, asked.attention_mask)
     at_least_1 = lambda name, value: check_at_least(name, value, 1)
-    new = per_prompt("max_new_tokens", max_new_tokens, len(ids), at_least_1)
+    new = per_prompt("max_new_tokens", asked.max_new_tokens, len(ids), at_least_1)
     for i, (prompt, extra) in enumerate(zip(ids, new, strict=True)):
         check_positions(config, i, prompt, extra)
-    num_sequences = check_at_least("num_sequences", num_sequences, 1, INT32_MAX // len(ids))
-    if sampling is not None:
-        check_instance("sampling", sampling, Sampling, "emsjax.Sampling(...)")
-    sampling = (Sampling() if sampling is None else sampling).expand(len(ids)).in_use()
+    most = INT32_MAX // len(ids)
+    num_sequences = check_at_least("num_sequences", asked.num_sequences, 1, most)
+    ends = _end_token_ids(config, asked.eos_token_ids)
+    settings = check_sampling(asked.sampling, config.vocab_size, new, ends)
+    sampling = settings.sampling
     if num_sequences > 1 and sampling is None:
         raise ValueError(
             f"num_sequences is {num_sequences}, and greedy decoding has one sequence per prompt: "
             "set a temperature above 0, as in sampling=emsjax.Sampling(temperature=0.8)"
         )
+    texts, stops, stop_states = check_stops(asked, len(ids), config.vocab_size)
+    top = check_at_least("top_logprobs", asked.top_logprobs, 0, config.vocab_size)
     return Requests(
         prompts=ids,
         max_new_tokens=np.array(new, np.int32),
-        sampling=sampling,
+        settings=dataclasses.replace(settings, stop_states=stop_states),
         num_sequences=num_sequences,
-        end_token_ids=_end_token_ids(config, eos_token_ids),
-        keys=_sequence_keys(key, len(ids) * num_sequences, needed=sampling is not None),
+        common=Common(ends, stops, top),
+        keys=_sequence_keys(asked.key, len(ids) * num_sequences, needed=sampling is not None),
         max_len=round_up_length(max(len(p) + extra for p, extra in zip(ids, new, strict=True))),
+        texts=texts,
     )
+
+
+def check_sampling(
+    sampling: Any, vocab_size: int, max_new_tokens: Sequence[int], end_token_ids: np.ndarray
+) -> Settings:
+    """The settings of `Sampling` that are in use, one row for each value of `max_new_tokens`.
+
+    Raises:
+        ValueError: see `generate`.
+    """
+    if sampling is not None:
+        check_instance("sampling", sampling, Sampling, "emsjax.Sampling(...)")
+    sampling = Sampling() if sampling is None else sampling
+    each = sampling.expand(len(max_new_tokens), vocab_size)
+    for i, (least, most) in enumerate(zip(each.min_new_tokens, max_new_tokens, strict=True)):
+        if least > most:
+            raise ValueError(
+                f"sampling.min_new_tokens is {least} for prompts[{i}], more than its "
+                f"max_new_tokens {most}"
+            )
+        refused = set(each.suppress_tokens[i]) | (set(end_token_ids.tolist()) if least else set())
+        if len(refused) == vocab_size:
+            raise ValueError(
+                f"sampling.suppress_tokens of prompts[{i}] leaves no token of the model's "
+                f"{vocab_size} to choose"
+            )
+    return Settings(each.in_use(), each.controls(vocab_size))
 
 
 def read_prompts(config: ModelConfig, prompts: Any, attention_mask: Any = None) -> list[np.ndarray]:

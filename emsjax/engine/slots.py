@@ -20,7 +20,7 @@ from emsjax.engine.adapt import unwrapped
 from emsjax.engine.group import begin_group, begin_idle
 from emsjax.engine.preparation import check_memory, for_prompts, holds_prompts
 from emsjax.engine.requests import Requests
-from emsjax.sampling import Sampling
+from emsjax.sampling import Settings
 
 STEPS = 64  # per call of the loop; finished sequences wait no longer than this
 BUDGET_CHECK_STEPS = 16  # per call of the loop if there is a deadline
@@ -38,14 +38,14 @@ class Entry:
         tokens: the prompt.
         max_new_tokens: maximum number of tokens to emit.
         key: data of the sequence's random key.
-        sampling: the sequence's values, or None if all sequences decode greedily.
+        settings: the sequence's row.
     """
 
     sequence: int
     tokens: np.ndarray
     max_new_tokens: int
     key: np.ndarray
-    sampling: Sampling | None
+    settings: Settings
 
 
 class Slots:
@@ -92,7 +92,7 @@ class Slots:
         """Prepares the slots for other sequences; their present content is discarded.
 
         Args:
-            requests: number of sequences per prompt, end tokens and which sampling values are in
+            requests: number of sequences per prompt, end tokens, stops and which settings are in
                 use; also the prompts if the drafter holds data for each.
 
         Raises:
@@ -119,16 +119,14 @@ class Slots:
         self.serve_prompts()
         self.idle_key = requests.keys.data(0)  # of slots without a sequence
         keys = requests.keys.wrap(np.stack([self.idle_key] * self.count))
-        zeros = lambda values: np.zeros(self.count, np.asarray(values[0]).dtype)
-        sampling = jax.tree.map(zeros, requests.sampling)
+        zeros = lambda values: np.zeros((self.count, *values.shape[1:]), values.dtype)
+        settings = jax.tree.map(zeros, requests.settings)
         if self.state is None:
             cache = self.given.model.init_cache(self.count, self.max_len)
         else:  # the content of idle slots is undefined
             cache = self.state.cache
         run = dataclasses.replace(self.run.whole(), model=None)
-        self.state = begin_idle(
-            run, cache, keys, sampling, requests.end_token_ids, max_len=self.max_len
-        )
+        self.state = begin_idle(run, cache, keys, settings, requests.common, max_len=self.max_len)
         self.finished = Finished.places(2 * self.count, self.state)
         # The counters on the device start again at 0.
         self.totals, self.busy_slots, self.seconds = dict.fromkeys(TOTALS, 0), 0, 0.0
@@ -250,20 +248,18 @@ class Slots:
         places = self.count
         tokens = np.zeros((places, self.max_len), np.int32)
         numbers = np.ones((3, places), np.int32)
-        sampling = self.state.sampling
-        if sampling is not None:
-            sampling = jax.tree.map(lambda x: np.zeros(places, x.dtype), sampling)
+        zeros = lambda values: np.zeros((places, *values.shape[1:]), values.dtype)
+        settings = jax.tree.map(zeros, self.requests.settings)
         keys = [self.idle_key] * places
         for place, entry in enumerate(self.staged):
             tokens[place, : len(entry.tokens)] = entry.tokens
             numbers[:, place] = len(entry.tokens), entry.max_new_tokens, entry.sequence
             keys[place] = entry.key
-            if sampling is not None:
-                for column, value in zip(
-                    jax.tree.leaves(sampling), jax.tree.leaves(entry.sampling), strict=True
-                ):
-                    column[place] = value
-        return Sequences(tokens, *numbers, self.requests.keys.wrap(np.stack(keys)), sampling)
+            for column, value in zip(
+                jax.tree.leaves(settings), jax.tree.leaves(entry.settings), strict=True
+            ):
+                column[place] = value
+        return Sequences(tokens, *numbers, self.requests.keys.wrap(np.stack(keys)), settings)
 
     def take_finished(self) -> list[Row]:
         """Returns the rows of the sequences that finished in the last call."""
@@ -315,7 +311,7 @@ def sequences_of(requests: Requests) -> Iterator[Entry]:
             requests.prompts[prompt],
             int(requests.max_new_tokens[prompt]),
             requests.keys.data(sequence),
-            jax.tree.map(lambda values, at=prompt: values[at], requests.sampling),
+            jax.tree.map(lambda values, at=prompt: values[at], requests.settings),
         )
 
 

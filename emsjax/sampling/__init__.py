@@ -1,11 +1,19 @@
-"""How the next token is chosen: settings, random bits, and what acts on logits."""
+"""How the next token is chosen: settings, logits processors, random bits and draws."""
 
-from emsjax.sampling.settings import (
-    Purpose,
-    Sampling,
-    draw,
-    position_keys,
-    warp,
-)
+from emsjax.sampling.draws import Purpose, RandomBits, draw, position_keys, random_bits, warp
+from emsjax.sampling.processors import LogitsContext, LogitsProcessor
+from emsjax.sampling.settings import Controls, Sampling, Settings
 
-__all__ = ["Purpose", "Sampling", "draw", "position_keys", "warp"]
+__all__ = [
+    "Controls",
+    "LogitsContext",
+    "LogitsProcessor",
+    "Purpose",
+    "RandomBits",
+    "Sampling",
+    "Settings",
+    "draw",
+    "position_keys",
+    "random_bits",
+    "warp",
+]

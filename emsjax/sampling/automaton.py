@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from emsjax.values import pytree
+from emsjax.verification import leading
 from pallas_kernels.common.indexing import take
 
 REFUSED = -1  # the state after a token that is not allowed
@@ -45,6 +46,22 @@ class TokenAutomaton:
     def is_final(self, states: Int32[Array, "*n"]) -> Bool[Array, "*n"]:
         """Whether what was read up to these states is complete; False in state -1."""
         return (states >= 0) & take(self.final, jnp.maximum(states, 0))
+
+    def search(
+        self, states: Int32[Array, "b"], tokens: Int32[Array, "b n"], ignored: Int32[Array, "b"]
+    ) -> tuple[Int32[Array, "b n1"], Int32[Array, "b"]]:
+        """Finds the first token after which what was read is complete.
+
+        Args:
+            ignored: sample s cannot be complete after its first ignored[s] tokens.
+
+        Returns:
+            The states before the first token and after each, and the number of tokens up to that
+            token, itself included; n + 1 if there is none.
+        """
+        walked, count = self.walk(states, tokens), jnp.arange(1, tokens.shape[1] + 1)
+        complete = self.is_final(walked[:, 1:]) & (count > ignored[:, None])
+        return walked, leading(~complete) + 1
 
     def allowed(self, states: Int32[Array, "r"]) -> Bool[Array, "r v"]:
         """The tokens that may follow; none in state -1."""

@@ -9,13 +9,13 @@ import numpy as np
 
 from emsjax.configured import configured
 from emsjax.decode.base import Drafter, DraftLength, Model
-from emsjax.decode.draft import checked_proposal
 from emsjax.decode.run import Run
 from emsjax.decode.state import DecodeState
 from emsjax.engine.adapt import make_run
 from emsjax.engine.output import GenerateOutput
 from emsjax.engine.preparation import check, for_prompts
 from emsjax.generation import generate, init_state
+from emsjax.returned import checked_proposal
 from emsjax.sampling import Sampling
 from emsjax.testing.divergence import NEAR_TIE, Divergence, check_exact, first_divergences
 from emsjax.values import comparable

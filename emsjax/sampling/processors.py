@@ -1,0 +1,155 @@
+"""Logits processors: what changes logits before a token is chosen, at every verified row.
+
+Axis legend: b = slots, k = draft tokens of a slot, r = rows of logits, v = vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from emsjax.sampling.settings import Controls
+
+
+class LogitsContext(NamedTuple):
+    """What a logits processor knows about each row of logits.
+
+    The row's tokens are tokens[samples[r], :lengths[samples[r]]], the prompt and the emitted
+    tokens, followed by the first num_drafted[r] entries of drafted[samples[r]].
+
+    Attributes:
+        tokens: the slots' tokens; arbitrary from `lengths` on.
+        lengths: tokens of each slot, draft tokens not included.
+        prompt_lengths: tokens of each slot's prompt.
+        end_token_ids: tokens that end a sequence.
+        controls: the slots' settings, or None.
+        drafted: the slots' draft tokens.
+        samples: slot of each row.
+        num_drafted: draft tokens before the token that each row predicts.
+    """
+
+    tokens: Int32[Array, "b t"]
+    lengths: Int32[Array, "b"]
+    prompt_lengths: Int32[Array, "b"]
+    end_token_ids: Int32[Array, "m"]
+    controls: Controls | None
+    drafted: Int32[Array, "b k"] | None = None
+    samples: Int32[Array, "r"] | None = None
+    num_drafted: Int32[Array, "r"] | None = None
+
+
+class LogitsProcessor:
+    """Changes the logits from which tokens are chosen, with a state for each sequence.
+
+    All methods are pure functions on arrays, traced once into the device loop. The processor may be
+    a pytree (its arrays are then arguments of the compiled loop) or any other object (then it is a
+    constant of it). It is applied to the target's logits at every row, before anything is drawn or
+    compared, and to a draft model's logits, so that speculative output is that of plain decoding
+    with the same processor.
+
+    Only `__call__` has to be written.
+    """
+
+    def init(self, prompts: Int32[Array, "b t"], prompt_lengths: Int32[Array, "b"]) -> Any:
+        """The state before the first new token: arrays whose first axis is the slots'."""
+        return ()
+
+    def __call__(
+        self, state: Any, logits: Float[Array, "r v"], context: LogitsContext
+    ) -> Float[Array, "r v"]:
+        """The logits that the rows' tokens are chosen from; -inf: a token that is not allowed.
+
+        Args:
+            state: the state of each slot after its emitted tokens, without draft tokens; those are
+                in `context.drafted`.
+            logits: of r rows, in float32.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define __call__")
+
+    def advance(self, state: Any, tokens: Int32[Array, "b n"], counts: Int32[Array, "b"]) -> Any:
+        """The state after slot s has emitted tokens[s, :counts[s]]; no tokens change nothing."""
+        return state
+
+
+class Processing(NamedTuple):
+    """The processors of a run with their states: a function of logits within one step.
+
+    Attributes:
+        processors: in the order in which they are applied.
+        states: one state for each.
+        context: what is known of the slots.
+        vocab_size: the target's vocabulary size.
+    """
+
+    processors: tuple[LogitsProcessor, ...]
+    states: tuple[Any, ...]
+    context: LogitsContext
+    vocab_size: int
+
+    def __call__(
+        self,
+        logits: Float[Array, "r v"],
+        drafted: Int32[Array, "b k"],
+        samples: Int32[Array, "r"],
+        num_drafted: Int32[Array, "r"],
+    ) -> Float[Array, "r v"]:
+        """The logits after all processors.
+
+        Args:
+            logits: a draft model's may have fewer columns than the target's vocabulary, which
+                processors see in full.
+            drafted, samples, num_drafted: see `LogitsContext`.
+
+        Raises:
+            ValueError: a processor returns another shape or type.
+        """
+        if not self.processors:
+            return logits
+        width, rest = logits.shape[1], self.vocab_size - logits.shape[1]
+        logits = jnp.pad(logits, ((0, 0), (0, rest)), constant_values=-jnp.inf)
+        context = self.context._replace(drafted=drafted, samples=samples, num_drafted=num_drafted)
+        for processor, state in zip(self.processors, self.states, strict=True):
+            logits = _alike(processor, processor(state, logits, context), logits)
+        return logits[:, :width]
+
+    def advance(
+        self, tokens: Int32[Array, "b n"], counts: Int32[Array, "b"], check: Callable
+    ) -> tuple[Any, ...]:
+        """The states after slot s has emitted tokens[s, :counts[s]].
+
+        Args:
+            check: raises an error unless its last argument is like the one before it.
+        """
+        states = []
+        for processor, state in zip(self.processors, self.states, strict=True):
+            after = processor.advance(state, tokens, counts)
+            check(f"{name_of(processor)}'s", "advance", state, after)
+            states.append(after)
+        return tuple(states)
+
+
+def _alike(processor: LogitsProcessor, after: Any, before: Array) -> Array:
+    kind = lambda x: f"{jax.typeof(x).dtype}{list(jnp.shape(x))}"
+    found = kind(after) if hasattr(after, "dtype") else type(after).__name__
+    if found != kind(before):
+        raise ValueError(
+            f"{name_of(processor)} must return logits like those it is given, {kind(before)}, not "
+            f"{found}"
+        )
+    return after
+
+
+def name_of(processor: Any) -> str:
+    """The processor's class in messages."""
+    return f"the processor {type(getattr(processor, 'wrapped', processor)).__name__}"
+
+
+def initial_states(
+    processors: tuple[LogitsProcessor, ...],
+    prompts: Int32[Array, "b t"],
+    prompt_lengths: Int32[Array, "b"],
+) -> tuple[Any, ...]:
+    """The processors' states before the first new token."""
+    return tuple(processor.init(prompts, prompt_lengths) for processor in processors)
