@@ -6,7 +6,7 @@ from emsjax.decode.base import Draft, Drafter, DraftLength, StepView
 from emsjax.decode.state import DecodeState, StepInfo
 from emsjax.device import best_dtype
 from emsjax.drafters import DraftModel, PromptLookup
-from emsjax.engine.output import GenerateOutput, Stats, rank_by_mean_logprob
+from emsjax.engine.output import GenerateOutput, Stats, TopLogprobs, rank_by_mean_logprob
 from emsjax.generation import generate, init_state, step
 from emsjax.models.decoder import Decoder
 from emsjax.models.families import (
@@ -24,7 +24,7 @@ from emsjax.models.pretrained import OPT, from_pretrained
 from emsjax.policies.costs import StepCosts
 from emsjax.policies.goodput import CostCapped, Goodput
 from emsjax.policies.lengths import BassHeuristic, BatchSizeTable, FixedLength
-from emsjax.sampling import Sampling
+from emsjax.sampling import LogitsContext, LogitsProcessor, Sampling
 from emsjax.serving import Engine
 from emsjax.streaming import Completion, stream
 
@@ -50,6 +50,8 @@ __all__ = [
     "GenerateOutput",
     "Goodput",
     "LlamaConfig",
+    "LogitsContext",
+    "LogitsProcessor",
     "MistralConfig",
     "OPTConfig",
     "PromptLookup",
@@ -60,6 +62,7 @@ __all__ = [
     "StepCosts",
     "StepInfo",
     "StepView",
+    "TopLogprobs",
     "best_dtype",
     "from_pretrained",
     "generate",

@@ -91,8 +91,10 @@ def test_the_last_sequences_of_a_large_batch_use_a_smaller_bucket():
     assert real * (1 + stats.padding_ratio.inputs) <= 2 * 72 + 16 * (stats.model_calls - 2)
 
 
-def stepped(model, drafter, state, steps, poison=False):
-    advance = jax.jit(lambda model, drafter, state: emsjax.step(model, drafter, state)[0])
+def stepped(model, drafter, state, steps, poison=False, **options):
+    advance = jax.jit(
+        lambda model, drafter, state: emsjax.step(model, drafter, state, **options)[0]
+    )
     for _ in range(steps):
         if poison:
             beyond = jnp.arange(state.cache.max_len) >= state.cache.lengths[:, None]

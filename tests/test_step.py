@@ -19,7 +19,7 @@ from emsjax.engine import slots
 from emsjax.engine.adapt import make_run
 from emsjax.engine.preparation import check
 from emsjax.generation import complete
-from pallas_kernels.common.indexing import take, take_in_rows
+from pallas_kernels.common.indexing import take
 
 LENGTHS = [5, 9, 20, 3, 14, 1]
 RUNS = {
@@ -261,13 +261,8 @@ def test_a_processor_sees_the_tokens_before_each_row():
     """The processor forbids the last token of the row's context, emitted or drafted."""
 
     def no_repeat(state, logits, context):
-        before = context.lengths - 1
-        last = take_in_rows(context.tokens, before[:, None])[:, 0]
-        drafted = jnp.pad(context.drafted, ((0, 0), (1, 0)))
-        place = jnp.minimum(context.num_drafted, drafted.shape[1] - 1)
-        own = take(drafted, context.samples, place)
-        own = jnp.where(context.num_drafted == 0, take(last, context.samples), own)
-        return jnp.where(jnp.arange(logits.shape[1]) == own[:, None], -jnp.inf, logits)
+        (last,) = context.last(1).T
+        return jnp.where(jnp.arange(logits.shape[1]) == last[:, None], -jnp.inf, logits)
 
     model, prompts = tiny_model(), ragged_prompts(LENGTHS)
 

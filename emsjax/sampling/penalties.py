@@ -104,13 +104,13 @@ class CountPenalties(LogitsProcessor):
     def __call__(self, state, logits, context: LogitsContext):
         counts = take(state, context.samples)
         for is_token in _drafted_before(logits, context):
-            counts += is_token
+            counts += is_token.astype(jnp.int32)
         for penalty, times in (
             (context.controls.frequency_penalty, counts),
             (context.controls.presence_penalty, counts > 0),
         ):
             if penalty is not None:
-                logits -= take(penalty, context.samples)[:, None] * times
+                logits -= take(penalty, context.samples)[:, None] * times.astype(logits.dtype)
         return logits
 
     def advance(self, state, tokens, counts):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from emsjax.sampling.settings import Controls
+from pallas_kernels.common.indexing import take
 
 
 class LogitsContext(NamedTuple):
@@ -38,6 +39,16 @@ class LogitsContext(NamedTuple):
     drafted: Int32[Array, "b k"] | None = None
     samples: Int32[Array, "r"] | None = None
     num_drafted: Int32[Array, "r"] | None = None
+
+    def last(self, count: int) -> Int32[Array, "r n"]:
+        """The last `count` tokens before each row's own, in order; -1 where there are fewer."""
+        lengths = take(self.lengths, self.samples)[:, None]
+        places = lengths + self.num_drafted[:, None] + jnp.arange(-count, 0)
+        samples = self.samples[:, None]
+        before = take(self.tokens, samples, jnp.clip(places, 0, self.tokens.shape[1] - 1))
+        drafted = jnp.pad(self.drafted, ((0, 0), (0, 1)))  # a place, also without a drafter
+        after = take(drafted, samples, jnp.clip(places - lengths, 0, drafted.shape[1] - 1))
+        return jnp.where(places < 0, -1, jnp.where(places < lengths, before, after))
 
 
 class LogitsProcessor:

@@ -19,12 +19,14 @@ from emsjax.checks import (
 from emsjax.configured import configured
 from emsjax.decode.base import Drafter, DraftLength, Model
 from emsjax.decode.row_counts import round_up_length
-from emsjax.engine.adapt import check_is_model
+from emsjax.decode.run import Run
+from emsjax.engine.adapt import make_run
 from emsjax.engine.memory import check_results_fit
 from emsjax.engine.output import GenerateOutput, Stats
+from emsjax.engine.requests import Requests, check_requests
 from emsjax.generation import generate
-from emsjax.sampling import Sampling, warp
-from emsjax.testing.divergence import check_exact, float32_logits
+from emsjax.sampling import LogitsProcessor, Sampling, warp
+from emsjax.testing.divergence import check_exact, float32_logits, processed_logits
 from emsjax.verification import SUM_TOLERANCE
 
 EXPLAINED = 4  # tokens that a failure explains
@@ -47,6 +49,7 @@ def assert_same_distribution(
     batch_size: int = 256,
     draft_length: DraftLength | None = None,
     attention_implementation: str | Callable | None = None,
+    processors: Sequence[LogitsProcessor] = (),
 ) -> GenerateOutput:
     """Sample a prompt many times, and fail unless the tokens follow the target's distribution.
 
@@ -75,6 +78,7 @@ def assert_same_distribution(
         batch_size: sequences decoded at a time.
         draft_length: a policy, or None.
         attention_implementation: your attention, or None.
+        processors: your logits processors.
 
     Returns:
         The samples; their `stats` have the acceptance of the drafts.
@@ -86,16 +90,18 @@ def assert_same_distribution(
             the drafter; `emsjax.generate` rejects the arguments; the model is not in float32; the
             temperature is 0; or there are too few samples to count any token.
     """
-    check_is_model("model", model)
+    run = make_run(model, drafter, draft_length, processors=processors)
     check_exact(model)
     new_tokens = check_at_least("new_tokens", new_tokens, 1, model.config.max_position_embeddings)
     check_instance("sampling", sampling, Sampling, "emsjax.Sampling(...)")
-    one = sampling.expand(1).in_use()
-    if one is None:
+    if sampling.expand(1).in_use() is None:
         raise ValueError("sampling must have a temperature above 0: see assert_lossless for greedy")
     prompt = as_token_ids("prompt", prompt, model.config.vocab_size)
+    mask = [np.ones_like(prompt)]
+    asked = {"sampling": sampling, "key": key, "max_new_tokens": new_tokens + 1}
+    requests = check_requests(model.config, [prompt], attention_mask=mask, **asked)
     if samples is None:
-        (probs,) = _target_probs(model, prompt[None], one)
+        (probs,) = _target_probs(run, requests, prompt[None])
         samples = samples_to_detect(detects, probs, LEVEL / new_tokens)
     samples = check_at_least("samples", samples, 1, INT32_MAX)
     check_results_fit("samples", samples, samples, round_up_length(len(prompt) + new_tokens + 1))
@@ -104,13 +110,12 @@ def assert_same_distribution(
         [prompt],
         drafter,
         draft_length,
-        max_new_tokens=new_tokens + 1,
-        sampling=sampling,
         num_sequences=samples,
         batch_size=batch_size,
-        key=key,
         attention_implementation=attention_implementation,
-        attention_mask=[np.ones_like(prompt)],
+        attention_mask=mask,
+        processors=processors,
+        **asked,
     )
     if drafter is not None:
         _check_drafts(out.stats)
@@ -120,7 +125,7 @@ def assert_same_distribution(
             break
         texts = np.concatenate([np.tile(prompt, (len(drawn), 1)), drawn], axis=1)
         prefixes, counts = np.unique(texts[:, :-1], axis=0, return_counts=True)
-        expected = counts @ _target_probs(model, prefixes, one)
+        expected = counts @ _target_probs(run, requests, prefixes)
         if len(drawn) == samples and expected.max() < LEAST_EXPECTED:
             raise ValueError(
                 f"samples must be at least {int(samples * LEAST_EXPECTED / expected.max()) + 1}, "
@@ -162,10 +167,11 @@ def samples_to_detect(
         samples = needed
 
 
-def _target_probs(model: Model, prefixes: np.ndarray, one: Sampling) -> Float64[np.ndarray, "n v"]:
-    """Distributions [n, v] of the target after prefixes [n, t] of equal length."""
-    each = jax.tree.map(functools.partial(np.repeat, repeats=len(prefixes)), one)
-    logits = float32_logits(model, list(prefixes))
+def _target_probs(run: Run, requests: Requests, prefixes: np.ndarray) -> Float64[np.ndarray, "n v"]:
+    """Distributions [n, v] of the target after prefixes [n, t] of equal length of one prompt."""
+    each = jax.tree.map(functools.partial(np.repeat, repeats=len(prefixes)), requests.sampling)
+    logits = float32_logits(run.model, list(prefixes))
+    logits = processed_logits(run, requests, logits, prefixes, np.zeros(len(prefixes), int))
     return np.asarray(jax.nn.softmax(warp(jnp.asarray(logits), each)), np.float64)
 
 

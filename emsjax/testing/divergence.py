@@ -5,19 +5,24 @@ If two tokens are nearly tied, this decides which of them is the likelier.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from emsjax.decode.base import Model
 from emsjax.decode.kernels import resolve_kernels
 from emsjax.decode.pack import pack
 from emsjax.decode.prefill import prefill
 from emsjax.decode.row_counts import round_up_length
+from emsjax.decode.run import Run
 from emsjax.engine.output import GenerateOutput
+from emsjax.engine.requests import Requests
+from emsjax.returned import check_state
+from emsjax.sampling import LogitsContext
+from emsjax.sampling.processors import Processing, initial_states
 from pallas_kernels.common.indexing import take_in_rows
 
 NEAR_TIE = 1 / 64  # of the largest absolute logit
@@ -60,6 +65,7 @@ def first_divergences(
     prompts: Sequence[Sequence[int]],
     expected: GenerateOutput,
     actual: GenerateOutput,
+    change: Callable | None = None,
 ) -> list[Divergence]:
     """The first difference of each sequence of `actual` that is not the expected one.
 
@@ -68,6 +74,8 @@ def first_divergences(
         prompts: one for each sequence.
         expected: output of plain greedy decoding.
         actual: another output for the same prompts, limits and end tokens.
+        change: a function of logits [n, v], prefixes and their sequences that returns the logits
+            that tokens are chosen from: see `processed_logits`. None: the logits themselves.
     """
     index = np.arange(expected.tokens.shape[1])
     emitted = [index < np.asarray(out.lengths)[:, None] for out in (expected, actual)]
@@ -82,6 +90,8 @@ def first_divergences(
     if not prefixes:
         return []
     logits = float32_logits(model, prefixes)
+    if change is not None:
+        logits = change(logits, prefixes, parted)
     found = []
     for i, scores in zip(parted, logits, strict=True):
         pair = expected.tokens[i, positions[i]], actual.tokens[i, positions[i]]
@@ -90,7 +100,8 @@ def first_divergences(
             margin = float("inf")
         place = (int(i), int(positions[i]), *map(int, pair))
         best = np.argsort(-scores, kind="stable")[:2]
-        largest, lead = float(np.abs(scores).max()), float(scores[best[0]] - scores[best[1]])
+        largest = float(np.abs(scores[np.isfinite(scores)]).max(initial=0))
+        lead = float(scores[best[0]] - scores[best[1]])
         found.append(Divergence(*place, margin, largest, tuple(best.tolist()), lead))
     return found
 
@@ -108,6 +119,44 @@ def float32_logits(model: Model, prefixes: Sequence[np.ndarray]) -> np.ndarray:
             tokens[row, : len(prefix)], lengths[row] = prefix, len(prefix)
         logits.append(np.asarray(last_logits(model, tokens, lengths))[: len(group)])
     return np.concatenate(logits)
+
+
+def processed_logits(
+    run: Run,
+    requests: Requests,
+    logits: Float32[np.ndarray, "n v"],
+    prefixes: Sequence[np.ndarray],
+    sequences: Sequence[int],
+) -> Float32[np.ndarray, "n v"]:
+    """The logits that the next tokens of some sequences are chosen from.
+
+    Args:
+        run: has the logits processors.
+        requests: has the prompts and their settings.
+        logits: the model's own, after each prefix.
+        prefixes: the sequences' tokens so far, each with its prompt.
+        sequences: number of the sequence of each prefix.
+    """
+    prompts = np.asarray(sequences) // requests.num_sequences
+    controls = jax.tree.map(lambda x: jnp.asarray(x[prompts]), requests.settings.controls)
+    processors = run.all_processors(controls)
+    if not processors:
+        return logits
+    starts = np.array([len(requests.prompts[i]) for i in prompts], np.int32)
+    lengths = np.array([len(prefix) for prefix in prefixes], np.int32)
+    tokens, new = np.zeros((2, len(prefixes), lengths.max()), np.int32)
+    for row, (prefix, start) in enumerate(zip(prefixes, starts, strict=True)):
+        tokens[row, : len(prefix)] = prefix
+        new[row, : len(prefix) - start] = prefix[start:]
+    tokens, lengths, starts = (jnp.asarray(x) for x in (tokens, lengths, starts))
+    ends = jnp.asarray(requests.end_token_ids)
+    context = LogitsContext(tokens, lengths, starts, ends, controls)
+    states = initial_states(processors, tokens, starts)
+    process = Processing(processors, states, context, logits.shape[1])
+    states = process.advance(jnp.asarray(new), lengths - starts, check_state)
+    rows = jnp.arange(len(prefixes), dtype=jnp.int32)
+    drafted = jnp.zeros((len(prefixes), 0), jnp.int32)
+    return np.asarray(process._replace(states=states)(jnp.asarray(logits), drafted, rows, 0 * rows))
 
 
 @jax.jit

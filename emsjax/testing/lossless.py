@@ -1,5 +1,6 @@
 """Checks of your own drafters, draft-length policies and attention."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,13 @@ from emsjax.engine.preparation import check, for_prompts
 from emsjax.generation import generate, init_state
 from emsjax.returned import checked_proposal
 from emsjax.sampling import Sampling
-from emsjax.testing.divergence import NEAR_TIE, Divergence, check_exact, first_divergences
+from emsjax.testing.divergence import (
+    NEAR_TIE,
+    Divergence,
+    check_exact,
+    first_divergences,
+    processed_logits,
+)
 from emsjax.values import comparable
 
 EXPLAINED = 4  # sequences or tokens that a failure explains
@@ -29,6 +36,8 @@ ASKED = (
     "key",
     "eos_token_ids",
     "attention_mask",
+    "stop",
+    "tokenizer",
 )
 UNDEFINED = (
     "The other run's logits are not finite there: it divides by zero, or reads undefined values, "
@@ -94,7 +103,9 @@ def assert_lossless(
         "key": key,
     }
     asked = {name: options[name] for name in ASKED if name in options}
-    run, requests = check(make_run(model, drafter, draft_length), prompts, **asked)
+    processors = options.get("processors", ())
+    run = make_run(model, drafter, draft_length, processors=processors)
+    run, requests = check(run, prompts, **asked)
     greedy, prompts = requests.sampling is None, requests.prompts
     options["attention_mask"] = [np.ones_like(prompt) for prompt in prompts]
     options["eos_token_ids"] = requests.end_token_ids.tolist()  # an iterator is read once
@@ -110,7 +121,8 @@ def assert_lossless(
         **options,
     )
     prompts = [prompt for prompt in prompts for _ in range(requests.num_sequences)]
-    found = first_divergences(model, prompts, expected, actual)
+    change = functools.partial(processed_logits, run, requests)
+    found = first_divergences(model, prompts, expected, actual, change)
     exact = model.dtype == jnp.float32
     faults = [one for one in found if exact or not one.is_near_tie]
     if faults:
