@@ -6,6 +6,7 @@ from emsjax.decode.base import Draft, Drafter, DraftLength, StepView
 from emsjax.decode.state import DecodeState, StepInfo
 from emsjax.device import best_dtype
 from emsjax.drafters import DraftModel, PromptLookup
+from emsjax.engine.completions import Completion
 from emsjax.engine.output import GenerateOutput, Stats, TopLogprobs, rank_by_mean_logprob
 from emsjax.generation import generate, init_state, step
 from emsjax.models.decoder import Decoder
@@ -26,7 +27,7 @@ from emsjax.policies.goodput import CostCapped, Goodput
 from emsjax.policies.lengths import BassHeuristic, BatchSizeTable, FixedLength
 from emsjax.sampling import LogitsContext, LogitsProcessor, Sampling
 from emsjax.serving import Engine
-from emsjax.streaming import Completion, stream
+from emsjax.streaming import stream
 
 __version__ = "0.1.0"
 __all__ = [

@@ -8,11 +8,12 @@ from typing import Any
 
 import jax
 
-from emsjax.checks import check_at_least
+from emsjax.checks import check_at_least, check_flag
 from emsjax.configured import configured, configured_generator
 from emsjax.decode.base import Drafter, DraftLength, Model
 from emsjax.decode.row_counts import round_up
 from emsjax.engine.adapt import make_run
+from emsjax.engine.completions import Completion, completions_of
 from emsjax.engine.preparation import check, holds_prompts, with_checked_drafter
 from emsjax.engine.replicas import make_slots, reopen, rows_of_all
 from emsjax.engine.requests import PLACEHOLDER, check_requests
@@ -20,10 +21,8 @@ from emsjax.engine.slots import sequences_of
 from emsjax.sampling import LogitsProcessor, Sampling
 from emsjax.streaming import (
     WIDTH,
-    Completion,
     Source,
     check_unseen,
-    completions_of,
     is_list,
     longest_sequence,
 )
@@ -92,12 +91,14 @@ class Engine:
 
         Args:
             asked: other arguments of `emsjax.stream` that concern the prompts: `eos_token_ids`,
-                `key`, `attention_mask`, `stop`, `tokenizer`, `include_stop` and `top_logprobs`.
+                `key`, `attention_mask`, `stop`, `tokenizer`, `include_stop`, `top_logprobs` and
+                `partial`.
 
         Raises:
             ValueError: as `emsjax.stream`; also if a sequence has more than `max_len` tokens, or
                 if another call's results have not all been read.
         """
+        partial = check_flag("partial", asked.pop("partial", False))
         options = asked | {
             "max_new_tokens": max_new_tokens,
             "sampling": sampling,
@@ -121,8 +122,11 @@ class Engine:
         if last is not None and inspect.getgeneratorstate(last) != inspect.GEN_CLOSED:
             raise ValueError("the slots serve another call: read its results, or close it, first")
         reopen(self.slots, requests)
-        rows = rows_of_all(self.slots, entries)
-        results = source.completions(rows) if source else completions_of(rows, requests)
+        rows = rows_of_all(self.slots, entries, partial=partial)
+        if source is None:
+            results = completions_of(rows, requests, partial=partial)
+        else:
+            results = source.completions(rows, partial=partial)
         results = configured_generator(results)
         self.last_call = weakref.ref(results)
         return results

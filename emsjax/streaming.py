@@ -1,6 +1,5 @@
 """`stream`: takes prompts as they arrive and yields completions as they finish."""
 
-import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -8,15 +7,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Float32, Int32
 
-from emsjax.checks import check_at_least, refuse
+from emsjax.checks import check_at_least, check_flag, refuse
 from emsjax.configured import configured, configured_generator
 from emsjax.decode.base import Drafter, DraftLength, Model, ModelConfig
 from emsjax.decode.row_counts import round_up
 from emsjax.decode.run import Run
 from emsjax.engine.adapt import make_run
-from emsjax.engine.output import TopLogprobs, finish_reasons
+from emsjax.engine.completions import Completion, completions_of, refusal
 from emsjax.engine.preparation import check, holds_prompts, with_checked_drafter
 from emsjax.engine.replicas import make_slots, rows_of_all
 from emsjax.engine.requests import (
@@ -28,43 +26,8 @@ from emsjax.engine.requests import (
 )
 from emsjax.engine.slots import Entry, Row, sequences_of
 from emsjax.sampling import LogitsProcessor, Sampling
-from emsjax.values import comparable
 
 WIDTH = 64  # cache lengths are multiples of it
-
-
-@comparable
-class Completion:
-    """One sequence of a prompt; k = max_draft_tokens.
-
-    Attributes:
-        prompt: index of the prompt in input order, from 0.
-        sequence: index of the sequence among the prompt's sequences, from 0.
-        tokens: emitted tokens, including the end token.
-        logprobs: log-probability of each token, as in `GenerateOutput`.
-        finish_reason: "eos", "length", "stop" or "error" as in `GenerateOutput`, or "refused" if
-            the prompt cannot be decoded.
-        text: the text of the tokens, up to a stop; None without a tokenizer.
-        top_logprobs: the likeliest tokens; None unless they were asked for.
-        num_steps, num_drafted, num_accepted, num_invalid, accepted_histogram, finish_seconds: as in
-            `Stats`.
-        error: why the prompt was refused; None otherwise.
-    """
-
-    prompt: int
-    sequence: int
-    tokens: Int32[np.ndarray, "n"]
-    logprobs: Float32[np.ndarray, "n"]
-    finish_reason: str
-    text: str | None = None
-    top_logprobs: TopLogprobs | None = None
-    num_steps: int = 0
-    num_drafted: int = 0
-    num_accepted: int = 0
-    num_invalid: int = 0
-    accepted_histogram: Int32[np.ndarray, "k1"] | None = None
-    finish_seconds: float = 0.0
-    error: str | None = None
 
 
 @configured
@@ -89,6 +52,7 @@ def stream(
     tokenizer: Any = None,
     include_stop: bool = False,
     top_logprobs: int = 0,
+    partial: bool = False,
 ) -> Iterator[Completion]:
     """Completes any number of prompts, `batch_size` sequences at a time, each as it finishes.
 
@@ -105,10 +69,14 @@ def stream(
         devices: devices that each decode with a replica of the model and take prompts from the
             same queue; None: the model's device.
         attention_mask: as for `emsjax.generate`; only with a sequence of prompts.
+        partial: whether pieces are yielded too: see below.
 
     Yields:
         A `Completion` for each sequence. A malformed or too long prompt from an iterator is
-        `refused` and the others continue; in a sequence it raises an error before any work.
+        `refused` and the others continue; in a sequence it raises an error before any work. With
+        `partial`, a sequence's completion comes after its pieces: completions whose `finish_reason`
+        is None, each with the tokens, log-probabilities and text that the sequence has gained in a
+        few steps. Joined, the pieces are the whole.
 
     Raises:
         ValueError: as `emsjax.generate`, before any work; also if the drafter holds data for each
@@ -116,6 +84,7 @@ def stream(
         Exception: the iterator's own exception, after all earlier prompts are done; a note gives
             their number.
     """
+    partial = check_flag("partial", partial)
     options = {
         "attention_mask": attention_mask,
         "max_new_tokens": max_new_tokens,
@@ -137,13 +106,14 @@ def stream(
     )
     if not is_list(prompts):
         sizes = {"batch_size": batch_size, "max_len": max_len}
-        return stream_numbered(run, enumerate(prompts), **sizes, devices=devices, **options)
+        sizes |= {"partial": partial, "devices": devices}
+        return stream_numbered(run, enumerate(prompts), **sizes, **options)
     longest_sequence(run, max_len)  # checks it, although the prompts decide
     run, requests = check(run, prompts, **options)
     count = min(check_at_least("batch_size", batch_size, 1), requests.total_sequences)
     slots = make_slots(run, requests, count, devices)
-    rows = rows_of_all(slots, sequences_of(requests))
-    return configured_generator(completions_of(rows, requests))
+    rows = rows_of_all(slots, sequences_of(requests), partial=partial)
+    return configured_generator(completions_of(rows, requests, partial=partial))
 
 
 def is_list(prompts: Any) -> bool:
@@ -166,6 +136,7 @@ def stream_numbered(
     batch_size: int,
     max_len: int | None = None,
     devices: Sequence[jax.Device] | None = None,
+    partial: bool = False,
     **options: Any,
 ) -> Iterator[Completion]:
     """`stream` for an iterator of numbered prompts; the numbers decide each sequence's key.
@@ -177,7 +148,8 @@ def stream_numbered(
     run, requests = check_unseen(run, longest, **options)
     source = Source(prompts, run.model.config, requests, longest)
     slots = make_slots(run, requests, batch_size, devices)
-    return configured_generator(source.completions(rows_of_all(slots, source.entries())))
+    rows = rows_of_all(slots, source.entries(), partial=partial)
+    return configured_generator(source.completions(rows, partial=partial))
 
 
 def longest_sequence(run: Run, max_len: int | None) -> int:
@@ -272,44 +244,10 @@ class Source:
             )
         return ids
 
-    def completions(self, rows: Generator[Row, None, None]) -> Iterator[Completion]:
+    def completions(
+        self, rows: Generator[Row, None, None], *, partial: bool = False
+    ) -> Iterator[Completion]:
         """Yields completions and refusals, then raises the iterator's error if there was one."""
-        yield from completions_of(rows, self.requests)
+        yield from completions_of(rows, self.requests, partial=partial)
         if self.error is not None:
             raise self.error
-
-
-def completions_of(rows: Generator[Row, None, None], requests: Requests) -> Iterator[Completion]:
-    """Yields completions and refusals. Closing the iterator also stops decoding."""
-    with contextlib.closing(rows):
-        for row in rows:
-            yield row if isinstance(row, Completion) else completion(row, requests)
-
-
-def completion(row: Row, requests: Requests) -> Completion:
-    new = slice(int(row["prompt_lengths"]), int(row["lengths"]))
-    prompt, sequence = divmod(int(row["sequence_ids"]), requests.num_sequences)
-    tokens, reason = row["tokens"][new], finish_reasons(row["end"], row["active"]).item()
-    top = None
-    if requests.common.top_logprobs:
-        top = TopLogprobs(row["top_tokens"][new], row["top_logprobs"][new])
-    return Completion(
-        prompt,
-        sequence,
-        tokens,
-        row["logprobs"][new],
-        reason,
-        text=None if requests.texts is None else requests.texts.of(prompt, tokens, reason),
-        top_logprobs=top,
-        num_steps=int(row["num_steps"]),
-        num_drafted=int(row["num_drafted"]),
-        num_accepted=int(row["num_accepted"]),
-        num_invalid=int(row["num_invalid"]),
-        accepted_histogram=row["accepted_histogram"],
-        finish_seconds=float(row["finish_seconds"]),
-    )
-
-
-def refusal(place: int, sequence: int, error: str) -> Completion:
-    nothing = np.zeros(0, np.int32)
-    return Completion(place, sequence, nothing, nothing.astype(np.float32), "refused", error=error)

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 import emsjax
-from emsjax import streaming
+from emsjax import Completion, streaming
 from emsjax.policies import profiles as profile_store
 from emsjax.policies.costs import FORMAT
 from emsjax.terminal.models import load_config
@@ -120,7 +120,7 @@ class FakeStream:
                 tokens[-1] = END
                 logprobs = -draw.exponential(size=length).astype(np.float32)
                 call.completions.append(
-                    streaming.Completion(place, sequence, tokens, logprobs, "eos", num_steps=length)
+                    Completion(place, sequence, tokens, logprobs, "eos", num_steps=length)
                 )
                 yield call.completions[-1]
 

@@ -81,14 +81,17 @@ def reopen(slots: Mapping[jax.Device | None, Slots], requests: Requests) -> None
 
 
 def rows_of_all(
-    slots: Mapping[jax.Device | None, Slots], entries: Iterator[Entry]
+    slots: Mapping[jax.Device | None, Slots], entries: Iterator[Entry], *, partial: bool = False
 ) -> Generator[Row, None, None]:
     """Yields the rows of all sequences, each from the device that had a slot for it.
 
     The first error on any device stops all devices.
+
+    Args:
+        partial: see `Slots.serve`.
     """
     if set(slots) == {None}:
-        yield from slots[None].serve(entries)
+        yield from slots[None].serve(entries, partial=partial)
         return
     shared, rows = Shared(entries), queue.Queue(ROWS_KEPT * len(slots))
 
@@ -105,7 +108,7 @@ def rows_of_all(
     def work(device: jax.Device) -> None:
         try:
             with own_settings(), jax.default_device(device):
-                all(map(put, slots[device].serve(shared)))
+                all(map(put, slots[device].serve(shared, partial=partial)))
             put(None)
         except BaseException as error:
             put(error)

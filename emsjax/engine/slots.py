@@ -24,6 +24,7 @@ from emsjax.sampling import Settings
 
 STEPS = 64  # per call of the loop; finished sequences wait no longer than this
 BUDGET_CHECK_STEPS = 16  # per call of the loop if there is a deadline
+PARTIAL_STEPS = 8  # per call of the loop if rows of unfinished sequences are wanted
 NO_LIMIT = np.iinfo(np.int32).max // 2  # steps
 TOTALS = ("model_calls", "real_rows", "padding_rows")  # fields of `Counters`
 Row = dict[str, np.ndarray]
@@ -132,7 +133,12 @@ class Slots:
         self.totals, self.busy_slots, self.seconds = dict.fromkeys(TOTALS, 0), 0, 0.0
 
     def serve(
-        self, entries: Iterator[Any], *, enough: int | None = None, deadline: float | None = None
+        self,
+        entries: Iterator[Any],
+        *,
+        enough: int | None = None,
+        deadline: float | None = None,
+        partial: bool = False,
     ) -> Generator[Any, None, None]:
         """Yields each sequence's row as it finishes; sequences enter in the given order.
 
@@ -143,14 +149,16 @@ class Slots:
                 data for each prompt; None: an eighth of the slots.
             deadline: time of `time.monotonic` after which the rows of all unfinished sequences
                 are yielded, marked `active`.
+            partial: whether after each call of the loop the rows of all sequences that still decode
+                are yielded, marked `active`.
         """
         self.serving = True
         try:
-            yield from self._serve(entries, enough, deadline)
+            yield from self._serve(entries, enough, deadline, partial)
         finally:
             self.serving = False
 
-    def _serve(self, entries: Iterator[Any], enough: int | None, deadline: float | None):
+    def _serve(self, entries: Iterator[Any], enough: int | None, deadline, partial: bool):
         if not self.per_prompt:
             enough = 1
         elif enough is None:
@@ -169,8 +177,11 @@ class Slots:
                     yield entry
                 entry = next(entries, None)
             steps = STEPS if deadline is None else BUDGET_CHECK_STEPS
+            steps = PARTIAL_STEPS if partial else steps
             self.decode(self.count if entry is None else enough, steps)
             yield from self.take_finished()
+            if partial:
+                yield from self.unfinished()
 
     def finish(self, deadline: float | None) -> list[Row]:
         """Decodes a filled group to its end or to the deadline, and returns its rows."""
