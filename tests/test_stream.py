@@ -229,8 +229,8 @@ FOUR_DEVICES = """
     used = []
     serve = emsjax.engine.slots.Slots.serve
 
-    def watched(self, entries):
-        for row in serve(self, entries):
+    def watched(self, entries, **options):
+        for row in serve(self, entries, **options):
             used.append(self.state.cache.lengths.devices().pop().id)
             yield row
 

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
@@ -43,7 +44,7 @@ def propose(run: Run, state: Any, ready: Bool[Array, "b"], process: Processing) 
     """
     drafter, vocab_size = run.drafter, run.model.config.vocab_size
     remaining = state.length_limits - state.lengths
-    limits = jnp.where(ready, jnp.minimum(remaining - 1, state.counters.max_draft_tokens), 0)
+    most = limits = jnp.where(ready, jnp.minimum(remaining - 1, run.max_draft_tokens), 0)
     if drafter is None:
         none = jnp.zeros_like(state.lengths)
         view = StepView(ready, state.lengths, limits, drafted=False)
@@ -75,7 +76,13 @@ def propose(run: Run, state: Any, ready: Bool[Array, "b"], process: Processing) 
         counts = allowed(view)
     # A sample that is not ready verifies nothing, even if its drafter has proposed tokens.
     counts = valid = jnp.where(ready, counts, 0)
-    if draft.probs is not None:  # a token counts only if what it was drawn from is a distribution
-        valid = jnp.minimum(counts, leading(is_distribution(draft.probs)))
-    draft = Draft(draft.tokens, valid, draft.probs)
-    return Proposal(draft, drafter_state, view, counts - valid)
+    tokens, probs = draft.tokens, draft.probs
+    if process.processors:
+        tokens, forced, counts = process.force(tokens, counts, most)
+        valid = counts
+        if probs is not None:
+            certain = jax.nn.one_hot(tokens, probs.shape[2], dtype=probs.dtype)
+            probs = jnp.where(forced[..., None], certain, probs)
+    if probs is not None:  # a token counts only if what it was drawn from is a distribution
+        valid = jnp.minimum(counts, leading(is_distribution(probs)))
+    return Proposal(Draft(tokens, valid, probs), drafter_state, view, counts - valid)

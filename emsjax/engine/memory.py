@@ -75,6 +75,7 @@ class MemoryPlan:
         logits: a step's logits, and everything else that is proportional to its rows.
         attention: buffers of one layer's attention.
         drafter: the drafter's state for all slots.
+        processors: the states of logits processors for all slots, and a step's changed logits.
     """
 
     weights: int
@@ -83,6 +84,7 @@ class MemoryPlan:
     logits: int
     attention: int
     drafter: int = 0
+    processors: int = 0
 
     @classmethod
     def for_run(
@@ -94,6 +96,7 @@ class MemoryPlan:
         max_len: int,
         max_draft_tokens: int,
         drafter_bytes_per_slot: int = 0,
+        processor_bytes_per_slot: int | None = None,
         refilled: bool = False,
     ) -> "MemoryPlan":
         """Plans `slots` decode slots, filled from `prompt_slots` prefilled prompts.
@@ -106,6 +109,7 @@ class MemoryPlan:
             max_len: tokens of the longest sample, including the prompt.
             max_draft_tokens: draft tokens per sample and step; 0: plain decoding.
             drafter_bytes_per_slot: the drafter's `state_bytes`.
+            processor_bytes_per_slot: bytes of the processors' states; None: there are none.
             refilled: whether steps feed prompts as well as drafts.
         """
         sizes = sizes_of(model)
@@ -116,23 +120,28 @@ class MemoryPlan:
         rows = row_buckets(slots, k1)[-1]
         fed = prompt_row_counts(slots, k1, max_len)[-1] if refilled else rows
         scores = fed * sizes.query_heads * max_len * 4
+        logits, processors = rows * model.config.vocab_size * 4, 0
+        if processor_bytes_per_slot is not None:
+            processors = logits + 2 * slots * processor_bytes_per_slot  # those of fresh slots too
         return cls(
             weights=sizes.weight_bytes,
             caches=cached * max_len * sizes.token_bytes,
             prefill_chunk=chunk * sizes.row_bytes,
             # The logits and their log-softmax, then the step's fresh rows and activations.
-            logits=rows * 2 * model.config.vocab_size * 4 + fed * sizes.row_bytes,
+            logits=2 * logits + fed * sizes.row_bytes,
             # The XLA implementation was observed to hold one layer's keys and values, masked
             # and transposed, and three copies of its scores.
             attention=2 * slots * max_len * sizes.layer_token_bytes + 3 * scores,
             drafter=cached * drafter_bytes_per_slot,
+            processors=processors,
         )
 
     @property
     def total(self) -> int:
         """Total bytes; prefill and verification never overlap, so the larger one counts."""
         step = max(self.prefill_chunk, self.logits)
-        return self.weights + self.caches + self.drafter + self.attention + step
+        state = self.caches + self.drafter + self.processors
+        return self.weights + state + self.attention + step
 
     def describe(self) -> str:
         """Returns the total and its parts as text."""
@@ -144,6 +153,8 @@ class MemoryPlan:
             ("attention", self.attention),
             ("drafter", self.drafter),
         ]
+        if self.processors:
+            parts.append(("logits processors", self.processors))
         listed = ", ".join(f"{name} {readable(size)}" for name, size in parts)
         return f"{readable(self.total)} ({listed})"
 

@@ -9,9 +9,11 @@ import numpy as np
 from emsjax.checks import is_traced
 from emsjax.decode.base import Drafter
 from emsjax.decode.run import Run
+from emsjax.device import tree_bytes
 from emsjax.engine.adapt import check_drafter, unwrapped
 from emsjax.engine.memory import check_fits
 from emsjax.engine.requests import Requests, check_requests
+from emsjax.sampling.processors import initial_states
 
 
 def check(run: Run, prompts: Any, **asked: Any) -> tuple[Run, Requests]:
@@ -28,6 +30,8 @@ def check(run: Run, prompts: Any, **asked: Any) -> tuple[Run, Requests]:
             this model.
     """
     requests = check_requests(run.model.config, prompts, **asked)
+    for processor in run.processors:
+        processor.check_requests(requests.end_token_ids, run.model.config.vocab_size)
     return with_checked_drafter(run, requests.positions), requests
 
 
@@ -99,8 +103,20 @@ def check_memory(run: Run, requests: Requests, slots: int, *, refilled: bool = F
         max_len=cache_length,
         max_draft_tokens=k,
         drafter_bytes_per_slot=0 if run.drafter is None else run.drafter.state_bytes(max_len),
+        processor_bytes_per_slot=_processor_bytes(run, requests),
     )
     return cache_length
+
+
+def _processor_bytes(run: Run, requests: Requests) -> int | None:
+    """Bytes of the logits processors' states for one slot; None: there are no processors."""
+    processors = run.all_processors(requests.settings.controls)
+    if not processors:
+        return None
+    prompts = jax.ShapeDtypeStruct((1, requests.max_len), np.int32)
+    lengths = jax.ShapeDtypeStruct((1,), np.int32)
+    begin = lambda *arguments: initial_states(processors, *arguments)
+    return tree_bytes(jax.eval_shape(begin, prompts, lengths))
 
 
 def check_devices(run: Run) -> None:

@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int32
 
 from emsjax.sampling.settings import Controls
+from emsjax.verification import leading
 from pallas_kernels.common.indexing import take
 
 
@@ -83,6 +85,24 @@ class LogitsProcessor:
         """The state after slot s has emitted tokens[s, :counts[s]]; no tokens change nothing."""
         return state
 
+    def force(
+        self, state: Any, tokens: Int32[Array, "b k"]
+    ) -> tuple[Int32[Array, "b k"], Bool[Array, "b k"]]:
+        """A draft in which tokens that are the only ones allowed have replaced others.
+
+        They are drafted for nothing, whatever the drafter.
+
+        Args:
+            tokens: the draft.
+
+        Returns:
+            The tokens, and which places have such tokens.
+        """
+        return tokens, jnp.zeros(tokens.shape, bool)
+
+    def check_requests(self, end_token_ids: np.ndarray, vocab_size: int) -> None:
+        """*Host.* Raises ValueError for a target or end tokens that this processor cannot serve."""
+
 
 class Processing(NamedTuple):
     """The processors of a run with their states: a function of logits within one step.
@@ -124,6 +144,29 @@ class Processing(NamedTuple):
         for processor, state in zip(self.processors, self.states, strict=True):
             logits = _alike(processor, processor(state, logits, context), logits)
         return logits[:, :width]
+
+    def force(
+        self, tokens: Int32[Array, "b k"], counts: Int32[Array, "b"], limits: Int32[Array, "b"]
+    ) -> tuple[Int32[Array, "b k"], Bool[Array, "b k"], Int32[Array, "b"]]:
+        """A draft in which tokens that are the only ones allowed have replaced others.
+
+        Args:
+            tokens: the draft, of which slot s verifies the first counts[s] tokens.
+            limits: the most tokens that each slot may verify.
+
+        Returns:
+            The tokens, which places have such tokens, and the number of tokens to verify. It grows
+            by such tokens. What was drafted behind a replaced token is dropped.
+        """
+        before, forced = tokens, jnp.zeros(tokens.shape, bool)
+        for processor, state in zip(self.processors, self.states, strict=True):
+            tokens, found = processor.force(state, tokens)
+            forced |= found
+        drafted = jnp.arange(tokens.shape[1]) < counts[:, None]
+        replaced = forced & ((tokens != before) | ~drafted)
+        is_behind = jnp.cumsum(replaced, axis=1) - replaced.astype(jnp.int32) > 0
+        usable = leading(forced | (drafted & ~is_behind))
+        return tokens, forced, jnp.minimum(usable, limits)
 
     def advance(
         self, tokens: Int32[Array, "b n"], counts: Int32[Array, "b"], check: Callable
