@@ -1,6 +1,14 @@
-"""Text on the host: bytes of tokens, and text that grows."""
+"""Text on the host: bytes of tokens, stop strings, and text that grows."""
 
 from emsjax.text.incremental import TextStream, cut_at_stop, decode
+from emsjax.text.stops import read_stops, stop_automaton
 from emsjax.text.vocabulary import token_bytes
 
-__all__ = ["TextStream", "cut_at_stop", "decode", "token_bytes"]
+__all__ = [
+    "TextStream",
+    "cut_at_stop",
+    "decode",
+    "read_stops",
+    "stop_automaton",
+    "token_bytes",
+]
