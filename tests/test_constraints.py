@@ -117,6 +117,22 @@ def test_tokens_without_text_and_end_tokens_are_refused():
     assert automaton.allowed(np.zeros(1, np.int32))[0].tolist() == (table[0][classes] >= 0).tolist()
 
 
+def test_the_sign_that_marks_the_end_is_no_text():
+    """Nothing is lost behind it, as it cannot follow a text that matches."""
+    vocabulary = [b"a", automata.END_SIGN.encode(), "\U0010fffe".encode()]
+    automaton = from_regex(".*", vocabulary, 3, [])
+    assert state_after(automaton, [0, 1]) == -1
+    assert automaton.final[state_after(automaton, [0, 2, 0])]
+
+
+def test_nothing_follows_the_sign_whatever_the_compiler_says(monkeypatch):
+    path = {0: {97: 0, 0xF4: 1}, 1: {0x8F: 2}, 2: {0xBF: 3}, 3: {0xBF: 4}, 4: {97: 0, 256: 4}}
+    monkeypatch.setattr(automata, "_index", lambda pattern, compiled: (path, {4}, 0))
+    table, final = automata._byte_automaton("a*")
+    assert final.tolist() == [True]
+    assert np.flatnonzero(table[0] == 0).tolist() == [97]
+
+
 def test_states_that_tokens_do_not_leave_are_pruned():
     automaton = from_regex("ab|cd", [b"a", b"b", b"c"], 3, [])
     assert state_after(automaton, [2]) == -1
@@ -179,7 +195,7 @@ def test_minimal_automata_have_no_equal_states():
 def test_constraints_hold_for_tokenizers(kind):
     tokenizer = KINDS[kind]()
     size = len(tokenizer) + 3
-    strings = ["print(x)", "日本 🙂", "a.b*", "\n\t #&~<>-\"'", "a"]
+    strings = ["print(x)", "日本 🙂", "a.b*", "\n\t #&~<>-\"'", "a", "a $"]
     automaton = from_regex(choices(strings), tokenizer, size, [tokenizer.eos_token_id])
     final, spellings = np.asarray(automaton.final), token_bytes(tokenizer, size)
     for text in strings:

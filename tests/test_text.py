@@ -72,6 +72,15 @@ def test_special_tokens_and_unknown_ids_add_nothing(kind):
     assert token_bytes(tokenizer, 5) == found[:5]
 
 
+def test_a_special_token_that_is_decoded_after_all_is_text():
+    """Its normalizer writes it in another way than the special token that decoding leaves out."""
+    tokenizer, found = tokenizer_of("byte_fallback"), bytes_of("byte_fallback")
+    odd = tokenizer.get_vocab()["<odd>"]
+    first = tokenizer("a", add_special_tokens=False).input_ids
+    assert decode(tokenizer, [*first, odd]) == "a" + found[odd].decode()
+    assert bytes_of("byte_level")[tokenizer_of("byte_level").get_vocab()["<odd>"]] == b""
+
+
 def test_parts_of_characters_are_bytes():
     for kind in ("byte_level", "byte_fallback", "gemma", "slow_bytes"):
         found = set(bytes_of(kind))

@@ -31,7 +31,8 @@ def from_regex(
 
     State 0 is the start, and final states are those after texts that match the whole pattern. A
     final state can be reached from every state. Tokens without text and end tokens are refused in
-    every state: whether a text may end is what `final` tells.
+    every state: whether a text may end is what `final` tells. U+10FFFF, which is no character, is
+    refused behind a text that matches.
 
     Args:
         pattern: a regular expression of Rust's crate `regex`, without look-around, references to
