@@ -5,6 +5,7 @@ import gc
 import os
 import re
 import tempfile
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -71,16 +72,36 @@ settings.register_profile(
 settings.load_profile("emsjax")
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--every",
+        type=int,
+        default=1,
+        metavar="N",
+        help="run the first case of each parametrized test, and about one in N of the others",
+    )
+
+
 def pytest_configure(config):
     if config.option.markexpr == "gpu" and not runs_triton():
         raise pytest.UsageError("-m gpu needs a GPU of compute capability 8.0 or newer")
     gc.disable()  # tracing makes many objects, but few cycles
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     for item in items:
         if COMMANDS.fullmatch(item.path.stem):
             item.add_marker("commands")
+    every, seen, kept, left = config.getoption("every"), set(), [], []
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        # A checksum, as cases at regular places could all have the same value of one parameter.
+        runs = test not in seen or zlib.crc32(item.nodeid.encode()) % every == 0
+        (kept if runs else left).append(item)
+        seen.add(test)
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = kept
 
 
 @pytest.fixture(scope="module", autouse=True)

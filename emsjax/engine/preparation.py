@@ -31,7 +31,7 @@ def check(run: Run, prompts: Any, **asked: Any) -> tuple[Run, Requests]:
     """
     requests = check_requests(run.model.config, prompts, **asked)
     for processor in run.processors:
-        processor.check_requests(requests.end_token_ids, run.model.config.vocab_size)
+        processor.check_requests(requests.end_token_ids)
     return with_checked_drafter(run, requests.positions), requests
 
 

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from emsjax.checks import check_flag
@@ -73,5 +74,6 @@ def check_stops(
         return texts, None, None
     distinct = list(dict.fromkeys(stops))
     automaton, starts = stop_automaton(distinct, vocab_size, tokenizer)
+    automaton = jax.tree.map(np.asarray, automaton)  # the loop may overwrite arrays on the device
     place = {one: i for i, one in enumerate(distinct)}
     return texts, automaton, starts[[place[one] for one in stops]].astype(np.int32)

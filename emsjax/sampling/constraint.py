@@ -42,7 +42,10 @@ class Constraint(LogitsProcessor):
         walked = self.automaton.walk(state, context.drafted)
         places = jnp.clip(context.num_drafted, 0, walked.shape[1] - 1)
         states = take(walked, context.samples, places)
-        confined = jnp.where(self.automaton.allowed(states), logits, -jnp.inf)
+        allowed, width = self.automaton.allowed(states), logits.shape[1]
+        missing = max(0, width - allowed.shape[1])  # a model's vocabulary may be padded
+        allowed = jnp.pad(allowed, ((0, 0), (0, missing)))[:, :width]
+        confined = jnp.where(allowed, logits, -jnp.inf)
         ends, is_final = context.end_token_ids, self.automaton.is_final(states)[:, None]
         return confined.at[:, ends].set(jnp.where(is_final, logits[:, ends], -jnp.inf))
 
@@ -59,14 +62,8 @@ class Constraint(LogitsProcessor):
             state = self.automaton.step(state, tokens[:, place])
         return tokens, jnp.stack(forced, axis=1) if forced else jnp.zeros(tokens.shape, bool)
 
-    def check_requests(self, end_token_ids: np.ndarray, vocab_size: int) -> None:
-        """Raises ValueError unless the vocabularies agree and a complete text can end."""
-        own = self.automaton.classes.shape[0]
-        if own != vocab_size:
-            raise ValueError(
-                f"a constraint was made for a vocabulary of {own} tokens, and the model has "
-                f"{vocab_size}: pass vocab_size={vocab_size}"
-            )
+    def check_requests(self, end_token_ids: np.ndarray) -> None:
+        """Raises ValueError unless a complete text can end."""
         if not end_token_ids.size:
             raise ValueError(
                 "a constraint needs an end token, which follows a complete text: eos_token_ids is "

@@ -100,8 +100,8 @@ class LogitsProcessor:
         """
         return tokens, jnp.zeros(tokens.shape, bool)
 
-    def check_requests(self, end_token_ids: np.ndarray, vocab_size: int) -> None:
-        """*Host.* Raises ValueError for a target or end tokens that this processor cannot serve."""
+    def check_requests(self, end_token_ids: np.ndarray) -> None:
+        """*Host.* Raises ValueError for end tokens with which this processor cannot work."""
 
 
 class Processing(NamedTuple):

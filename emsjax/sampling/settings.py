@@ -121,14 +121,14 @@ class Sampling:
             column = getattr(self, name)
             kept[name] = column if (column != FIELDS[name][2]).any() else None
         biases = [list(bias.items()) for bias in self.logit_bias]
-        if most := max(map(len, biases)):
+        if most := _rounded(max(map(len, biases))):
             padded = [bias + [(INT32_MAX, 0.0)] * (most - len(bias)) for bias in biases]
             tokens, values = zip(*(zip(*bias, strict=True) for bias in padded), strict=True)
             kept |= {
                 "bias_tokens": np.array(tokens, np.int32),
                 "bias_values": np.array(values, np.float32),
             }
-        if most := max(map(len, self.suppress_tokens)):
+        if most := _rounded(max(map(len, self.suppress_tokens))):
             padded = [(*ids, *[INT32_MAX] * (most - len(ids))) for ids in self.suppress_tokens]
             kept["suppressed"] = np.array(padded, np.int32)
         if all(column is None for column in kept.values()):
@@ -175,6 +175,11 @@ class Settings:
     sampling: Sampling | None = None
     controls: Controls | None = None
     stop_states: Int32[Array | np.ndarray, "b"] | None = None
+
+
+def _rounded(count: int) -> int:
+    """The next power of two, so that lists of similar lengths share compiled programs; 0 stays."""
+    return 1 << (count - 1).bit_length() if count else 0
 
 
 def _biases(given: Any, num_prompts: int, vocab_size: int | None) -> list[dict[int, float]]:

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Int
 from emsjax.sampling.automaton import REFUSED, TokenAutomaton
 
 MAX_BYTES = 256 << 20  # the largest table
+LEAST_STATES, LEAST_CLASSES = 64, 256  # of smaller automata too
 
 
 def unique_rows(
@@ -136,10 +137,23 @@ def token_automaton(
     table: Int[np.ndarray, "s c"],
     final: Bool[np.ndarray, "s"],
 ) -> TokenAutomaton:
-    """The automaton as arrays on the device, with one class of tokens for each distinct column."""
+    """The automaton as arrays on the device, with one class of tokens for each distinct column.
+
+    Numbers of states and classes are rounded up, so that similar automata share compiled programs.
+    """
     columns, places = unique_rows(np.ascontiguousarray(table.T, dtype=np.int32))
+    num_classes, num_states = columns.shape
+    states = rounded(num_states, LEAST_STATES) - num_states
+    padding = ((0, states), (0, rounded(num_classes, LEAST_CLASSES) - num_classes))
     return TokenAutomaton(
         classes=jnp.asarray(places[classes], jnp.int32),
-        table=jnp.asarray(columns.T, jnp.int32),
-        final=jnp.asarray(final, bool),
+        table=jnp.asarray(np.pad(columns.T, padding, constant_values=REFUSED), jnp.int32),
+        final=jnp.asarray(np.pad(final, (0, states)), bool),
     )
+
+
+def rounded(count: int, least: int) -> int:
+    """The next of few numbers: powers of two and three between each two of them."""
+    count = max(count, least)
+    unit = max(1, (1 << (count - 1).bit_length()) // 8)
+    return -(-count // unit) * unit

@@ -1,0 +1,285 @@
+"""Stops, constraints and pieces of streams: exact wherever drafts and tokens begin and end."""
+
+import functools
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+from golden import tiny_families
+from golden.tiny_families import VARIANTS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from text_tokenizers import byte_level
+from toy import CARELESS
+
+import emsjax
+from emsjax.testing import assert_lossless
+from emsjax.text import decode
+
+NEW = 24
+few_shapes = pytest.mark.usefixtures("few_row_counts", "two_row_counts")
+tokenizer = functools.cache(byte_level)
+end = lambda: tokenizer().eos_token_id
+DRAFTERS = {
+    "none": lambda model: None,
+    "lookup": lambda model: emsjax.PromptLookup(match_length=1, search_generated=True),
+    "careless": lambda model: CARELESS,
+    "model": lambda model: emsjax.DraftModel(model, 3),  # every draft is right
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A random model of the tokenizer's vocabulary, padded as many are."""
+    config = VARIANTS["llama"] | {"vocab_size": len(tokenizer()) + 3, "eos_token_id": end()}
+    folder, shapes = tmp_path_factory.mktemp("llama"), tiny_families.tensors(config)
+    rng = np.random.default_rng(5)
+    table = rng.standard_normal((config["vocab_size"], config["hidden_size"])).astype(np.float32)
+    shapes |= dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), table)
+    tiny_families.write_checkpoint(folder, config, shapes)
+    return emsjax.from_pretrained(folder)
+
+
+def prompts():
+    texts = ["aab aaab", "def f(x):\n    return", "x", "hello, world 🙂 hello"]
+    return [tokenizer()(text).input_ids for text in texts]
+
+
+@functools.cache
+def options(**sampling):
+    """Sampling that prefers tokens of several letters, and goes on where nothing stops it."""
+    spelled = emsjax.text.token_bytes(tokenizer(), len(tokenizer()))
+    bias = {i: 9.0 for i, one in enumerate(spelled) if len(one) > 1 and one.isascii()}
+    chosen = emsjax.Sampling(0.7, logit_bias=bias, **sampling)
+    return {
+        "max_new_tokens": NEW,
+        "eos_token_ids": (),
+        "sampling": chosen,
+        "key": jax.random.key(8),
+        "tokenizer": tokenizer(),
+    }
+
+
+@functools.cache
+def whole(model) -> tuple[tuple[int, ...], ...]:
+    """Tokens that nothing stops."""
+    return tuple(map(tuple, emsjax.generate(model, prompts(), **options()).tokens.tolist()))
+
+
+def text_bytes(tokens) -> bytes:
+    return b"".join(spelled()[token] for token in tokens)
+
+
+@functools.cache
+def spelled() -> list[bytes]:
+    return emsjax.text.token_bytes(tokenizer(), len(tokenizer()) + 3)
+
+
+def first_stop(tokens, stops, least=0) -> int | None:
+    """Tokens up to the first that completes a stop, found by looking at each prefix as a whole."""
+    for count in range(least + 1, len(tokens) + 1):
+        before, now = text_bytes(tokens[: count - 1]), text_bytes(tokens[:count])
+        for stop in stops:
+            if isinstance(stop, str):
+                at = now.find(stop.encode(), max(0, len(before) - len(stop.encode()) + 1))
+                if at >= 0:
+                    return count
+            elif tuple(tokens[max(0, count - len(stop)) : count]) == tuple(stop):
+                return count
+    return None
+
+
+def substrings(model) -> st.SearchStrategy[str]:
+    """Parts of the texts that the model writes, which begin and end anywhere within tokens."""
+    texts = [decode(tokenizer(), tokens) for tokens in whole(model)]
+    texts = [text for text in texts if text.replace("�", "")]
+    part = lambda text: st.tuples(st.integers(0, len(text) - 1), st.integers(1, 12)).map(
+        lambda place: text[place[0] : place[0] + place[1]]
+    )
+    return st.sampled_from(texts).flatmap(part).filter(lambda one: one and "�" not in one)
+
+
+@few_shapes
+@settings(max_examples=20)
+@given(data=st.data())
+def test_nothing_behind_a_stop_is_emitted_counted_or_shown(model, data):
+    tokens, first = whole(model), data.draw(st.integers(0, NEW - 2))
+    least = (0, 5, 0, 0)  # new tokens of each prompt before which no stop counts
+    sequence = st.integers(1, 3).map(lambda n: tokens[1][first : first + n])
+    one = st.one_of(substrings(model), sequence)
+    stops = [data.draw(st.lists(one, max_size=3)) for _ in tokens]
+    asked = options(min_new_tokens=least) | {"stop": stops}
+    drafter = DRAFTERS["lookup"](model)
+    out = emsjax.generate(model, prompts(), drafter, batch_size=3, **asked)
+    for i, all_tokens in enumerate(tokens):
+        through = first_stop(all_tokens, stops[i], least[i])
+        assert out.finish_reasons[i] == ("length" if through is None else "stop")
+        assert out.lengths[i] == (through or NEW) == out.stats.num_emitted[i]
+        np.testing.assert_array_equal(out.tokens[i, : out.lengths[i]], all_tokens[: out.lengths[i]])
+        assert not out.logprobs[i, out.lengths[i] :].any()
+        written = decode(tokenizer(), all_tokens[: out.lengths[i]])
+        if "�" in written:  # an incomplete character looks different when it is complete
+            continue
+        assert written.startswith(out.texts[i])
+        strings = [stop for stop in stops[i] if isinstance(stop, str)]
+        if through is not None and not least[i]:
+            assert not any(stop in out.texts[i] for stop in strings)
+            assert out.texts[i] != written
+
+
+@few_shapes
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_stop_within_a_draft_or_completed_by_the_bonus_token_ends_the_sequence(model, name):
+    """Every place of one greedy text in turn, so that stops fall anywhere in a step."""
+    (tokens,) = emsjax.generate(model, prompts()[:1], max_new_tokens=NEW, eos_token_ids=()).tokens
+    stops = [[list(tokens[place : place + 3])] for place in range(NEW - 3)]
+    asked = {"max_new_tokens": NEW, "eos_token_ids": (), "stop": stops}
+    out = emsjax.generate(model, prompts()[:1] * len(stops), DRAFTERS[name](model), **asked)
+    for place, ((stop,), length) in enumerate(zip(stops, out.lengths, strict=True)):
+        assert length == first_stop(tokens.tolist(), [stop]) <= place + 3
+    assert set(out.finish_reasons) == {"stop"}
+
+
+@few_shapes
+def test_a_stop_string_needs_not_begin_or_end_with_a_token(model):
+    """It spans three tokens, and the text is cut within the first and the last of them."""
+    spans = [
+        (tokens, place)
+        for tokens in whole(model)
+        for place in range(NEW - 3)
+        if all(len(spelled()[t]) > 1 for t in (tokens[place], tokens[place + 2]))
+        and text_bytes(tokens[place : place + 3]).isascii()
+    ]
+    tokens, place = spans[0]
+    first, last = (text_bytes(tokens[at : at + 1]).decode() for at in (place, place + 2))
+    middle = text_bytes(tokens[place + 1 : place + 2]).decode()
+    stop = first[1:] + middle + last[:-1]
+    row = whole(model).index(tokens)
+    asked = options() | {"stop": stop}
+    for name in ("none", "lookup"):
+        out = emsjax.generate(model, prompts(), DRAFTERS[name](model), **asked)
+        assert out.lengths[row] == place + 3
+        assert out.finish_reasons[row] == "stop"
+        before = decode(tokenizer(), tokens[:place])
+        assert out.texts[row] == before + first[:1]
+        asked |= {"include_stop": True}
+        kept = emsjax.generate(model, prompts(), DRAFTERS[name](model), **asked)
+        asked |= {"include_stop": False}
+        assert kept.texts[row] == before + first[:1] + stop
+
+
+@few_shapes
+@pytest.mark.parametrize(("name", "as_iterator"), [("none", False), ("lookup", True)])
+def test_joined_pieces_are_the_whole(model, name, as_iterator):
+    text = decode(tokenizer(), whole(model)[0])
+    stop = [text[7:10]]
+    asked = options() | {"stop": stop, "top_logprobs": 2}
+    right = emsjax.generate(model, prompts(), **asked)
+    given = iter(prompts()) if as_iterator else prompts()
+    joined, ended, count = {}, {}, 0
+    for one in emsjax.stream(
+        model, given, DRAFTERS[name](model), batch_size=3, partial=True, **asked
+    ):
+        if one.finish_reason is not None:
+            assert one.prompt not in ended
+            ended[one.prompt] = one
+            continue
+        assert one.prompt not in ended
+        count += 1
+        tokens, logprobs, text, top = joined.get(one.prompt, ([], [], "", []))
+        joined[one.prompt] = (
+            [*tokens, *one.tokens],
+            [*logprobs, *one.logprobs],
+            text + one.text,
+            [*top, *one.top_logprobs.tokens.tolist()],
+        )
+        # What is shown may not be taken back.
+        assert right.texts[one.prompt].startswith(joined[one.prompt][2])
+    assert count > len(ended) == 4
+    for i, (tokens, logprobs, text, top) in joined.items():
+        assert tokens == ended[i].tokens.tolist() == right.tokens[i, : right.lengths[i]].tolist()
+        assert logprobs == ended[i].logprobs.tolist()
+        assert text == ended[i].text == right.texts[i]
+        assert top == ended[i].top_logprobs.tokens.tolist()
+
+
+PATTERN = r"(yes|no|maybe: [a-z]{2,9}), because hello, world\.( x = [0-9]{1,3};){0,2}"
+
+
+@few_shapes
+@pytest.mark.parametrize(
+    ("name", "sampled"), [("lookup", True), ("careless", True), ("model", False)]
+)
+def test_constrained_text_matches_and_is_that_of_plain_decoding(model, name, sampled):
+    constraint = emsjax.constraints.regex(PATTERN, tokenizer())
+    asked = {"max_new_tokens": 40, "eos_token_ids": end(), "processors": [constraint]}
+    if sampled:
+        asked |= {"sampling": emsjax.Sampling(1.5), "key": jax.random.key(2)}
+    drafter = DRAFTERS[name](model)
+    out = emsjax.generate(model, prompts(), drafter, tokenizer=tokenizer(), **asked)
+    for text, reason in zip(out.texts, out.finish_reasons, strict=True):
+        assert reason == "length" or re.fullmatch(PATTERN, text)
+    assert "eos" in out.finish_reasons
+    assert_lossless(model, drafter, prompts(), **asked)
+    if name == "careless":  # it is never right, so only tokens without a choice were accepted
+        assert out.stats.num_accepted.sum() > 8
+        free = emsjax.generate(model, prompts(), drafter, **asked | {"processors": []})
+        assert free.stats.num_accepted.sum() < 4
+    if name == "lookup":
+        refilled = emsjax.generate(model, prompts(), drafter, batch_size=2, **asked)
+        np.testing.assert_array_equal(refilled.tokens, out.tokens)
+
+
+@few_shapes
+def test_choices_and_schemas(model):
+    asked = {"max_new_tokens": 40, "eos_token_ids": end(), "tokenizer": tokenizer()}
+    asked |= {"sampling": emsjax.Sampling(2.0), "key": jax.random.key(1), "num_sequences": 4}
+    drafter = DRAFTERS["lookup"](model)
+    choices = ["yes", "no", "naïve 🙂", "yes and no"]
+    one = emsjax.constraints.choices(choices, tokenizer())
+    out = emsjax.generate(model, prompts(), drafter, processors=[one], **asked)
+    assert set(out.texts) <= set(choices)
+    assert len(set(out.texts)) > 1
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer", "minimum": 0}, "kind": {"enum": ["a", "b"]}},
+        "required": ["n", "kind"],
+    }
+    del schema["properties"]["n"]["minimum"]
+    one = emsjax.constraints.json_schema(schema, tokenizer())
+    out = emsjax.generate(model, prompts(), drafter, processors=[one], **asked)
+    for text, reason in zip(out.texts, out.finish_reasons, strict=True):
+        if reason == "eos":
+            found = json.loads(text)
+            assert isinstance(found["n"], int)
+            assert found["kind"] in ("a", "b")
+    assert out.finish_reasons.count("eos") > 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stop": ""}, "stop is an empty string"),
+        ({"stop": [[]]}, None),
+        ({"stop": ["a", []]}, "empty"),
+        ({"stop": "a"}, "stop needs tokenizer="),
+        ({"stop": [400]}, "token id 400, outside"),
+        ({"stop": [["a"], ["b"]]}, "got 2 lists for 1 prompts"),
+        ({"stop": 3}, "stop must be a string"),
+        ({"tokenizer": 3}, "tokenizer must be a tokenizer"),
+        ({"include_stop": 2}, "include_stop must be"),
+        ({"top_logprobs": -1}, "top_logprobs must be"),
+        ({"eos_token_ids": (), "constrained": True}, "a constraint needs an end token"),
+    ],
+)
+def test_bad_stops_are_errors(model, options, message):
+    options = dict(options)
+    if options.pop("constrained", False):
+        options["processors"] = [emsjax.constraints.choices(["yes"], tokenizer())]
+    if message is None:  # one prompt without stops
+        assert emsjax.generate(model, [[3]], max_new_tokens=1, **options).lengths == 1
+        return
+    with pytest.raises(ValueError, match=message):
+        emsjax.generate(model, [[3]], max_new_tokens=1, **options)
