@@ -116,7 +116,7 @@ MODEL = {
     "has_own_limit": False,
     "vocab_size": None,
     "attention_implementation": None,
-    "processors": (),
+    "process": None,
 }
 MODEL |= {"dtype": "float32"}
 

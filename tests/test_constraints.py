@@ -103,8 +103,10 @@ def test_random_walks_end_in_matches(pattern, data):
         token = data.draw(st.sampled_from(allowed))
         state, spelled = int(table[state, classes[token]]), spelled + SPELLINGS[token]
         assert final[state] == matches(pattern, spelled)
-    assert automata.coreachable(table, final).all()
-    assert automata.reachable(table, [0]).all()
+    reached = automata.reachable(table, [0])
+    assert automata.coreachable(table, final)[reached].all()
+    assert (table[~reached] == -1).all()  # places that round the number of states up
+    assert not final[~reached].any()
 
 
 def test_tokens_without_text_and_end_tokens_are_refused():
@@ -137,7 +139,7 @@ def test_states_that_tokens_do_not_leave_are_pruned():
     automaton = from_regex("ab|cd", [b"a", b"b", b"c"], 3, [])
     assert state_after(automaton, [2]) == -1
     assert np.asarray(automaton.final)[state_after(automaton, [0, 1])]
-    assert len(automaton.table) == 3
+    assert (np.asarray(automaton.table) >= 0).any(axis=1).sum() == 2  # and a state at the end
 
 
 @pytest.mark.parametrize(
