@@ -5,6 +5,7 @@ import hashlib
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -19,6 +20,7 @@ from rich.progress import (
 from emsjax.checks import as_token_ids
 from emsjax.cli.drafting import draft_policy, load_drafter, resolve
 from emsjax.cli.generate_arguments import RunOptions
+from emsjax.cli.sampling_arguments import FIELDS, check_values
 from emsjax.cli.summary import Tally, output_line, report_errors
 from emsjax.records.input import Records, survey
 from emsjax.records.output import open_results, read_resolved, read_results
@@ -68,7 +70,9 @@ def run(
     config = load_config(options.model, options.revision)
     if options.eos_token_ids:
         as_token_ids("--eos-token-ids", options.eos_token_ids, config.vocab_size)
+    check_values(dataclasses.asdict(options), config.vocab_size)
     tokenizer = load_tokenizer(options.model, options.revision, options.keep)
+    requests, processors = checked_requests(options, config, tokenizer)
     limits = Limits(options.max_new_tokens, config.max_position_embeddings, config.vocab_size)
     prompts = Prompts(records, tokenizer, options.max_prompt_tokens, limits)
     extent = check_prompts(prompts, keep_invalid=options.skip_invalid)
@@ -95,7 +99,8 @@ def run(
         missing = Missing(prompts, done, options.num_sequences)
         with make_progress(console) as progress:
             task = progress.add_task("", total=left, speed="")
-            for completion in completions(model, drafter, policy, missing, longest, options):
+            run = model, drafter, policy, processors
+            for completion in completions(run, missing, longest, options.batch_size, requests):
                 record = missing.record_of(completion)
                 error = record.error or completion.error
                 if error is not None and not options.skip_invalid:
@@ -158,24 +163,59 @@ def make_progress(console: Console) -> Progress:
     )
 
 
-def completions(model, drafter, policy, missing: Missing, longest: int, options: RunOptions):
-    """The missing `emsjax.Completion`s, from all local devices."""
+def checked_requests(
+    options: RunOptions, config: Any, tokenizer: Any
+) -> tuple[dict[str, Any], list[Any]]:
+    """The arguments of `emsjax.stream` that concern the prompts, and the logits processors.
+
+    Raises:
+        ValueError: a stop or a constraint is impossible.
+    """
+    import jax
+
+    from emsjax import constraints
+    from emsjax.engine.requests import PLACEHOLDER, check_requests
+    from emsjax.sampling import Sampling
+
+    asked = {
+        "max_new_tokens": options.max_new_tokens,
+        "sampling": Sampling(**{name: getattr(options, name) for name in FIELDS}),
+        "num_sequences": options.num_sequences,
+        "eos_token_ids": options.eos_token_ids,
+        "key": jax.random.key(options.seed),
+        "stop": options.stop or None,
+        "tokenizer": tokenizer,
+        "include_stop": options.include_stop,
+        "top_logprobs": options.top_logprobs,
+    }
+    check_requests(config, **asked, **PLACEHOLDER)
+    given = {name: getattr(options, name) for name in ("regex", "choices", "json_schema")}
+    return asked, [
+        getattr(constraints, name)(value, tokenizer)
+        for name, value in given.items()
+        if value is not None
+    ]
+
+
+def completions(run: tuple, missing: Missing, longest: int, batch_size: int, requests):
+    """The missing `emsjax.Completion`s, from all local devices.
+
+    Args:
+        run: model, drafter, draft-length policy and logits processors.
+        requests: the other arguments of `emsjax.stream`.
+    """
     import jax
 
     from emsjax import streaming
     from emsjax.engine.adapt import make_run
-    from emsjax.sampling import Sampling
 
+    *parts, processors = run
     devices = jax.local_devices()
     return streaming.stream_numbered(
-        make_run(model, drafter, policy),
+        make_run(*parts, processors=processors),
         iter(missing),
-        max_new_tokens=options.max_new_tokens,
-        sampling=Sampling(options.temperature, options.top_k, options.top_p),
-        num_sequences=options.num_sequences,
-        batch_size=options.batch_size,
+        batch_size=batch_size,
         max_len=longest,
-        eos_token_ids=options.eos_token_ids,
-        key=jax.random.key(options.seed),
         devices=devices if len(devices) > 1 else None,
+        **requests,
     )

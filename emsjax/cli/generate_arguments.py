@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from emsjax.cli.sampling_arguments import add_sampling_arguments, check_sampling
 from emsjax.terminal.options import add_model_arguments, flag, positive_int, seed, token_ids
 
 POLICIES = ("auto", "bass", "goodput")  # values of --draft-length other than numbers
@@ -44,6 +45,19 @@ class RunOptions:
     temperature: float
     top_k: int
     top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    min_new_tokens: int
+    logit_bias: dict[int, float] | None
+    suppress_tokens: tuple[int, ...]
+    stop: tuple[str, ...]
+    include_stop: bool
+    regex: str | None
+    choices: tuple[str, ...] | None
+    json_schema: str | None
+    top_logprobs: int
     num_sequences: int
     batch_size: int
     max_new_tokens: int
@@ -150,9 +164,7 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--search-generated", action="store_true", help="prompt lookup also searches the completion"
     )
-    add("--temperature", type=float, default=0.0, help="default: 0, greedy")
-    add("--top-k", type=int, default=0, metavar="N", help="default: 0, all tokens")
-    add("--top-p", type=float, default=1.0, metavar="P", help="default: 1, all tokens")
+    add_sampling_arguments(parser)
     add(
         "--seed",
         type=seed,
@@ -203,17 +215,3 @@ def complete_drafter_options(given: dict[str, Any]) -> None:
         raise ValueError("--drafter model needs --draft-model")
     if given["profile"] is not None and given["draft_length"] not in ("auto", "goodput"):
         raise ValueError("--profile is an option of --draft-length auto or goodput")
-
-
-def check_sampling(given: dict[str, Any]) -> None:
-    """Raise a ValueError unless the sampling options are in range and go together."""
-    from emsjax.sampling import Sampling
-
-    for name in ("temperature", "top_k", "top_p"):
-        try:
-            Sampling(**({"temperature": 1.0} | {name: given[name]})).expand(1)
-        except ValueError as error:
-            raise ValueError(str(error).replace(f"sampling.{name}", flag(name))) from error
-    for name, off in (("top_k", 0), ("top_p", 1), ("num_sequences", 1)):
-        if given["temperature"] == 0 and given[name] != off:
-            raise ValueError(f"{flag(name)} needs a --temperature above 0: greedy has no choice")

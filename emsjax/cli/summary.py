@@ -102,13 +102,26 @@ def report_errors(console: Console, count: int, here: Named | None = None) -> in
 def output_line(record: Record, completion, tokenizer, options: RunOptions) -> dict:
     """The fields of a sequence's line; see `docs/how-to/files.md`."""
     tokens, error = completion.tokens.tolist(), record.error or completion.error
+    text = completion.text
+    if text is None:
+        text = tokenizer.decode(tokens, skip_special_tokens=True) if tokens else ""
+    likeliest = {}
+    if options.top_logprobs and completion.top_logprobs is not None:
+        rounded = lambda values: np.round(values.astype(float), DECIMALS).tolist()
+        top = completion.top_logprobs
+        likeliest = {
+            "logprobs": rounded(completion.logprobs),
+            "top_tokens": top.tokens.tolist(),
+            "top_logprobs": rounded(top.logprobs),
+        }
     return {
         "id": record.id,
         **({"line": record.line} if record.id is None else {}),
         **({"sequence": completion.sequence} if options.num_sequences > 1 else {}),
-        "text": tokenizer.decode(tokens, skip_special_tokens=True) if tokens else "",
+        "text": text,
         "tokens": tokens,
         "mean_logprob": mean_logprob(completion.logprobs),
+        **likeliest,
         "finish_reason": completion.finish_reason,
         **({"truncated": True} if record.truncated else {}),
         **({"error": error} if error is not None else {}),
