@@ -1,10 +1,11 @@
 """`emsjax bench overheads`: the cost of sampling, of drafting and of the loop itself.
 
-There are three comparisons on random bfloat16 weights; the sides of each take turns within one
+There are four comparisons on random bfloat16 weights; the sides of each take turns within one
 process:
 
 - `sampling`: steps that sample with temperature 0.8 and top-p 0.9, beside greedy steps, at
   24 samples x 8 rows with deterministic drafts;
+- `controls`: the same with temperature, min-p and all penalties;
 - `drafting`: steps in which a draft model proposes 4 tokens, beside steps whose drafts cost
   nothing, at 8 samples and greedy. The draft model does all its work, and its tokens are replaced
   by rejected ones;
@@ -48,6 +49,13 @@ from emsjax.models.decoder import Decoder
 from emsjax.sampling import Sampling
 
 SAMPLED = Sampling(temperature=0.8, top_p=0.9)
+CONTROLLED = Sampling(
+    temperature=0.8,
+    min_p=0.05,
+    repetition_penalty=1.1,
+    presence_penalty=0.2,
+    frequency_penalty=0.2,
+)
 SAMPLING_SHAPE = (24, 8)
 DRAFTED_BATCH, DRAFT_TOKENS = 8, 4
 PLAIN_BATCHES = (1, 8, 24)
@@ -132,10 +140,12 @@ def compare(base: str, runs: Mapping[str, TimedRun]) -> dict[str, Any]:
     return {"ratio": ratio, "times": times, "profiles": profiles}
 
 
-def compare_sampling(model, context: int, attention) -> dict[str, Any]:
+def compare_sampling(
+    name: str, sampling: Sampling, model, context: int, attention
+) -> dict[str, Any]:
     start = functools.partial(StepRun, model, SAMPLING_SHAPE, context, attention)
-    runs = {"greedy": start(), "sampled": start(sampling=SAMPLED)}
-    entry = {"comparison": "sampling", "shape": SAMPLING_SHAPE} | compare("greedy", runs)
+    runs = {"greedy": start(), "sampled": start(sampling=sampling)}
+    entry = {"comparison": name, "shape": SAMPLING_SHAPE} | compare("greedy", runs)
     return entry | {"fed": {name: run.fed() for name, run in runs.items()}}
 
 
@@ -177,6 +187,7 @@ def run(options: argparse.Namespace, command: str) -> int:
         "context": options.context,
         "repetitions": REPETITIONS,
         "sampling": dataclasses.asdict(SAMPLED),
+        "controls": dataclasses.asdict(CONTROLLED),
     }
     results = begin(options, command, settings, entries="comparisons")
     model = random_model(MODELS[options.model])
@@ -184,7 +195,8 @@ def run(options: argparse.Namespace, command: str) -> int:
     rest = options.context, options.attention
     comparisons = [functools.partial(compare_plain, model, batch, *rest) for batch in PLAIN_BATCHES]
     comparisons.append(functools.partial(compare_drafting, model, draft_model, *rest))
-    comparisons.append(functools.partial(compare_sampling, model, *rest))
+    for name, sampling in (("sampling", SAMPLED), ("controls", CONTROLLED)):
+        comparisons.append(functools.partial(compare_sampling, name, sampling, model, *rest))
     for measure in comparisons:
         add_entry(measure(), results, options.output, "comparisons")
         print(describe(results["comparisons"][-1]), flush=True)
