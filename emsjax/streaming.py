@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -28,6 +28,21 @@ from emsjax.engine.slots import Entry, Row, sequences_of
 from emsjax.sampling import LogitsProcessor, Sampling
 
 WIDTH = 64  # cache lengths are multiples of it
+
+
+class Variants(NamedTuple):
+    """Settings that only some of a stream's prompts have.
+
+    Attributes:
+        count: number of variants.
+        of: the variant of a numbered prompt.
+    """
+
+    count: int
+    of: Callable[[int], int]
+
+
+ONE_VARIANT = Variants(1, lambda prompt: 0)
 
 
 @configured
@@ -137,16 +152,21 @@ def stream_numbered(
     max_len: int | None = None,
     devices: Sequence[jax.Device] | None = None,
     partial: bool = False,
+    variants: Variants = ONE_VARIANT,
     **options: Any,
 ) -> Iterator[Completion]:
     """`stream` for an iterator of numbered prompts; the numbers decide each sequence's key.
 
     A run that skips finished prompts therefore has the same output for the remaining ones.
+
+    Args:
+        variants: settings and stops that only some prompts have; those in `options` then have one
+            value per variant.
     """
     batch_size = check_at_least("batch_size", batch_size, 1)
     longest = longest_sequence(run, max_len)
-    run, requests = check_unseen(run, longest, **options)
-    source = Source(prompts, run.model.config, requests, longest)
+    run, requests = check_unseen(run, longest, variants, **options)
+    source = Source(prompts, run.model.config, requests, longest, variants)
     slots = make_slots(run, requests, batch_size, devices)
     rows = rows_of_all(slots, source.entries(), partial=partial)
     return configured_generator(source.completions(rows, partial=partial))
@@ -158,7 +178,9 @@ def longest_sequence(run: Run, max_len: int | None) -> int:
     return longest if max_len is None else min(longest, check_at_least("max_len", max_len, 2))
 
 
-def check_unseen(run: Run, longest: int, **options: Any) -> tuple[Run, Requests]:
+def check_unseen(
+    run: Run, longest: int, variants: Variants = ONE_VARIANT, **options: Any
+) -> tuple[Run, Requests]:
     """Checks what holds for all prompts of an iterator, before any of them is read.
 
     Returns:
@@ -175,8 +197,11 @@ def check_unseen(run: Run, longest: int, **options: Any) -> tuple[Run, Requests]
         )
     if options.get("attention_mask") is not None:
         raise ValueError("attention_mask needs a sequence of prompts, not an iterator")
-    # A placeholder prompt is used to check the other arguments.
-    requests = check_requests(run.model.config, **(options | PLACEHOLDER))
+    # Placeholders are used to check the other arguments: a prompt for each variant.
+    placeholders = {name: value * variants.count for name, value in PLACEHOLDER.items()}
+    requests = check_requests(run.model.config, **(options | placeholders))
+    for processor in run.processors:
+        processor.check_requests(requests.end_token_ids)
     new = int(requests.max_new_tokens[0])
     if new >= longest:
         raise ValueError(
@@ -184,7 +209,11 @@ def check_unseen(run: Run, longest: int, **options: Any) -> tuple[Run, Requests]
             f"together (max_len), not {new}"
         )
     # The whole run has one width, so it need not be rounded to one of a few common widths.
-    requests = dataclasses.replace(requests, max_len=round_up(longest, WIDTH))
+    requests = dataclasses.replace(
+        requests,
+        max_len=round_up(longest, WIDTH),
+        texts=requests.texts and dataclasses.replace(requests.texts, row_of=variants.of),
+    )
     return with_checked_drafter(run, longest - 1), requests
 
 
@@ -193,8 +222,9 @@ class Source:
 
     Args:
         prompts: pairs of index and prompt.
-        requests: the arguments that all prompts share.
+        requests: the arguments of each variant.
         longest: maximum number of tokens of a prompt and its continuation together.
+        variants: settings that only some prompts have.
     """
 
     def __init__(
@@ -203,21 +233,23 @@ class Source:
         config: ModelConfig,
         requests: Requests,
         longest: int,
+        variants: Variants = ONE_VARIANT,
     ):
         self.prompts, self.config, self.requests = prompts, config, requests
-        self.longest = longest
+        self.longest, self.variants = longest, variants
         self.error: BaseException | None = None
 
     def entries(self) -> Iterator["Entry | Completion"]:
         """Yields an `Entry` per sequence, or its refusal if the prompt cannot be decoded."""
         new, each = int(self.requests.max_new_tokens[0]), self.requests.num_sequences
-        settings = jax.tree.map(lambda values: values[0], self.requests.settings)
         for place, prompt in self.read():
             try:
                 ids = self.checked(place, prompt, new)
             except ValueError as error:
                 yield from (refusal(place, n, str(error)) for n in range(each))
                 continue
+            row = self.variants.of(place)
+            settings = jax.tree.map(lambda values, row=row: values[row], self.requests.settings)
             for sequence in range(place * each, (place + 1) * each):
                 yield Entry(sequence, ids, new, self.requests.keys.data(sequence), settings)
 

@@ -65,6 +65,61 @@ def test_lines_have_texts_up_to_a_stop_and_the_likeliest_tokens(tiny_model, path
         np.testing.assert_allclose(line["top_logprobs"], right, atol=6e-4)
 
 
+def test_records_have_settings_of_their_own(tiny_model, paths, generate):
+    """Each is completed as in a run with these settings alone."""
+    own = [
+        {"temperature": 0, "repetition_penalty": 1.8},
+        {"top_k": 5, "logit_bias": {"7": 4.0}, "stop": "a", "min_new_tokens": 2},
+        {"stop": ["e", "o"]},
+        None,
+    ]
+    records = [
+        {"id": f"{i}-{j}", "prompt": text, "sampling": asked}
+        for i, text in enumerate(PROMPTS)
+        for j, asked in enumerate(own)
+    ]
+    write_records(paths.input, records)
+    options = ["--temperature", 1.2, "--top-p", 0.9, "--stop", "x", "--drafter", "prompt-lookup"]
+    assert main(command(tiny_model, paths, *options)) == 0
+    lines = {line["id"]: line for line in read_lines(paths.output)}
+    key = jax.random.key(0)
+    for j, asked in enumerate(own):
+        asked = dict(asked or {})
+        stop = asked.pop("stop", "x")
+        if "logit_bias" in asked:
+            asked["logit_bias"] = {7: 4.0}
+        if asked.get("temperature") != 0:
+            asked = {"temperature": 1.2, "top_p": 0.9} | asked
+        keys = [jax.random.fold_in(key, i * len(own) + j) for i in range(len(PROMPTS))]
+        out = generate(sampling=emsjax.Sampling(**asked), stop=stop, key=jax.numpy.stack(keys))
+        for i in range(len(PROMPTS)):
+            line = lines[f"{i}-{j}"]
+            assert line["tokens"] == out.tokens[i, : out.lengths[i]].tolist()
+            assert (line["text"], line["finish_reason"]) == (out.texts[i], out.finish_reasons[i])
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        (3, 'field "sampling" must be an object, not 3'),
+        ({"heat": 1}, 'field "sampling": unknown setting heat'),
+        ({"top_p": 2}, r"field \"sampling\": sampling.top_p must be in (0, 1]"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"stop": [""]}, "is an empty string"),
+        ({"min_new_tokens": 7}, "more than its max_new_tokens 6"),
+    ],
+)
+def test_records_with_bad_settings_are_named(tiny_model, paths, capsys, own, message):
+    records = [*RECORDS, {"id": "bad", "prompt": "abc", "sampling": own}]
+    write_records(paths.input, records)
+    assert_error(capsys, main(command(tiny_model, paths)), message, "line 4")
+    assert not paths.output.exists()
+    assert main(command(tiny_model, paths, "--skip-invalid")) == 0
+    lines = {line["id"]: line for line in read_lines(paths.output)}
+    assert message in lines["bad"]["error"]
+    assert sum("error" in line for line in lines.values()) == 1
+
+
 def test_texts_are_confined(tiny_model, paths):
     write_records(paths.input, RECORDS)
     options = ["--temperature", 2, "--drafter", "prompt-lookup", "--choices", "ab", "def", "x:"]

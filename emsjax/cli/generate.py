@@ -5,7 +5,6 @@ import hashlib
 import json
 import time
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -20,7 +19,7 @@ from rich.progress import (
 from emsjax.checks import as_token_ids
 from emsjax.cli.drafting import draft_policy, load_drafter, resolve
 from emsjax.cli.generate_arguments import RunOptions
-from emsjax.cli.sampling_arguments import FIELDS, check_values
+from emsjax.cli.sampling_arguments import check_values
 from emsjax.cli.summary import Tally, output_line, report_errors
 from emsjax.records.input import Records, survey
 from emsjax.records.output import open_results, read_resolved, read_results
@@ -42,8 +41,8 @@ def run(
     """Complete every record of the input that the output does not hold yet.
 
     The input is read twice to check it and once to complete it; memory grows by 16 bytes for each
-    record and result. A sequence's random key depends on its position in the input only, so a
-    resumed run draws the same tokens.
+    record and result, and by each different "sampling" of records. A sequence's random key depends
+    on its position in the input only, so a resumed run draws the same tokens.
 
     Returns:
         The exit code: 1 if the output holds sequences that ended with an error, otherwise 0.
@@ -72,9 +71,12 @@ def run(
         as_token_ids("--eos-token-ids", options.eos_token_ids, config.vocab_size)
     check_values(dataclasses.asdict(options), config.vocab_size)
     tokenizer = load_tokenizer(options.model, options.revision, options.keep)
-    requests, processors = checked_requests(options, config, tokenizer)
+    from emsjax.cli.requested import Requested
+
+    requested = Requested(options, config, tokenizer)
     limits = Limits(options.max_new_tokens, config.max_position_embeddings, config.vocab_size)
-    prompts = Prompts(records, tokenizer, options.max_prompt_tokens, limits)
+    sizes = (options.max_prompt_tokens, limits)
+    prompts = Prompts(records, tokenizer, *sizes, fault_of=requested.fault)
     extent = check_prompts(prompts, keep_invalid=options.skip_invalid)
     report_input(console, extent, known.count, options)
     longest = extent.longest + options.max_new_tokens
@@ -99,7 +101,8 @@ def run(
         missing = Missing(prompts, done, options.num_sequences)
         with make_progress(console) as progress:
             task = progress.add_task("", total=left, speed="")
-            run = model, drafter, policy, processors
+            run = model, drafter, policy, requested.processors
+            requests = requested.arguments(missing)
             for completion in completions(run, missing, longest, options.batch_size, requests):
                 record = missing.record_of(completion)
                 error = record.error or completion.error
@@ -161,40 +164,6 @@ def make_progress(console: Console) -> Progress:
         console=console,
         speed_estimate_period=600,  # seconds: compilation can take longer than rich's default of 30
     )
-
-
-def checked_requests(
-    options: RunOptions, config: Any, tokenizer: Any
-) -> tuple[dict[str, Any], list[Any]]:
-    """The arguments of `emsjax.stream` that concern the prompts, and the logits processors.
-
-    Raises:
-        ValueError: a stop or a constraint is impossible.
-    """
-    import jax
-
-    from emsjax import constraints
-    from emsjax.engine.requests import PLACEHOLDER, check_requests
-    from emsjax.sampling import Sampling
-
-    asked = {
-        "max_new_tokens": options.max_new_tokens,
-        "sampling": Sampling(**{name: getattr(options, name) for name in FIELDS}),
-        "num_sequences": options.num_sequences,
-        "eos_token_ids": options.eos_token_ids,
-        "key": jax.random.key(options.seed),
-        "stop": options.stop or None,
-        "tokenizer": tokenizer,
-        "include_stop": options.include_stop,
-        "top_logprobs": options.top_logprobs,
-    }
-    check_requests(config, **asked, **PLACEHOLDER)
-    given = {name: getattr(options, name) for name in ("regex", "choices", "json_schema")}
-    return asked, [
-        getattr(constraints, name)(value, tokenizer)
-        for name, value in given.items()
-        if value is not None
-    ]
 
 
 def completions(run: tuple, missing: Missing, longest: int, batch_size: int, requests):

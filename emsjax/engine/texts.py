@@ -1,7 +1,7 @@
 """The text of new tokens, and the stops that end sequences."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,13 +21,15 @@ class Texts:
 
     Attributes:
         tokenizer: a tokenizer of transformers.
-        stops: the stops of each prompt; one entry for all prompts if these are not known yet.
+        stops: the stops of each row of settings.
         include_stop: whether the text keeps the stop that ended it.
+        row_of: the row of settings of each prompt.
     """
 
     tokenizer: Any
     stops: Sequence[Stops]
     include_stop: bool = False
+    row_of: Callable[[int], int] = lambda prompt: prompt
 
     def strings(self, prompt: int) -> tuple[str, ...]:
         """The stops of a prompt that are strings."""
@@ -49,7 +51,7 @@ class Texts:
         return decode(self.tokenizer, tokens[: len(tokens) - longest])
 
     def _stops(self, prompt: int) -> Stops:
-        return self.stops[prompt if len(self.stops) > 1 else 0]
+        return self.stops[self.row_of(prompt)]
 
 
 def check_stops(

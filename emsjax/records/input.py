@@ -26,6 +26,7 @@ class Record:
         truncated: whether its tokens are cut; False before tokenization.
         error: why it has no prompt that can be decoded; None: it has one.
         messages: of a chat, {"role": ..., "content": ...} each, in place of a prompt.
+        sampling: its own settings, as JSON text of an object; None: those of the run.
     """
 
     id: str | int | None
@@ -34,6 +35,7 @@ class Record:
     truncated: bool = False
     error: str | None = None
     messages: tuple[dict[str, str], ...] | None = None
+    sampling: str | None = None
 
     @property
     def key(self) -> "Key":
@@ -94,9 +96,10 @@ class Records:
             if digest(name) in self.repeated and first.setdefault(name, number) != number:
                 raise ValueError(f"duplicate id {name!r}, first seen on line {first[name]}")
             found = name
+            own = {"sampling": sampling_of(value)}
             if self.template is None and "messages" in value:
-                return Record(found, "", number, messages=messages_of(value))
-            return Record(found, text_of(value, self.template, self.fields), number)
+                return Record(found, "", number, messages=messages_of(value), **own)
+            return Record(found, text_of(value, self.template, self.fields), number, **own)
         except ValueError as error:  # bad UTF-8 included
             return Record(found, "", number, error=str(error))
 
@@ -224,6 +227,20 @@ def messages_of(value: Any) -> tuple[dict[str, str], ...]:
                 raise ValueError(f'messages[{place}] must have a "{name}", a string')
             text.encode()  # as for ids
     return tuple(messages)
+
+
+def sampling_of(value: Any) -> str | None:
+    """The settings of a record's JSON value, as JSON text; None: it has none.
+
+    Raises:
+        ValueError: they are not an object.
+    """
+    settings = value.get("sampling")
+    if settings is None:
+        return None
+    if not isinstance(settings, dict):
+        raise ValueError(f'field "sampling" must be an object, not {_shown(settings)}')
+    return json.dumps(settings, sort_keys=True)
 
 
 def _fields(value: Any, names: list[str]) -> dict[str, Any]:

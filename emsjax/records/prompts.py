@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 from emsjax.records.input import Key, Record, Records
@@ -55,11 +55,19 @@ class Prompts:
         records: `truncated` is set on those whose prompts are cut.
         tokenizer: a tokenizer of transformers; its `truncation_side` is the end that is cut off.
         max_tokens: longer prompts are cut to this many tokens; None: no prompt is cut.
+        fault_of: tells what is wrong with a record's own settings; None: nothing.
     """
 
-    def __init__(self, records: Records, tokenizer: Any, max_tokens: int | None, limits: Limits):
+    def __init__(
+        self,
+        records: Records,
+        tokenizer: Any,
+        max_tokens: int | None,
+        limits: Limits,
+        fault_of: Callable[[str], str | None] = lambda sampling: None,
+    ):
         self.records, self.tokenizer = records, tokenizer
-        self.max_tokens, self.limits = max_tokens, limits
+        self.max_tokens, self.limits, self.fault_of = max_tokens, limits, fault_of
 
     def __iter__(self) -> Iterator[tuple[Record, list[int]]]:
         records = map(self._rendered, self.records)
@@ -81,6 +89,8 @@ class Prompts:
                     continue
                 tokens, truncated = next(encoded[record.messages is None])
                 fault = self.limits.fault(tokens)
+                if fault is None and record.sampling is not None:
+                    fault = self.fault_of(record.sampling)
                 yield dataclasses.replace(record, truncated=truncated, error=fault), tokens
 
     def _rendered(self, record: Record) -> Record:
@@ -179,6 +189,10 @@ class Missing:
             if not all(key in self.done for key in keys):
                 self.records[index] = record, self.num_sequences
                 yield index, [] if record.error is not None else prompt
+
+    def sampling_of(self, index: int) -> str | None:
+        """The own settings of a record with results to come."""
+        return self.records[index][0].sampling
 
     def record_of(self, completion) -> Record:
         """The completion's record, which is forgotten after its last sequence."""
