@@ -103,7 +103,7 @@ def test_records_have_settings_of_their_own(tiny_model, paths, generate):
     [
         (3, 'field "sampling" must be an object, not 3'),
         ({"heat": 1}, 'field "sampling": unknown setting heat'),
-        ({"top_p": 2}, r"field \"sampling\": sampling.top_p must be in (0, 1]"),
+        ({"top_p": 2}, 'field "sampling": sampling.top_p must be in (0, 1]'),
         ({"logit_bias": {"a": 1}}, "logit_bias"),
         ({"stop": [""]}, "is an empty string"),
         ({"min_new_tokens": 7}, "more than its max_new_tokens 6"),
