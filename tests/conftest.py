@@ -49,6 +49,7 @@ CHECKED = [
     "drafters",
     "engine.group",
     "engine.output",
+    "engine.scores",
     "models.layers",
     "models.decoder",
     "returned",
