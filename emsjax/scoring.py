@@ -234,6 +234,7 @@ def _groups(
         if len(group) + len(own) > slots and group:
             yield group
             group = []
+        own = sorted(own, key=lambda one: len(one.tokens), reverse=True)
         whole = len(own) - len(own) % slots if len(own) > slots else 0
         yield from (list(own[first : first + slots]) for first in range(0, whole, slots))
         group = [*group, *own[whole:]]
@@ -287,13 +288,14 @@ def _run(
     fed = lengths - (1 if cache is None else first)
     if cache is None:
         cache = empty_cache(run.model, batch=slots, max_len=width)
+    num_rows = chunk_rows_for(int(fed.sum()))
     return score_tokens(
         run.model,
         cache,
         tokens,
         lengths,
         first,
-        num_rows=chunk_rows_for(int(fed.sum())),
-        row_bound=row_bound_for(int(fed.max())),
+        num_rows=num_rows,
+        row_bound=row_bound_for(int(fed.max()), slots, num_rows),
         kernels=run.kernels,
     )

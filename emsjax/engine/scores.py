@@ -14,13 +14,16 @@ from jaxtyping import Array, Bool, Float, Int32
 from emsjax.decode.cache import KVCache
 from emsjax.decode.kernels import Kernels
 from emsjax.decode.pack import AcceptedPath, PackedRows, pack
-from emsjax.decode.row_counts import MAX_CHUNK_ROWS
 from emsjax.values import pytree
 from pallas_kernels.common.indexing import take
 
 LOGIT_ROWS = 256  # most rows whose logits exist at a time
-CHUNKS = (64, 256, MAX_CHUNK_ROWS)  # static row counts of a call of the model
-ROW_BOUNDS = (16, 64)  # static bounds of rows per sample; above, there is none
+# Static row counts of a call of the model. Larger ones compute hardly faster, and the last call of
+# a group has more padding.
+CHUNKS = (64, 256, 512)
+# Static bounds of a sample's rows in one call. Up to 64, attention in XLA serves all samples at
+# once, at the cost of the bound for each; above, one after the other, which is slower.
+ROW_BOUNDS = (16, 32, 64)
 
 
 @pytree
@@ -49,9 +52,18 @@ def chunk_rows_for(num_rows: int) -> int:
     return next((rows for rows in CHUNKS if num_rows <= 2 * rows), CHUNKS[-1])
 
 
-def row_bound_for(most: int) -> int | None:
-    """Static bound of the rows of a sample, one of few, that holds `most`; None: no bound."""
-    return next((bound for bound in ROW_BOUNDS if most <= bound), None)
+def row_bound_for(most: int, slots: int, num_rows: int) -> int | None:
+    """Static bound of a sample's rows in one call, one of few; None: no bound.
+
+    Args:
+        most: the most rows that a sample has in all calls together.
+        slots: number of samples.
+        num_rows: rows of a call, which half of the samples can fill within the bound.
+    """
+    if most > ROW_BOUNDS[-1] and slots * ROW_BOUNDS[-1] < num_rows:
+        return None
+    wanted = min(most, 2 * num_rows // slots)
+    return next((bound for bound in ROW_BOUNDS if wanted <= bound), ROW_BOUNDS[-1])
 
 
 @functools.partial(jax.jit, static_argnames=("batch", "max_len"))
@@ -93,7 +105,7 @@ def score_tokens(
         first_scored: index of the first token of each sample to score, above cache.lengths[s];
             lengths[s]: none, which computes no logits.
         num_rows: static rows of one call of the model.
-        row_bound: static bound of the rows of a sample in all calls together; None: no bound.
+        row_bound: static bound of a sample's rows in one call; None: no bound.
         kernels: attention and cache update.
 
     Returns:
@@ -104,7 +116,8 @@ def score_tokens(
     def advance(carry: tuple[Scores, KVCache]) -> tuple[Scores, KVCache]:
         scores, cache = carry
         # An idle slot's cache may hold tokens.
-        rows = pack(cache.lengths, jnp.maximum(ends - cache.lengths, 0), num_rows)
+        left = jnp.clip(ends - cache.lengths, 0, row_bound)
+        rows = pack(cache.lengths, left, num_rows)
         out = model(
             take(tokens, rows.samples, rows.positions),
             rows,
