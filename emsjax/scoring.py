@@ -19,12 +19,15 @@ from emsjax.engine.preparation import device_of
 from emsjax.engine.requests import read_prompts
 from emsjax.engine.scores import (
     LOGIT_ROWS,
+    ROW_BOUNDS,
     Scores,
     chunk_rows_for,
     empty_cache,
     fork_cache,
     row_bound_for,
     score_tokens,
+    score_whole,
+    whole_rows_for,
 )
 from emsjax.values import comparable
 
@@ -70,12 +73,14 @@ class Plan(NamedTuple):
         groups: continuations that are scored at the same time.
         slots: slots of a group, at least its number of continuations.
         prompt_slots: slots in which a group's prompts are prefilled; None: every continuation
-            prefills its prompt by itself.
+            feeds its prompt by itself.
+        whole: whether a group's prompts and continuations are fed in one call of the model.
     """
 
     groups: list[list[Continuation]]
     slots: int
     prompt_slots: int | None
+    whole: bool
 
 
 @configured
@@ -199,6 +204,7 @@ def _plan(
         # Prompts are shared if this saves at least half of their prefill; one token has none.
         held = _power_of_two(max(len({one.prompt for one in group}) for group in groups))
         shares = 2 * held <= slots and max(map(len, prompts)) > 1
+        whole = not shares and whole_rows_for(longest - 1) is not None
         try:
             check_fits(
                 run.model,
@@ -213,7 +219,9 @@ def _plan(
                 raise
             slots = -(-slots // 2)
         else:
-            return Plan(groups, slots, held if shares else None)
+            if whole:
+                groups = list(_whole_groups(prompts, given, slots))
+            return Plan(groups, slots, held if shares else None, whole)
 
 
 def _power_of_two(count: int) -> int:
@@ -242,12 +250,40 @@ def _groups(
         yield group
 
 
+def _whole_groups(
+    prompts: Sequence[np.ndarray], given: Sequence[Sequence[Continuation]], slots: int
+) -> Iterator[list[Continuation]]:
+    """Yields groups of up to `slots` continuations that one call can feed, the longest first."""
+    rows_of = lambda one: len(prompts[one.prompt]) + len(one.tokens) - 1
+    group: list[Continuation] = []
+    room = 0
+    for one in sorted(itertools.chain(*given), key=rows_of, reverse=True):
+        if group and (len(group) == slots or rows_of(one) > room):
+            yield group
+            group = []
+        if not group:
+            room = whole_rows_for(rows_of(one))
+        group.append(one)
+        room -= rows_of(one)
+    yield group
+
+
 def _score_group(
     run: Run, prompts: Sequence[np.ndarray], group: Sequence[Continuation], plan: Plan
 ) -> tuple[np.ndarray, np.ndarray]:
     """Scores one group; returns the arrays of its `Scores` on the host, one row per slot."""
-    whole = [np.concatenate([prompts[one.prompt], one.tokens]) for one in group]
-    width = round_up_length(max(map(len, whole)))
+    sequences = [np.concatenate([prompts[one.prompt], one.tokens]) for one in group]
+    first_scored = [len(prompts[one.prompt]) for one in group]
+    longest = max(map(len, sequences))
+    if plan.whole:
+        num_rows = whole_rows_for(longest - 1)
+        bound = ROW_BOUNDS[-1] if longest - 1 <= ROW_BOUNDS[-1] else None
+        options = {"num_rows": num_rows, "row_bound": bound, "kernels": run.kernels}
+        cache = empty_cache(run.model, batch=plan.slots, max_len=1)  # as small as possible
+        # As wide as any sample that fits, so that there is one program for all groups.
+        arrays = _arrays(sequences, plan.slots, num_rows + 1, first_scored)
+        return _on_host(score_whole(run.model, cache, *arrays, **options))
+    width = round_up_length(longest)
     if plan.prompt_slots is None:
         shared = None
     else:
@@ -258,9 +294,24 @@ def _score_group(
         samples = np.zeros(plan.slots, np.int32)
         samples[: len(group)] = [held[one.prompt] for one in group]
         shared = fork_cache(shared, samples)
-    first_scored = [len(prompts[one.prompt]) for one in group]
-    scores, _ = _run(run, whole, plan.slots, width, first_scored, shared)
+    return _on_host(_run(run, sequences, plan.slots, width, first_scored, shared)[0])
+
+
+def _on_host(scores: Scores) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(scores.logprobs), np.asarray(scores.is_greedy)
+
+
+def _arrays(
+    sequences: Sequence[np.ndarray], slots: int, width: int, first_scored: Sequence[int] | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the arguments tokens, lengths and first_scored of `score_tokens`."""
+    tokens = np.zeros((slots, width), np.int32)
+    lengths, first = np.ones(slots, np.int32), np.ones(slots, np.int32)
+    for slot, sequence in enumerate(sequences):
+        tokens[slot, : len(sequence)], lengths[slot] = sequence, len(sequence)
+    used = slice(len(sequences))
+    first[used] = lengths[used] if first_scored is None else first_scored
+    return tokens, lengths, first
 
 
 def _run(
@@ -279,12 +330,7 @@ def _run(
         cache: holds each prompt, the tokens before the first that is scored, except its last
             token; None: nothing is cached.
     """
-    tokens = np.zeros((slots, width), np.int32)
-    lengths, first = np.ones(slots, np.int32), np.ones(slots, np.int32)
-    for slot, sequence in enumerate(sequences):
-        tokens[slot, : len(sequence)], lengths[slot] = sequence, len(sequence)
-    used = slice(len(sequences))
-    first[used] = lengths[used] if first_scored is None else first_scored
+    tokens, lengths, first = _arrays(sequences, slots, width, first_scored)
     fed = lengths - (1 if cache is None else first)
     if cache is None:
         cache = empty_cache(run.model, batch=slots, max_len=width)

@@ -81,6 +81,41 @@ def test_chunks_and_blocks_of_logits_do_not_change_scores(monkeypatch):
     assert_scores(emsjax.score(tiny_model(), *mixed()), expected_of_mixed()[0])
 
 
+@pytest.mark.parametrize("most_whole", [4096, 0], ids=["in one call", "with a cache"])
+def test_samples_with_prompts_of_their_own_have_the_same_scores(most_whole, monkeypatch):
+    """Samples are fed whole, or in parts if they are too long."""
+    monkeypatch.setattr(scores, "MOST_WHOLE", most_whole)
+    used = []
+    for name in ("score_tokens", "score_whole"):
+        run = getattr(scores, name)
+        spy = lambda *args, run=run, name=name, **options: (
+            used.append(name) or run(*args, **options)
+        )
+        monkeypatch.setattr(f"emsjax.scoring.{name}", spy)
+    flat = [(p, c) for p, own in zip(*mixed(), strict=True) for c in own]
+    out = emsjax.score(tiny_model(), *zip(*flat, strict=True))
+    assert_scores(out, expected_of_mixed()[0])
+    assert set(used) == {"score_whole" if most_whole else "score_tokens"}
+
+
+def test_whole_samples_fill_calls_without_exceeding_them(monkeypatch):
+    """Calls of 16 rows hold samples of 16 rows and fewer; longer ones get more rows."""
+    monkeypatch.setattr(scores, "CHUNKS", (16,))
+    monkeypatch.setattr(scores, "round_up_length", lambda length: -(-length // 16) * 16)
+    filled = []
+    run = scores.score_whole
+    rows = lambda lengths: int((lengths - 1).sum())
+    spy = lambda *args, **options: (
+        filled.append((rows(args[3]), options["num_rows"])) or run(*args, **options)
+    )
+    monkeypatch.setattr("emsjax.scoring.score_whole", spy)
+    flat = [(p, c) for p, own in zip(*mixed(), strict=True) for c in own]
+    assert_scores(emsjax.score(tiny_model(), *zip(*flat, strict=True)), expected_of_mixed()[0])
+    assert all(used <= num_rows for used, num_rows in filled)
+    assert sum(used for used, _ in filled) == sum(len(p) + len(c) - 1 for p, c in flat)
+    assert len(filled) < len(flat)
+
+
 def test_greedy_continuations_are_marked():
     model, prompts = tiny_model(), ragged_prompts([5, 1, 30])
     out = emsjax.generate(model, prompts, max_new_tokens=6)
@@ -156,8 +191,10 @@ def test_scores_of_families_equal_those_of_torch(load, variant):
         heads.append(prompt[:cut])
         tails.append([prompt[cut:], prompt[cut : cut + 1], prompt[cut:][:5]])
         expected += [of_tokens[cut - 1 :], of_tokens[cut - 1 : cut], of_tokens[cut - 1 :][:5]]
-    out = emsjax.score(load(variant), heads, tails)
-    assert_scores(out, expected, atol=2e-4 * np.abs(logits).max())
+    close = {"atol": 2e-4 * np.abs(logits).max()}
+    assert_scores(emsjax.score(load(variant), heads, tails), expected, **close)
+    whole = emsjax.score(load(variant), heads, [own[0] for own in tails])
+    assert_scores(whole, expected[::3], **close)
 
 
 def test_a_token_without_a_finite_embedding_spoils_its_own_scores_only(load):
@@ -186,12 +223,19 @@ def test_a_token_without_a_finite_embedding_spoils_its_own_scores_only(load):
 
 def test_ragged_batches_share_a_few_programs():
     model, rng = tiny_model(), np.random.default_rng(0)
-    scores.score_tokens.clear_cache()
+    programs = (scores.score_tokens, scores.score_whole)
+    for program in programs:
+        program.clear_cache()
     for seed in range(10):
         count = rng.integers(40, 60)
         prompts = ragged_prompts(rng.integers(1, 33, count), seed)
         emsjax.score(model, prompts, ragged_prompts(rng.integers(1, 33, count), seed))
-    assert scores.score_tokens._cache_size() <= 3
+    assert sum(program._cache_size() for program in programs) == 1
+    lengths = [1, 4, 9, 16, 30] * 10
+    for seed in range(4):
+        continuations = [ragged_prompts(rng.integers(1, 33, 4), seed) for _ in lengths]
+        emsjax.score(model, ragged_prompts(lengths, seed), continuations)
+    assert sum(program._cache_size() for program in programs) <= 9
 
 
 @pytest.mark.usefixtures("unchecked_annotations")
@@ -210,6 +254,7 @@ def test_logits_exist_for_few_rows_at_a_time():
     assert f"f32[{scores.CHUNKS[-1]},{model.config.hidden_size}]" in text
     assert f"f32[{scores.LOGIT_ROWS},{VOCAB}]" in text
     assert f"[{scores.CHUNKS[-1]},{VOCAB}]" not in text
+    assert f"[{batch},{width},{VOCAB}]" not in text
 
 
 def test_a_batch_that_does_not_fit_is_halved_unless_it_was_asked_for(monkeypatch):
@@ -218,9 +263,10 @@ def test_a_batch_that_does_not_fit_is_halved_unless_it_was_asked_for(monkeypatch
     needed = plan(slots=4, prompt_slots=4)
     monkeypatch.setattr(memory, "available_bytes", lambda device: needed.total - needed.weights)
     calls = []
-    run = scores.score_tokens
-    spy = lambda *args, **options: calls.append(len(args[2])) or run(*args, **options)
-    monkeypatch.setattr("emsjax.scoring.score_tokens", spy)
+    for name in ("score_tokens", "score_whole"):
+        run = getattr(scores, name)
+        spy = lambda *args, run=run, **options: calls.append(len(args[-1])) or run(*args, **options)
+        monkeypatch.setattr(f"emsjax.scoring.{name}", spy)
     assert_scores(emsjax.score(model, prompts, continuations), expected_of_mixed()[0])
     assert max(calls) == 4
     with pytest.raises(ValueError, match=r"^batch_size 8 .* largest batch_size that fits is "):
@@ -230,9 +276,18 @@ def test_a_batch_that_does_not_fit_is_halved_unless_it_was_asked_for(monkeypatch
 def test_an_attention_of_your_own_is_used():
     prompts, continuations = mixed()
     reference = pallas_kernels.reference.ragged_attention
-    for attention in ("reference", functools.partial(reference)):
+    triton = functools.partial(
+        pallas_kernels.ragged_attention, implementation="triton", interpret=True
+    )
+    for attention in ("reference", functools.partial(reference), triton):
         own = emsjax.score(tiny_model(), prompts, continuations, attention_implementation=attention)
         assert_scores(own, expected_of_mixed()[0])
+    # Samples that are fed whole have an empty cache of one token.
+    own = emsjax.score(
+        tiny_model(), prompts, [own[-1] for own in continuations], attention_implementation=triton
+    )
+    last = np.cumsum([len(own) for own in continuations]) - 1
+    assert_scores(own, [expected_of_mixed()[0][place] for place in last])
     blind = emsjax.score(
         tiny_model(),
         prompts,

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from emsjax.decode.cache import KVCache
 from emsjax.decode.kernels import Kernels
 from emsjax.decode.pack import AcceptedPath, PackedRows, pack
+from emsjax.decode.row_counts import round_up_length
 from emsjax.values import pytree
 from pallas_kernels.common.indexing import take
 
@@ -21,6 +22,7 @@ LOGIT_ROWS = 256  # most rows whose logits exist at a time
 # Static row counts of a call of the model. Larger ones compute hardly faster, and the last call of
 # a group has more padding.
 CHUNKS = (64, 256, 512)
+MOST_WHOLE = 4096  # most rows of a call that feeds whole samples, which needs no cache
 # Static bounds of a sample's rows in one call. Up to 64, attention in XLA serves all samples at
 # once, at the cost of the bound for each; above, one after the other, which is slower.
 ROW_BOUNDS = (16, 32, 64)
@@ -50,6 +52,16 @@ def chunk_rows_for(num_rows: int) -> int:
     It is the smallest that needs at most two calls, or the largest.
     """
     return next((rows for rows in CHUNKS if num_rows <= 2 * rows), CHUNKS[-1])
+
+
+def whole_rows_for(longest: int) -> int | None:
+    """Static rows of a call that feeds whole samples, one of few; None: the longest has too many.
+
+    Args:
+        longest: rows of the longest sample.
+    """
+    rows = max(CHUNKS[-1], round_up_length(longest))
+    return rows if rows <= MOST_WHOLE else None
 
 
 def row_bound_for(most: int, slots: int, num_rows: int) -> int | None:
@@ -131,6 +143,36 @@ def score_tokens(
 
     unfinished = lambda carry: jnp.any(carry[1].lengths < ends)
     return lax.while_loop(unfinished, advance, (Scores.none(tokens.shape), cache))
+
+
+@functools.partial(jax.jit, static_argnames=("num_rows", "row_bound", "kernels"))
+def score_whole(
+    model: Any,
+    cache: KVCache,
+    tokens: Int32[Array, "b t"],
+    lengths: Int32[Array, "b"],
+    first_scored: Int32[Array, "b"],
+    *,
+    num_rows: int,
+    row_bound: int | None,
+    kernels: Kernels,
+) -> Scores:
+    """Feeds whole samples in one call of the model, which neither reads nor writes a cache.
+
+    Args:
+        cache: an empty cache of any length, for which attention asks.
+        tokens, lengths, first_scored, row_bound, kernels: as for `score_tokens`.
+        num_rows: static rows of the call, at least those of all samples together.
+    """
+    rows = pack(cache.lengths, lengths - 1, num_rows)
+    out = model(
+        take(tokens, rows.samples, rows.positions),
+        rows,
+        cache,
+        attention=kernels.attention,
+        max_rows_per_sample=row_bound,
+    )
+    return _add_scores(Scores.none(tokens.shape), model, out.hidden, rows, tokens, first_scored)
 
 
 def _add_scores(
