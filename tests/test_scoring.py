@@ -116,6 +116,14 @@ def test_whole_samples_fill_calls_without_exceeding_them(monkeypatch):
     assert len(filled) < len(flat)
 
 
+@pytest.mark.parametrize("rows", [63, 64, 65, 66, 100])
+def test_lengths_around_the_bound_of_rows_per_sample(rows):
+    model = tiny_model(max_position_embeddings=128)
+    prompts, continuations = ragged_prompts([rows - 3, 2]), ragged_prompts([4, 9], seed=1)
+    expected, _ = one_by_one(model, prompts, [[own] for own in continuations])
+    assert_scores(emsjax.score(model, prompts, continuations), expected)
+
+
 def test_greedy_continuations_are_marked():
     model, prompts = tiny_model(), ragged_prompts([5, 1, 30])
     out = emsjax.generate(model, prompts, max_new_tokens=6)
