@@ -26,6 +26,7 @@ from emsjax.policies.costs import StepCosts
 from emsjax.policies.goodput import CostCapped, Goodput
 from emsjax.policies.lengths import BassHeuristic, BatchSizeTable, FixedLength
 from emsjax.sampling import LogitsContext, LogitsProcessor, Sampling
+from emsjax.scoring import ScoreOutput, score
 from emsjax.serving import Engine
 from emsjax.streaming import stream
 
@@ -59,6 +60,7 @@ __all__ = [
     "Qwen2Config",
     "Qwen3Config",
     "Sampling",
+    "ScoreOutput",
     "Stats",
     "StepCosts",
     "StepInfo",
@@ -70,6 +72,7 @@ __all__ = [
     "generate",
     "init_state",
     "rank_by_mean_logprob",
+    "score",
     "step",
     "stream",
     "vanilla",

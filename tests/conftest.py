@@ -50,6 +50,7 @@ CHECKED = [
     "drafters",
     "engine.group",
     "engine.output",
+    "engine.scores",
     "models.layers",
     "models.decoder",
     "returned",

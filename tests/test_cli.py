@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 
 import jax
 import numpy as np
@@ -404,3 +405,11 @@ def test_cut_prompts_are_counted_and_their_lines_marked(
     )
     marked = {(line["id"], line.get("truncated")) for line in read_lines(paths.output)}
     assert marked == {("shorter", None), ("as long", None), ("cut", True), ("cut again", True)}
+
+
+def test_an_evaluation_without_the_harness_says_how_to_install_it(tiny_model, monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.startswith("emsjax.evaluation")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    code = main(["eval", "--model", str(tiny_model), "--tasks", "any"])
+    assert_error(capsys, code, "pip install 'emsjax[eval]'")

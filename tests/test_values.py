@@ -47,6 +47,7 @@ def outcomes():
         "costs": costs,
         "goodput": [emsjax.Goodput(one) for one in costs],
         "capped": [emsjax.CostCapped(emsjax.BassHeuristic(), one) for one in costs],
+        "scores": [emsjax.score(model, PROMPTS, PROMPTS[::step]) for step in (1, -1)],
         "draft": [emsjax.Draft(jnp.full((1, 2), n), jnp.ones(1, jnp.int32)) for n in (3, 4)],
     }
 

@@ -1,6 +1,7 @@
 """The drafter and the draft-length policy of `emsjax generate`."""
 
 import shlex
+from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from emsjax.terminal.options import flag
 from emsjax.terminal.reporting import line
 
 
-def load_drafter(options: RunOptions, target, tokenizer_size: int, positions: int):
+def load_drafter(options: RunOptions | Namespace, target, tokenizer_size: int, positions: int):
     """The drafter for a target with this configuration that uses up to `positions` positions.
 
     Raises:

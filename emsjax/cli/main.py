@@ -10,6 +10,7 @@ from rich.console import Console
 
 from emsjax.benchmarks.registry import BENCHMARKS
 from emsjax.cli.distil_arguments import add_distil_arguments
+from emsjax.cli.evaluate_arguments import add_evaluate_arguments
 from emsjax.cli.generate_arguments import add_generate_arguments, run_options
 from emsjax.cli.profile_arguments import add_profile_arguments
 from emsjax.terminal.options import OneLineErrorParser
@@ -68,6 +69,17 @@ def run_distil(options: argparse.Namespace, command: str) -> int:
     return distil.distil(options, command)
 
 
+def run_evaluate(options: argparse.Namespace, command: str) -> int:
+    if options.draft_revision is not None and options.draft_model is None:
+        raise ValueError("--draft-revision needs --draft-model")
+    from emsjax.cli import evaluate
+    from emsjax.terminal.models import resolve_models
+
+    resolve_models(vars(options))
+    evaluate.run(options, command)
+    return 0
+
+
 COMMANDS = {
     "demo": Command(
         help="complete 8 prompts with the embedded model, plainly and speculatively",
@@ -83,6 +95,13 @@ COMMANDS = {
         run=run_generate,
         add_options=add_generate_arguments,
         resumes=True,
+    ),
+    "eval": Command(
+        help="evaluate a model on tasks of the lm-evaluation-harness",
+        description="Evaluate a model on tasks of the lm-evaluation-harness, which the extra "
+        "`eval` installs. Texts become tokens as in its backend for transformers.",
+        run=run_evaluate,
+        add_options=add_evaluate_arguments,
     ),
     "profile": Command(
         help="measure decoding steps on this device, for better draft lengths",

@@ -1,0 +1,374 @@
+"""Scores of given continuations equal the log-softmax of a plain forward, for any batch."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from golden import tiny_families
+from golden.tiny_families import GOLDEN, VARIANTS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toy import POSITIONS, VOCAB, ragged_prompts, tiny_model
+from transformers import BatchEncoding
+
+import emsjax
+import pallas_kernels
+from emsjax.engine import memory, scores
+from emsjax.testing.divergence import float32_logits
+from emsjax.values import equal
+
+# Rounding in sums of 60 and fewer numbers, whose order depends on the number of rows.
+CLOSE = {"rtol": 1e-6, "atol": 1e-6}
+# float32_logits calls the model in other shapes, so all layers' sums differ in their order.
+SAME = {"rtol": 2e-6, "atol": 1e-5}
+counts = st.lists(st.integers(1, 24), min_size=1, max_size=5)
+
+
+@functools.cache
+def mixed() -> tuple[list[np.ndarray], list[list[np.ndarray]]]:
+    """Prompts and continuations of many lengths; prompts have one to five continuations."""
+    lengths = [[1, 4, 7], [3], [2, 20, 33], [8, 8, 8, 1, 15], [1], [63]]
+    prompts = ragged_prompts([1, 9, 30, 5, 64, 2])
+    continuations = [ragged_prompts(own, seed=place) for place, own in enumerate(lengths, 1)]
+    return prompts, continuations
+
+
+def one_by_one(model, prompts, continuations):
+    """Scores each token by itself: the log-softmax of float32 logits after the tokens before."""
+    prefixes, targets, ends = [], [], []
+    for prompt, own in zip(prompts, continuations, strict=True):
+        for tokens in own:
+            prefixes += [np.append(prompt, tokens[:n]) for n in range(len(tokens))]
+            targets.extend(tokens)
+            ends.append(len(targets))
+    logits = float32_logits(model, prefixes).astype(np.float64)
+    largest = logits.max(axis=1, keepdims=True)
+    logprobs = logits - largest - np.log(np.exp(logits - largest).sum(axis=1, keepdims=True))
+    at_targets = logprobs[np.arange(len(targets)), targets]
+    greedy = logits.argmax(axis=1) == targets
+    return np.split(at_targets, ends[:-1]), [own.all() for own in np.split(greedy, ends[:-1])]
+
+
+@functools.cache
+def expected_of_mixed():
+    return one_by_one(tiny_model(), *mixed())
+
+
+def assert_scores(out, expected, **tolerance):
+    assert len(out.logprobs) == len(expected)
+    for one, other in zip(out.logprobs, expected, strict=True):
+        assert one.dtype == np.float32
+        np.testing.assert_allclose(one, other, **(tolerance or SAME))
+
+
+@pytest.mark.parametrize("batch_size", [None, 1, 3, 8])
+def test_scores_equal_the_log_softmax_after_each_prefix(batch_size):
+    expected, _ = expected_of_mixed()
+    out = emsjax.score(tiny_model(), *mixed(), batch_size=batch_size)
+    assert_scores(out, expected)
+    assert out.num_continuations.tolist() == [3, 1, 3, 5, 1, 1]
+    assert out.totals.dtype == np.float64
+    totals = [one.sum(dtype=np.float64) for one in out.logprobs]
+    np.testing.assert_allclose(out.totals, totals, rtol=1e-12)
+
+
+def test_chunks_and_blocks_of_logits_do_not_change_scores(monkeypatch):
+    """A chunk holds parts of several samples, and its last block of logits is not full."""
+    monkeypatch.setattr(scores, "CHUNKS", (11,))
+    monkeypatch.setattr(scores, "LOGIT_ROWS", 4)
+    assert_scores(emsjax.score(tiny_model(), *mixed()), expected_of_mixed()[0])
+
+
+@pytest.mark.parametrize("most_whole", [4096, 0], ids=["in one call", "with a cache"])
+def test_samples_with_prompts_of_their_own_have_the_same_scores(most_whole, monkeypatch):
+    """Samples are fed whole, or in parts if they are too long."""
+    monkeypatch.setattr(scores, "MOST_WHOLE", most_whole)
+    used = []
+    for name in ("score_tokens", "score_whole"):
+        run = getattr(scores, name)
+        spy = lambda *args, run=run, name=name, **options: (
+            used.append(name) or run(*args, **options)
+        )
+        monkeypatch.setattr(f"emsjax.scoring.{name}", spy)
+    flat = [(p, c) for p, own in zip(*mixed(), strict=True) for c in own]
+    out = emsjax.score(tiny_model(), *zip(*flat, strict=True))
+    assert_scores(out, expected_of_mixed()[0])
+    assert set(used) == {"score_whole" if most_whole else "score_tokens"}
+
+
+def test_whole_samples_fill_calls_without_exceeding_them(monkeypatch):
+    """Calls of 16 rows hold samples of 16 rows and fewer; longer ones get more rows."""
+    monkeypatch.setattr(scores, "CHUNKS", (16,))
+    monkeypatch.setattr(scores, "round_up_length", lambda length: -(-length // 16) * 16)
+    filled = []
+    run = scores.score_whole
+    rows = lambda lengths: int((lengths - 1).sum())
+    spy = lambda *args, **options: (
+        filled.append((rows(args[3]), options["num_rows"])) or run(*args, **options)
+    )
+    monkeypatch.setattr("emsjax.scoring.score_whole", spy)
+    flat = [(p, c) for p, own in zip(*mixed(), strict=True) for c in own]
+    assert_scores(emsjax.score(tiny_model(), *zip(*flat, strict=True)), expected_of_mixed()[0])
+    assert all(used <= num_rows for used, num_rows in filled)
+    assert sum(used for used, _ in filled) == sum(len(p) + len(c) - 1 for p, c in flat)
+    assert len(filled) < len(flat)
+
+
+@pytest.mark.parametrize("rows", [63, 64, 65, 66, 100])
+def test_lengths_around_the_bound_of_rows_per_sample(rows):
+    model = tiny_model(max_position_embeddings=128)
+    prompts, continuations = ragged_prompts([rows - 3, 2]), ragged_prompts([4, 9], seed=1)
+    expected, _ = one_by_one(model, prompts, [[own] for own in continuations])
+    assert_scores(emsjax.score(model, prompts, continuations), expected)
+
+
+def test_greedy_continuations_are_marked():
+    model, prompts = tiny_model(), ragged_prompts([5, 1, 30])
+    out = emsjax.generate(model, prompts, max_new_tokens=6)
+    continuations = []
+    for tokens in out.tokens:
+        first, last = tokens.copy(), tokens.copy()
+        first[0], last[-1] = (first[0] + 1) % VOCAB, (last[-1] + 1) % VOCAB
+        continuations.append([tokens, first, last, tokens[:1]])
+    scored = emsjax.score(model, prompts, continuations)
+    assert scored.is_greedy.tolist() == [True, False, False, True] * 3
+    assert emsjax.score(model, *mixed()).is_greedy.tolist() == expected_of_mixed()[1]
+
+
+@pytest.mark.parametrize("sampling", [None, emsjax.Sampling(1.0)], ids=["greedy", "sampled"])
+def test_generated_tokens_have_the_scores_that_generate_reports(sampling):
+    model, prompts = tiny_model(), ragged_prompts([5, 1, 30])
+    several = {} if sampling is None else {"num_sequences": 3, "key": jax.random.key(0)}
+    out = emsjax.generate(model, prompts, max_new_tokens=9, sampling=sampling, **several)
+    continuations = out.tokens.reshape(3, -1, 9)
+    scored = emsjax.score(model, prompts, continuations)
+    assert_scores(scored, out.logprobs)
+    assert scored.num_continuations.tolist() == [out.num_sequences] * 3
+
+
+@settings(max_examples=6)
+@given(lengths=counts, seed=st.integers(0, 99))
+def test_a_score_does_not_depend_on_the_rest_of_the_batch(lengths, seed):
+    model = tiny_model()
+    prompts, continuations = ragged_prompts(lengths, seed), ragged_prompts(lengths[::-1], seed + 1)
+    together = emsjax.score(model, prompts, continuations)
+    for i, prompt in enumerate(prompts):
+        alone = emsjax.score(model, [prompt], [continuations[i]])
+        np.testing.assert_allclose(alone.logprobs[0], together.logprobs[i], **CLOSE)
+        assert alone.is_greedy[0] == together.is_greedy[i]
+
+
+def test_shared_prompts_give_the_scores_of_single_ones():
+    prompts, continuations = mixed()
+    flat = [(p, c) for p, own in zip(prompts, continuations, strict=True) for c in own]
+    single = emsjax.score(tiny_model(), *zip(*flat, strict=True))
+    together = emsjax.score(tiny_model(), prompts, continuations)
+    assert_scores(together, single.logprobs, **CLOSE)
+    assert single.num_continuations.tolist() == [1] * len(flat)
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory):
+    """A function that loads a family's tiny model."""
+
+    @functools.cache
+    def load(variant):
+        folder, config = tmp_path_factory.mktemp(variant), VARIANTS[variant]
+        tiny_families.write_checkpoint(folder, config, tiny_families.tensors(config))
+        return emsjax.from_pretrained(folder)
+
+    return load
+
+
+@pytest.mark.parametrize("variant", ["qwen3", "gemma3", "qwen2_windows", "gpt2", "codegen"])
+def test_scores_of_families_equal_those_of_torch(load, variant):
+    """The golden logits are those of transformers."""
+    prompts = tiny_families.prompts()
+    with np.load(GOLDEN) as golden:
+        logits = golden[f"{variant}.logits"].astype(np.float64)
+    ends = np.cumsum([len(prompt) for prompt in prompts])
+    heads, tails, expected = [], [], []
+    for prompt, rows in zip(prompts, np.split(logits, ends[:-1]), strict=True):
+        if len(prompt) == 1:
+            continue
+        logprobs = rows - np.log(np.exp(rows).sum(axis=1, keepdims=True))
+        of_tokens = logprobs[np.arange(len(prompt) - 1), prompt[1:]]
+        cut = (len(prompt) + 1) // 2
+        heads.append(prompt[:cut])
+        tails.append([prompt[cut:], prompt[cut : cut + 1], prompt[cut:][:5]])
+        expected += [of_tokens[cut - 1 :], of_tokens[cut - 1 : cut], of_tokens[cut - 1 :][:5]]
+    close = {"atol": 2e-4 * np.abs(logits).max()}
+    assert_scores(emsjax.score(load(variant), heads, tails), expected, **close)
+    whole = emsjax.score(load(variant), heads, [own[0] for own in tails])
+    assert_scores(whole, expected[::3], **close)
+
+
+def test_a_token_without_a_finite_embedding_spoils_its_own_scores_only(load):
+    model = load("qwen3").astype(jnp.float32)
+    bad = 7
+    prompts, continuations = mixed()
+    clean = [[np.where(c == bad, 8, c) for c in own] for own in continuations]
+    prompts = [np.where(prompt == bad, 8, prompt) for prompt in prompts]
+    expected = emsjax.score(model, prompts, clean)
+    embedding = model.embed_tokens.embedding
+    embedding[...] = embedding[...].at[bad].set(jnp.nan)
+    spoilt = [[c.copy() for c in own] for own in clean]
+    spoilt[2][1][4] = spoilt[3][0][0] = bad
+    out = emsjax.score(model, prompts, spoilt)
+    for place, (one, other) in enumerate(zip(out.logprobs, expected.logprobs, strict=True)):
+        if place == 5:  # the spoilt token itself is scored before it is read
+            np.testing.assert_allclose(one[:4], other[:4], **CLOSE)
+            assert np.isfinite(one[4])
+            assert np.isnan(one[5:]).all()
+        elif place == 7:
+            assert np.isnan(one[1:]).all()
+        else:
+            np.testing.assert_allclose(one, other, **CLOSE)
+    assert not out.is_greedy[[5, 7]].any()
+
+
+def test_ragged_batches_share_a_few_programs():
+    model, rng = tiny_model(), np.random.default_rng(0)
+    programs = (scores.score_tokens, scores.score_whole)
+    for program in programs:
+        program.clear_cache()
+    for seed in range(10):
+        count = rng.integers(40, 60)
+        prompts = ragged_prompts(rng.integers(1, 33, count), seed)
+        emsjax.score(model, prompts, ragged_prompts(rng.integers(1, 33, count), seed))
+    assert sum(program._cache_size() for program in programs) == 1
+    lengths = [1, 4, 9, 16, 30] * 10
+    for seed in range(4):
+        continuations = [ragged_prompts(rng.integers(1, 33, 4), seed) for _ in lengths]
+        emsjax.score(model, ragged_prompts(lengths, seed), continuations)
+    assert sum(program._cache_size() for program in programs) <= 9
+
+
+@pytest.mark.usefixtures("unchecked_annotations")
+def test_logits_exist_for_few_rows_at_a_time():
+    model, batch, width = tiny_model(), 64, 128
+    lowered = scores.score_tokens.trace(
+        model,
+        model.init_cache(batch, width),
+        jnp.zeros((batch, width), jnp.int32),
+        *(jnp.full(batch, n, jnp.int32) for n in (width, 1)),
+        num_rows=scores.chunk_rows_for(batch * width),
+        row_bound=None,
+        kernels=emsjax.decode.kernels.resolve_kernels(None),
+    )
+    text = str(lowered.jaxpr)
+    assert f"f32[{scores.CHUNKS[-1]},{model.config.hidden_size}]" in text
+    assert f"f32[{scores.LOGIT_ROWS},{VOCAB}]" in text
+    assert f"[{scores.CHUNKS[-1]},{VOCAB}]" not in text
+    assert f"[{batch},{width},{VOCAB}]" not in text
+
+
+def test_a_batch_that_does_not_fit_is_halved_unless_it_was_asked_for(monkeypatch):
+    model, (prompts, continuations) = tiny_model(), mixed()
+    plan = functools.partial(memory.MemoryPlan.for_run, model, max_len=128, max_draft_tokens=63)
+    needed = plan(slots=4, prompt_slots=4)
+    monkeypatch.setattr(memory, "available_bytes", lambda device: needed.total - needed.weights)
+    calls = []
+    for name in ("score_tokens", "score_whole"):
+        run = getattr(scores, name)
+        spy = lambda *args, run=run, **options: calls.append(len(args[-1])) or run(*args, **options)
+        monkeypatch.setattr(f"emsjax.scoring.{name}", spy)
+    assert_scores(emsjax.score(model, prompts, continuations), expected_of_mixed()[0])
+    assert max(calls) == 4
+    with pytest.raises(ValueError, match=r"^batch_size 8 .* largest batch_size that fits is "):
+        emsjax.score(model, prompts, continuations, batch_size=8)
+
+
+def test_an_attention_of_your_own_is_used():
+    prompts, continuations = mixed()
+    reference = pallas_kernels.reference.ragged_attention
+    triton = functools.partial(
+        pallas_kernels.ragged_attention, implementation="triton", interpret=True
+    )
+    for attention in ("reference", functools.partial(reference), triton):
+        own = emsjax.score(tiny_model(), prompts, continuations, attention_implementation=attention)
+        assert_scores(own, expected_of_mixed()[0])
+    # Samples that are fed whole have an empty cache of one token.
+    own = emsjax.score(
+        tiny_model(), prompts, [own[-1] for own in continuations], attention_implementation=triton
+    )
+    last = np.cumsum([len(own) for own in continuations]) - 1
+    assert_scores(own, [expected_of_mixed()[0][place] for place in last])
+    blind = emsjax.score(
+        tiny_model(),
+        prompts,
+        continuations,
+        attention_implementation=lambda query, *args, **options: jnp.zeros_like(query),
+    )
+    assert np.abs(blind.totals - [one.sum() for one in expected_of_mixed()[0]]).max() > 0.1
+
+
+def test_one_continuation_is_a_sequence_of_integers_and_several_are_sequences():
+    model, prompts = tiny_model(), [[5, 6], [7]]
+    single = emsjax.score(model, prompts, [[8, 9], [10]])
+    assert single.num_continuations.tolist() == [1, 1]
+    for continuations in (
+        [np.array([8, 9]), jnp.array([10])],
+        [[[8, 9]], [[10]]],
+        [np.array([[8, 9]]), [(10,)]],
+        [(8, 9), [np.array([10])]],
+    ):
+        other = emsjax.score(model, prompts, continuations)
+        assert equal(other.logprobs, single.logprobs)
+    tokenised = BatchEncoding({"input_ids": [[0, 5, 6], [7, 0, 0]]})
+    tokenised["attention_mask"] = [[0, 1, 1], [1, 0, 0]]
+    assert equal(emsjax.score(model, tokenised, [[8, 9], [10]]).logprobs, single.logprobs)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "continuations", "message"),
+    [
+        ([[]], [[1]], r"prompts\[0\] is empty"),
+        ([], [], "prompts is empty"),
+        ("text", [[1]], "prompts must be a sequence"),
+        ([[3]], [[]], r"continuations\[0\] is empty"),
+        ([[3]], [[[]]], r"continuations\[0\]\[0\] is empty"),
+        ([[3]], [[[2], []]], r"continuations\[0\]\[1\] is empty"),
+        ([[3]], [[2, [3]]], r"continuations\[0\] mixes token ids and sequences"),
+        ([[3]], [[[[2]]]], r"continuations\[0\]\[0\] must be a 1-D sequence"),
+        ([[3]], [["a"]], r"continuations\[0\] must hold integer token ids"),
+        ([[3]], ["a"], r"continuations\[0\] must be a sequence of token ids .* not str"),
+        ([[3]], [3], r"continuations\[0\] must be a sequence of token ids .* not int"),
+        ([[3]], [[2.0]], r"continuations\[0\] must hold integer token ids, not float64"),
+        ([[3]], [[VOCAB]], rf"continuations\[0\] holds the token id {VOCAB}, outside 0..60"),
+        ([[3]], [[[2], [-1]]], r"continuations\[0\]\[1\] holds the token id -1"),
+        ([[3], [2]], [[1]], "continuations must have one entry per prompt: got 1 for 2"),
+        ([[3]], {"input_ids": [[1]]}, "continuations must be a sequence .* not dict"),
+        ([[3]], 5, "continuations must be a sequence .* not int"),
+        (
+            [[3], [3] * 60],
+            [[2], [[2] * 5, [2] * 6]],
+            r"prompts\[1\] has 60 tokens and continuations\[1\]\[1\] has 6: 65 positions are "
+            rf"needed, but the model's limit max_position_embeddings is {POSITIONS}",
+        ),
+    ],
+)
+def test_wrong_prompts_and_continuations_are_named(prompts, continuations, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        emsjax.score(tiny_model(), prompts, continuations)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": None}, "model must be a model"),
+        ({"batch_size": 0}, "batch_size must be at least 1"),
+        ({"batch_size": 1.5}, "batch_size must be"),
+        ({"batch_size": 2**31}, "batch_size"),
+        ({"attention_implementation": "other"}, "attention_implementation"),
+    ],
+)
+def test_wrong_options_are_named(options, message):
+    given = {"model": tiny_model(), "prompts": [[3]], "continuations": [[2]]} | options
+    if options.get("batch_size") == 2**31:  # more than there are continuations: all at once
+        assert len(emsjax.score(**given).logprobs) == 1
+        return
+    with pytest.raises(ValueError, match=f"^{message}"):
+        emsjax.score(**given)
