@@ -12,7 +12,7 @@ import emsjax
 from emsjax.sampling import Purpose, Sampling, draw, position_keys, warp
 
 
-def expected_probs(logits, temperature, top_k, top_p):
+def expected_probs(logits, temperature, top_k, top_p, min_p):
     """The warped distribution, computed by sorting in float64."""
     logits = np.asarray(logits, np.float64)
     if temperature > 0:
@@ -28,6 +28,9 @@ def expected_probs(logits, temperature, top_k, top_p):
         last = ordered[np.argmax(np.cumsum(ordered) >= top_p)]
         probs = np.where(probs >= last, probs, 0)
         probs /= probs.sum()
+    if temperature > 0:
+        probs = np.where(probs >= min_p * probs.max(), probs, 0)
+        probs /= probs.sum()
     return probs
 
 
@@ -37,13 +40,39 @@ def expected_probs(logits, temperature, top_k, top_p):
     temperature=st.sampled_from([0.0, 0.5, 1.0, 2.0]),
     top_k=st.integers(0, 9),
     top_p=st.sampled_from([0.11, 0.53, 0.871, 1.0]),
+    min_p=st.sampled_from([0.0, 0.07, 0.3, 0.83]),
 )
-def test_warped_distribution_equals_the_sorted_one(logits, temperature, top_k, top_p):
+def test_warped_distribution_equals_the_sorted_one(logits, temperature, top_k, top_p, min_p):
     logits = np.array(logits, np.float32) / 4  # ties are frequent
     one = lambda value, dtype: jnp.full(1, value, dtype)
-    sampling = Sampling(one(temperature, "float32"), one(top_k, "int32"), one(top_p, "float32"))
+    drawn = {"top_k": one(top_k, "int32"), "top_p": one(top_p, "float32")}
+    sampling = Sampling(one(temperature, "float32"), **drawn, min_p=one(min_p, "float32"))
     probs = jax.nn.softmax(warp(jnp.asarray(logits)[None], sampling)[0])
-    np.testing.assert_allclose(probs, expected_probs(logits, temperature, top_k, top_p), atol=1e-6)
+    expected = expected_probs(logits, temperature, top_k, top_p, min_p)
+    np.testing.assert_allclose(probs, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("min_p", [0.05, 0.4])
+def test_the_warped_distribution_is_that_of_transformers(min_p):
+    torch = pytest.importorskip("torch")
+    from transformers.generation import logits_process
+
+    rng = np.random.default_rng(3)
+    logits = rng.normal(0, 2, (64, 50)).astype(np.float32)
+    warpers = [
+        logits_process.TemperatureLogitsWarper(0.7),
+        logits_process.TopKLogitsWarper(30),
+        logits_process.TopPLogitsWarper(0.85),
+        logits_process.MinPLogitsWarper(min_p),
+    ]
+    theirs = torch.from_numpy(logits)
+    for warper in warpers:
+        theirs = warper(None, theirs)
+    column = lambda value, dtype: jnp.full(len(logits), value, dtype)
+    drawn = {"top_k": column(30, "int32"), "top_p": column(0.85, "float32")}
+    sampling = Sampling(column(0.7, "float32"), **drawn, min_p=column(min_p, "float32"))
+    probs = jax.nn.softmax(warp(jnp.asarray(logits), sampling))
+    np.testing.assert_allclose(probs, torch.softmax(theirs, dim=1).numpy(), atol=1e-6)
 
 
 @pytest.mark.parametrize("sampling", [(1e-12, 0, 1.0), (1e-30, 5, 0.9), (1.0, 0, 1e-46)])
@@ -110,7 +139,7 @@ def test_logprobs_are_those_of_the_warped_distribution():
     state = emsjax.init_state(model, None, [prompt], max_new_tokens=1)
     rows = emsjax.decode.pack.pack(state.lengths - 1, jnp.ones(1, jnp.int32), 1)
     hidden = model(jnp.asarray(prompt[-1:], jnp.int32), rows, state.cache).hidden
-    probs = expected_probs(model.logits(hidden)[0], 0.7, 4, 0.9)
+    probs = expected_probs(model.logits(hidden)[0], 0.7, 4, 0.9, 0.0)
     np.testing.assert_allclose(np.exp(out.logprobs[0, 0]), probs[out.tokens[0, 0]], rtol=1e-4)
 
 

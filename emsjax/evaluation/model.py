@@ -276,7 +276,7 @@ class EmsjaxLM(TemplateLM):
     def _generate(self, prompts: Sequence[list[int]], options: GenerationOptions) -> list[str]:
         """Generates one answer per prompt, and cuts it before the first of `options.until`."""
         key = None
-        if options.sampling is not None:
+        if options.temperature > 0:
             key = jax.random.fold_in(jax.random.key(0, impl="threefry2x32"), self._num_calls)
             self._num_calls += 1
         out = generate(
@@ -285,6 +285,8 @@ class EmsjaxLM(TemplateLM):
             self.drafter,
             max_new_tokens=options.max_new_tokens,
             sampling=options.sampling,
+            stop=self._stops(options.until) or None,
+            tokenizer=self.tokenizer,
             batch_size=self.batch_size or AT_ONCE,
             eos_token_ids=self._end_token_ids(options.until),
             key=key,
@@ -292,6 +294,10 @@ class EmsjaxLM(TemplateLM):
         tokens = [row[:length] for row, length in zip(out.tokens, out.lengths, strict=True)]
         texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
         return [cut_before(text, options.until) for text in texts]
+
+    def _stops(self, until: Iterable[str]) -> list[str]:
+        """The texts that end an answer and are no special tokens."""
+        return [text for text in until if text and text not in self.tokenizer.all_special_tokens]
 
     def _end_token_ids(self, until: Iterable[str]) -> set[int]:
         """The model's end tokens, and special tokens that end an answer."""

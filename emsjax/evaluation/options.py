@@ -8,7 +8,8 @@ from emsjax.checks import check_at_least, check_flag, check_number
 from emsjax.sampling import Sampling
 
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # synonyms
-NEUTRAL = {"num_beams": 1, "repetition_penalty": 1.0}  # values that change nothing
+NEUTRAL = {"num_beams": 1}  # values that change nothing
+DRAWN = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # they only concern sampling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,8 +19,7 @@ class GenerationOptions:
     Attributes:
         until: texts that end an answer, of which they are not a part.
         max_new_tokens: most tokens of an answer.
-        temperature: 0: greedy.
-        top_k, top_p: as for `emsjax.Sampling`.
+        temperature, top_k, top_p, min_p, repetition_penalty: as for `emsjax.Sampling`.
     """
 
     until: tuple[str, ...]
@@ -27,13 +27,14 @@ class GenerationOptions:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
     @property
-    def sampling(self) -> Sampling | None:
+    def sampling(self) -> Sampling:
         """The settings for `emsjax.generate`."""
-        if self.temperature == 0:
-            return None
-        return Sampling(self.temperature, self.top_k, self.top_p)
+        names = ("temperature", *DRAWN, "repetition_penalty")
+        return Sampling(**{name: getattr(self, name) for name in names})
 
 
 def read_options(given: Mapping[str, Any], max_new_tokens: int) -> GenerationOptions:
@@ -53,14 +54,16 @@ def read_options(given: Mapping[str, Any], max_new_tokens: int) -> GenerationOpt
     do_sample = check_flag("do_sample", options.pop("do_sample", temperature > 0))
     if do_sample and temperature == 0:
         raise ValueError("do_sample needs a temperature above 0")
-    top_k, top_p = options.pop("top_k", 0), options.pop("top_p", 1.0)
+    drawn = {name: options.pop(name, default) for name, default in DRAWN.items()}
+    penalty = options.pop("repetition_penalty", 1.0)
     for name, value in options.items():
         if name not in NEUTRAL or value != NEUTRAL[name]:
             raise ValueError(f"the generation option {name}: {value!r} is not supported")
     return GenerationOptions(
         until=(until,) if isinstance(until, str) else tuple(until),
         max_new_tokens=check_at_least(LIMITS[0], limits[0] if limits else max_new_tokens, 1),
-        **({"temperature": temperature, "top_k": top_k, "top_p": top_p} if do_sample else {}),
+        repetition_penalty=penalty,
+        **({"temperature": temperature, **drawn} if do_sample else {}),
     )
 
 
