@@ -15,6 +15,8 @@ from text_tokenizers import byte_level
 from toy import CARELESS
 
 import emsjax
+from emsjax.engine import texts
+from emsjax.engine.requests import Asked
 from emsjax.testing import assert_lossless
 from emsjax.text import decode
 
@@ -203,6 +205,19 @@ def test_joined_pieces_are_the_whole(model, name, as_iterator):
         assert logprobs == ended[i].logprobs.tolist()
         assert text == ended[i].text == right.texts[i]
         assert top == ended[i].top_logprobs.tokens.tolist()
+
+
+def test_an_automaton_is_made_once_for_several_calls(monkeypatch):
+    """For a large vocabulary it takes as long as many steps."""
+    made = []
+    real = texts.stop_automaton
+    monkeypatch.setattr(texts, "stop_automaton", lambda *args: made.append(args) or real(*args))
+    ask = lambda stop: texts.check_stops(Asked(stop=stop, tokenizer=tokenizer()), 2, 340)
+    first, again, other = ask("once"), ask(["once"]), ask([["once"], ["twice"]])
+    assert len(made) == 2
+    np.testing.assert_array_equal(first[1].table, again[1].table)
+    assert first[2].tolist() == again[2].tolist() == [0, 0]
+    assert len(set(other[2].tolist())) == 2
 
 
 PATTERN = r"(yes|no|maybe: [a-z]{2,9}), because hello, world\.( x = [0-9]{1,3};){0,2}"

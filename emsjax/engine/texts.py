@@ -1,6 +1,7 @@
 """The text of new tokens, and the stops that end sequences."""
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from emsjax.text.incremental import cut_at_stop, decode
 from emsjax.text.stops import read_stops, stop_automaton
 
 Stops = tuple[str | tuple[int, ...], ...]
+MOST_KNOWN = 8  # automata that are kept for each tokenizer
+_known: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +77,24 @@ def check_stops(
     texts = None if tokenizer is None else Texts(tokenizer, stops, include_stop)
     if not any(stops):
         return texts, None, None
-    distinct = list(dict.fromkeys(stops))
-    automaton, starts = stop_automaton(distinct, vocab_size, tokenizer)
-    automaton = jax.tree.map(np.asarray, automaton)  # the loop may overwrite arrays on the device
+    distinct = tuple(dict.fromkeys(stops))
+    automaton, starts = _automaton(distinct, vocab_size, tokenizer)
     place = {one: i for i, one in enumerate(distinct)}
     return texts, automaton, starts[[place[one] for one in stops]].astype(np.int32)
+
+
+def _automaton(
+    distinct: tuple[Stops, ...], vocab_size: int, tokenizer: Any
+) -> tuple[TokenAutomaton, np.ndarray]:
+    """`stop_automaton` in host arrays, as the loop may overwrite arrays on the device.
+
+    The last few are kept: for a large vocabulary one takes as long as many steps.
+    """
+    known = {} if tokenizer is None else _known.setdefault(tokenizer, {})
+    asked = (distinct, vocab_size, None if tokenizer is None else len(tokenizer))
+    if asked not in known:
+        automaton, starts = stop_automaton(distinct, vocab_size, tokenizer)
+        while len(known) >= MOST_KNOWN:
+            del known[next(iter(known))]
+        known[asked] = jax.tree.map(np.asarray, automaton), starts
+    return known[asked]
