@@ -5,6 +5,7 @@ import json
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from golden import tiny_families
@@ -119,6 +120,7 @@ def test_nothing_behind_a_stop_is_emitted_counted_or_shown(model, data):
         through = first_stop(all_tokens, stops[i], least[i])
         assert out.finish_reasons[i] == ("length" if through is None else "stop")
         assert out.lengths[i] == (through or NEW) == out.stats.num_emitted[i]
+        assert out.stats.num_accepted[i] <= out.stats.num_emitted[i]
         np.testing.assert_array_equal(out.tokens[i, : out.lengths[i]], all_tokens[: out.lengths[i]])
         assert not out.logprobs[i, out.lengths[i] :].any()
         written = decode(tokenizer(), all_tokens[: out.lengths[i]])
@@ -142,6 +144,32 @@ def test_a_stop_within_a_draft_or_completed_by_the_bonus_token_ends_the_sequence
     for place, ((stop,), length) in enumerate(zip(stops, out.lengths, strict=True)):
         assert length == first_stop(tokens.tolist(), [stop]) <= place + 3
     assert set(out.finish_reasons) == {"stop"}
+
+
+class FailsAfter(emsjax.LogitsProcessor):
+    """Spoils the logits of all tokens after the first `count`."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __call__(self, state, logits, context):
+        new = context.lengths - context.prompt_lengths
+        spoilt = new[context.samples] + context.num_drafted >= self.count
+        return jnp.where(spoilt[:, None], jnp.nan, logits)
+
+
+@few_shapes
+@pytest.mark.parametrize("name", ["none", "model"])
+def test_a_stop_before_an_error_ends_the_sequence(model, name):
+    asked = {"max_new_tokens": NEW, "eos_token_ids": (), "processors": [FailsAfter(6)]}
+    drafter = DRAFTERS[name](model)
+    free = emsjax.generate(model, prompts(), drafter, **asked)
+    assert set(free.finish_reasons) == {"error"}
+    assert (free.lengths == 6).all()
+    stops = [[tokens[3:6].tolist()] for tokens in free.tokens[:2]] + [[], []]
+    out = emsjax.generate(model, prompts(), drafter, stop=stops, **asked)
+    assert out.finish_reasons == ["stop", "stop", "error", "error"]
+    np.testing.assert_array_equal(out.tokens, free.tokens)
 
 
 @few_shapes

@@ -108,12 +108,12 @@ def verify(
     if stops is not None:
         least = state.least_new_tokens - (state.lengths - state.prompt_lengths)
         walked, through = stops.search(stop_states, verdict.tokens, least)
-        stopped = (through < num_emitted) | ((through == num_emitted) & (end == End.NONE))
+        stopped = (through < num_emitted) | ((through == num_emitted) & ~ended)
         num_emitted = jnp.where(stopped, through, num_emitted)
+        num_accepted = jnp.minimum(num_accepted, num_emitted)
         end = jnp.where(stopped, End.STOP, end)
         stop_states = take_in_rows(walked, num_emitted[:, None])[:, 0]
-    _, *by_row = verdict
-    return Verdict(*by_row, num_accepted, num_emitted, end, stop_states)
+    return Verdict(*verdict[1:], num_accepted, num_emitted, end, stop_states)
 
 
 def judge(
