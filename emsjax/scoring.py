@@ -19,7 +19,6 @@ from emsjax.engine.preparation import device_of
 from emsjax.engine.requests import read_prompts
 from emsjax.engine.scores import (
     LOGIT_ROWS,
-    ROW_BOUNDS,
     Scores,
     chunk_rows_for,
     empty_cache,
@@ -27,6 +26,7 @@ from emsjax.engine.scores import (
     row_bound_for,
     score_tokens,
     score_whole,
+    whole_bound_for,
     whole_rows_for,
 )
 from emsjax.values import comparable
@@ -277,7 +277,7 @@ def _score_group(
     longest = max(map(len, sequences))
     if plan.whole:
         num_rows = whole_rows_for(longest - 1)
-        bound = ROW_BOUNDS[-1] if longest - 1 <= ROW_BOUNDS[-1] else None
+        bound = whole_bound_for(longest - 1)
         options = {"num_rows": num_rows, "row_bound": bound, "kernels": run.kernels}
         cache = empty_cache(run.model, batch=plan.slots, max_len=1)  # as small as possible
         # As wide as any sample that fits, so that there is one program for all groups.

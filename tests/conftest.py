@@ -58,7 +58,8 @@ CHECKED = [
 ]
 COMMANDS = re.compile(
     "test_(cli|cli_.*|demo_recipe|docs|peers|plotting|readme|.*benchmarks?"
-    "|argument_fuzz|hostile_folders|torch_files)"
+    "|argument_fuzz|hostile_folders|torch_files"
+    "|distillation.*|draft_length|goodput|step_costs|testing|vanilla)"
 )
 jaxtyping.install_import_hook([f"emsjax.{name}" for name in CHECKED], "beartype.beartype")
 

@@ -2,7 +2,6 @@
 
 import argparse
 import itertools
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -54,8 +53,8 @@ def run(options: argparse.Namespace, command: str) -> None:
         parts = {name: evaluated[name] for name in REPORTED if name in evaluated}
         found = surroundings(None, "lm-eval", "transformers")
         # Configurations hold functions, for which JSON has no text.
-        plain = json.loads(json.dumps({"command": command, **found, **parts}, default=str))
-        write_atomically(options.output, to_json(plain, indent=1) + "\n")
+        text = to_json({"command": command, **found, **parts}, indent=1, default=str)
+        write_atomically(options.output, text + "\n")
 
 
 def completed(options: argparse.Namespace) -> argparse.Namespace:

@@ -26,6 +26,7 @@ MOST_WHOLE = 4096  # most rows of a call that feeds whole samples, which needs n
 # Static bounds of a sample's rows in one call. Up to 64, attention in XLA serves all samples at
 # once, at the cost of the bound for each; above, one after the other, which is slower.
 ROW_BOUNDS = (16, 32, 64)
+WHOLE_BOUNDS = (64, 128, 256, 512)  # of calls that feed whole samples
 
 
 @pytree
@@ -62,6 +63,11 @@ def whole_rows_for(longest: int) -> int | None:
     """
     rows = max(CHUNKS[-1], round_up_length(longest))
     return rows if rows <= MOST_WHOLE else None
+
+
+def whole_bound_for(longest: int) -> int | None:
+    """Static bound of a sample's rows in a call that feeds whole samples; None: no bound."""
+    return next((bound for bound in WHOLE_BOUNDS if longest <= bound), None)
 
 
 def row_bound_for(most: int, slots: int, num_rows: int) -> int | None:

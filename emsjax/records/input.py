@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from emsjax.records.digests import Digests, digest
+from emsjax.records.writing import to_json
 
 SHOWN = 40  # characters of an invalid line or value in an error message
 
@@ -240,7 +241,7 @@ def sampling_of(value: Any) -> str | None:
         return None
     if not isinstance(settings, dict):
         raise ValueError(f'field "sampling" must be an object, not {_shown(settings)}')
-    return json.dumps(settings, sort_keys=True)
+    return to_json(settings, sort_keys=True)
 
 
 def _fields(value: Any, names: list[str]) -> dict[str, Any]:

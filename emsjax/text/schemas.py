@@ -61,7 +61,7 @@ def json_schema(schema: Mapping[str, Any] | str) -> str:
         refuse("the JSON schema", "a mapping or the JSON text of one", schema)
     checked = _checked(schema, schema, ())
     try:
-        text = json.dumps(checked)
+        text = json.dumps(checked, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ValueError(f"the JSON schema cannot be written as JSON: {error}") from error
     try:

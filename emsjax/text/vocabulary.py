@@ -49,7 +49,7 @@ def token_bytes(tokenizer: Any, vocab_size: int) -> list[bytes]:
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     steps = None if backend is None else decoder_steps(backend)
-    version = vocab_size, len(tokenizer), json.dumps(steps)
+    version = vocab_size, len(tokenizer), json.dumps(steps, allow_nan=False)
     if tokenizer in _found and _found[tokenizer][0] == version:
         return list(_found[tokenizer][1])
     names = token_names(tokenizer)

@@ -2,7 +2,8 @@
 
 The cache is never gathered per row. With few rows per sample (decoding), each sample is one tile,
 and all tiles are computed in one batched product over the cache as it lies. With many rows
-(prefill), tiles of up to `TILE` rows of one sample are computed one after the other.
+(prefill), tiles of up to `TILE` rows of one sample are computed one after the other; of the fresh
+rows, a tile reads only as many as a sample may have.
 
 Axis legend: r = packed rows, b = batch, l = cache length, h = query heads, k = K/V heads,
 g = query heads that share a K/V head, d = head_dim, q = rows of a tile, f = fresh rows that a
@@ -58,7 +59,7 @@ def ragged_attention(
         committed &= cache_mask
         entries = jnp.cumsum(cache_mask, axis=1, dtype=jnp.int32) - 1
     places = (segment_ids, positions, committed, entries)
-    out = path(tensors, *places, ancestors, min(tile, TILE), scale, window)
+    out = path(tensors, *places, ancestors, tile, scale, window)
     return out.astype(query.dtype)
 
 
@@ -91,10 +92,10 @@ def _all_samples_at_once(
 
 
 def _tile_by_tile(
-    tensors, segment_ids, positions, committed, entries, ancestors, tile, scale, window
+    tensors, segment_ids, positions, committed, entries, ancestors, most, scale, window
 ):
     query, key, value, key_cache, value_cache = tensors
-    rows, batch = query.shape[0], key_cache.shape[0]
+    rows, batch, tile = query.shape[0], key_cache.shape[0], min(most, TILE)
     first, counts = extents(segment_ids, batch)
     tiles = (counts + tile - 1) // tile  # [b]
     tiles_through = jnp.cumsum(tiles)
@@ -107,22 +108,26 @@ def _tile_by_tile(
         # The slice may begin earlier than the tile, to stay inside the array.
         row = jnp.minimum(start, rows - tile) + jnp.arange(tile)
         mine = (row >= start) & (take(segment_ids, row) == sample)
+        # The sample's rows are among these.
+        begin = jnp.minimum(of_sample(first), rows - most)
+        near = lambda x: lax.dynamic_slice_in_dim(x, begin, most)
+        segments, places = near(segment_ids), near(positions)
         if ancestors is None:
-            visible = positions <= take(positions, row)[:, None]  # [q, f=r]
+            visible = places <= take(positions, row)[:, None]  # [q, f]
         else:
-            place = jnp.clip(jnp.arange(rows) - of_sample(first), 0, ancestors.shape[1] - 1)
+            place = begin + jnp.arange(most) - of_sample(first)
+            place = jnp.clip(place, 0, ancestors.shape[1] - 1)
             visible = take(ancestors, row[:, None], place)
-        visible = visible & (segment_ids == sample)
+        visible = visible & (segments == sample)
         cached = of_sample(committed)[None]  # [1, l]
         if window is not None:
             lowest = take(positions, row)[:, None] - window
-            visible &= positions > lowest
+            visible &= places > lowest
             cached = cached & (of_sample(entries) > lowest) & mine[:, None]  # [q, l]
-        visible |= ~mine[:, None] & (jnp.arange(rows) == row[:, None])  # no empty softmax
         result = _attend(
             take(query, row)[None],
-            key[None],
-            value[None],
+            near(key)[None],
+            near(value)[None],
             of_sample(key_cache)[None],
             of_sample(value_cache)[None],
             visible[None],
