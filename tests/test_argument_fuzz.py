@@ -197,6 +197,17 @@ def exactly(*objects: Any) -> Kind:
     return lambda given: given.make() if any(given.make() is x for x in objects) else BAD
 
 
+def empty_or(plain: Any) -> Kind:
+    """Nothing, as an empty list or tuple or as the plain value, which the general pool lacks."""
+
+    def read(given: Value) -> Any:
+        made = given.make()
+        is_empty = isinstance(made, list | tuple) and len(made) == 0
+        return plain if is_empty or (made is None and plain is None) else BAD
+
+    return read
+
+
 flag = meaning("flag")
 end_tokens = optional(meaning("ids", lambda ids: all(0 <= n < 61 for n in ids)))
 prompts_kind = meaning("prompts")
@@ -255,6 +266,13 @@ SAMPLED = {
     "sampling": Argument(SAMPLING, **one_of(None, SAMPLING)),
     "key": Argument(KEY, **one_of(KEY)),
     "num_sequences": Argument(1, count(1, 61)),
+}
+MORE = {
+    "top_logprobs": Argument(0, count(0, 61)),
+    "include_stop": Argument(False, flag),
+    "tokenizer": Argument(None, **one_of(None)),
+    "processors": Argument((), empty_or(())),
+    "stop": Argument(None, empty_or(None)),
 }
 BATCH = {"batch_size": Argument(2, optional(count(1)))}
 ATTENTION = {
@@ -354,7 +372,8 @@ def profile(kind: type, row_ms, token_ms, lengths, context, max_draft_tokens, **
 
 def expanded(**options):
     made = emsjax.Sampling(**options).expand(2)
-    return [x.tolist() for x in dataclasses.astuple(made)]
+    columns = (getattr(made, field.name) for field in dataclasses.fields(made))
+    return [np.asarray(x).tolist() for x in columns]
 
 
 def lossless(**options):
@@ -432,6 +451,7 @@ FUNCTIONS = {
         | BATCH
         | ATTENTION
         | MASK
+        | MORE
         | {"time_budget_s": Argument(60.0, optional(real(lambda x: x > 0)), compared=False)},
         several_need_sampling,
     ),
@@ -537,6 +557,13 @@ FUNCTIONS = {
             "temperature": Argument(1.0, per_prompt(lambda x: 0 < x < 3e38, whole=False)),
             "top_k": Argument(3, per_prompt(lambda n: n >= 0, whole=True)),
             "top_p": Argument(0.5, per_prompt(lambda x: 0 < x <= 1, whole=False)),
+            "min_p": Argument(0.1, per_prompt(lambda x: 0 <= x <= 1, whole=False)),
+            "repetition_penalty": Argument(
+                1.2, per_prompt(lambda x: 1e-37 < x < 3e38, whole=False)
+            ),
+            "presence_penalty": Argument(0.5, per_prompt(lambda x: abs(x) < 3e38, whole=False)),
+            "frequency_penalty": Argument(0.5, per_prompt(lambda x: abs(x) < 3e38, whole=False)),
+            "min_new_tokens": Argument(2, per_prompt(lambda n: 0 <= n <= 2**30, whole=True)),
         },
     ),
     "Layout": Function(
