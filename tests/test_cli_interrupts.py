@@ -154,7 +154,7 @@ def test_a_terminated_command_ends_as_an_interrupted_one(tiny_model, paths, star
 def test_worker_threads_do_not_delay_the_end(tiny_model, paths, start):
     write_records(paths.input)
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
-    moment = ("emsjax.streaming:completion", 2, "go on")
+    moment = ("emsjax.engine.completions:completion", 2, "go on")
     check_end(start(moment, command(tiny_model, paths), XLA_FLAGS=flags))
 
 
