@@ -52,13 +52,28 @@ def test_warped_distribution_equals_the_sorted_one(logits, temperature, top_k, t
     np.testing.assert_allclose(probs, expected, atol=1e-6)
 
 
+def warped_normal(min_p):
+    """Logits without ties [64, 50], and their distribution under all settings."""
+    logits = np.random.default_rng(3).normal(0, 2, (64, 50)).astype(np.float32)
+    column = lambda value, dtype: jnp.full(len(logits), value, dtype)
+    drawn = {"top_k": column(30, "int32"), "top_p": column(0.85, "float32")}
+    sampling = Sampling(column(0.7, "float32"), **drawn, min_p=column(min_p, "float32"))
+    return logits, jax.nn.softmax(warp(jnp.asarray(logits), sampling))
+
+
+@pytest.mark.parametrize("min_p", [0.05, 0.4])
+def test_the_warped_distribution_of_many_tokens_equals_the_sorted_one(min_p):
+    logits, probs = warped_normal(min_p)
+    expected = [expected_probs(row, 0.7, 30, 0.85, min_p) for row in logits]
+    np.testing.assert_allclose(probs, expected, atol=1e-6)
+
+
 @pytest.mark.parametrize("min_p", [0.05, 0.4])
 def test_the_warped_distribution_is_that_of_transformers(min_p):
     torch = pytest.importorskip("torch")
     from transformers.generation import logits_process
 
-    rng = np.random.default_rng(3)
-    logits = rng.normal(0, 2, (64, 50)).astype(np.float32)
+    logits, probs = warped_normal(min_p)
     warpers = [
         logits_process.TemperatureLogitsWarper(0.7),
         logits_process.TopKLogitsWarper(30),
@@ -68,10 +83,6 @@ def test_the_warped_distribution_is_that_of_transformers(min_p):
     theirs = torch.from_numpy(logits)
     for warper in warpers:
         theirs = warper(None, theirs)
-    column = lambda value, dtype: jnp.full(len(logits), value, dtype)
-    drawn = {"top_k": column(30, "int32"), "top_p": column(0.85, "float32")}
-    sampling = Sampling(column(0.7, "float32"), **drawn, min_p=column(min_p, "float32"))
-    probs = jax.nn.softmax(warp(jnp.asarray(logits), sampling))
     np.testing.assert_allclose(probs, torch.softmax(theirs, dim=1).numpy(), atol=1e-6)
 
 
