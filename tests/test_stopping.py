@@ -276,6 +276,15 @@ def test_constrained_text_matches_and_is_that_of_plain_decoding(model, name, sam
 
 
 @few_shapes
+def test_tokens_without_a_choice_are_drafted_where_a_drafter_finds_none(model):
+    constraint = emsjax.constraints.regex(PATTERN, tokenizer())
+    asked = {"max_new_tokens": 40, "eos_token_ids": end(), "processors": [constraint]}
+    drafter = emsjax.PromptLookup(match_length=50, max_draft_tokens=3)  # it never finds a match
+    out = assert_lossless(model, drafter, prompts(), **asked).output
+    assert out.stats.num_accepted.sum() == out.stats.num_drafted.sum() > 8
+
+
+@few_shapes
 def test_choices_and_schemas(model):
     asked = {"max_new_tokens": 40, "eos_token_ids": end(), "tokenizer": tokenizer()}
     asked |= {"sampling": emsjax.Sampling(2.0), "key": jax.random.key(1), "num_sequences": 4}
