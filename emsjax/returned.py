@@ -51,11 +51,14 @@ def checked_draft(draft: Any, batch: int, max_draft_tokens: int, vocab_size: int
     return dataclasses.replace(draft, tokens=tokens, counts=counts, probs=probs)
 
 
-def checked_proposal(drafter: Any, state: Any, *arguments: Any, vocab_size: int) -> tuple[Any, Any]:
-    """Calls `drafter.propose`, and returns the checked `Draft` and the drafter's state.
+def checked_proposal(
+    drafter: Any, state: Any, *arguments: Any, kind: type, vocab_size: int
+) -> tuple[Any, Any]:
+    """Calls `drafter.propose`, and returns the checked draft and the drafter's state.
 
     Args:
         arguments: the arguments of `Drafter.propose` after the state.
+        kind: the class of a draft, `emsjax.Draft`.
         vocab_size: the target's vocabulary size.
 
     Raises:
@@ -63,11 +66,10 @@ def checked_proposal(drafter: Any, state: Any, *arguments: Any, vocab_size: int)
     """
     tokens, *_ = arguments
     found = drafter.propose(state, *arguments)
-    is_pair = isinstance(found, tuple) and len(found) == 2
-    if not is_pair or not all(hasattr(found[0], part) for part in ("tokens", "counts", "probs")):
-        kind = lambda x: "array" if isinstance(x, jax.Array) else type(x).__name__
+    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], kind)):
+        name = lambda x: "array" if isinstance(x, jax.Array) else type(x).__name__
         several = isinstance(found, tuple)
-        what = f"({', '.join(map(kind, found))})" if several else kind(found)
+        what = f"({', '.join(map(name, found))})" if several else name(found)
         raise ValueError(f"the drafter's propose must return a pair (Draft, state), not {what}")
     draft, after = found
     check_state("the drafter's", "propose", state, after)
@@ -109,18 +111,18 @@ def check_array(
     return jnp.asarray(value)
 
 
-def check_alike(output: Any, query: Array) -> Array:
-    """The output of a user's attention for these queries.
+def check_alike(rule: str, output: Any, given: Array) -> Array:
+    """The output of a user's function, which is like the array that it was given.
+
+    Args:
+        rule: what the function must return, in words.
 
     Raises:
-        ValueError: no array, or one of another shape or dtype than the queries'.
+        ValueError: no array, or one of another shape or dtype.
     """
     is_array = hasattr(output, "dtype") and hasattr(output, "shape")
     kind = lambda x: f"{x.dtype}{list(x.shape)}"
     found = kind(output) if is_array else type(output).__name__
-    if found != kind(query):
-        raise ValueError(
-            "attention_implementation must return [rows, heads, head_dim] in the query's dtype, "
-            f"{kind(query)}, not {found}"
-        )
+    if found != kind(given):
+        raise ValueError(f"{rule}, {kind(given)}, not {found}")
     return output

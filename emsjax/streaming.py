@@ -199,9 +199,9 @@ def check_unseen(
         raise ValueError("attention_mask needs a sequence of prompts, not an iterator")
     # Placeholders are used to check the other arguments: a prompt for each variant.
     placeholders = {name: value * variants.count for name, value in PLACEHOLDER.items()}
-    requests = check_requests(run.model.config, **(options | placeholders))
-    for processor in run.processors:
-        processor.check_requests(requests.end_token_ids)
+    requests = check_requests(
+        run.model.config, processors=run.processors, **(options | placeholders)
+    )
     new = int(requests.max_new_tokens[0])
     if new >= longest:
         raise ValueError(

@@ -146,6 +146,7 @@ def test_texts_are_confined(tiny_model, paths):
         (["--stop", ""], "--stop is empty"),
         (["--include-stop"], "--include-stop needs --stop"),
         (["--regex", "(a"], "is not a regular expression"),
+        (["--choices", "a", "--ignore-eos"], "a constraint needs an end token"),
         (["--regex", "a", "--choices", "b"], "not allowed with"),
     ],
 )
@@ -157,16 +158,3 @@ def test_bad_options_leave_no_output(tiny_model, paths, capsys, options, message
         code = stopped.code
     assert_error(capsys, code, message)
     assert not paths.output.exists()
-
-
-def test_runs_are_the_same_with_a_draft_model(tiny_model, paths):
-    """Sampled with every setting: with itself as the draft model nothing is rejected."""
-    write_records(paths.input, RECORDS)
-    model = emsjax.from_pretrained(tiny_model, dtype="float32")
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    prompts = [tokenizer(text).input_ids for text in PROMPTS]
-    sampling = emsjax.Sampling(**{**vars(EXPECTED), "temperature": 1.0, "min_p": 0.1})
-    drafter = emsjax.DraftModel(model, 3)
-    options = {"sampling": sampling, "max_new_tokens": 12, "key": jax.random.key(0)}
-    out = emsjax.generate(model, prompts, drafter, **options)
-    assert out.stats.num_accepted.sum() == out.stats.num_drafted.sum() > 0

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from text_tokenizers import KINDS
+from text_tokenizers import KINDS, read_lists
 
 from emsjax.text import automata, choices, from_regex, json_schema, token_bytes
 from emsjax.text.automata import minimised
@@ -40,10 +40,7 @@ PATTERNS = [
 @pytest.fixture(autouse=True, scope="module")
 def made_up_vocabulary():
     """`token_bytes` of a list is the list."""
-    with pytest.MonkeyPatch.context() as patch:
-        real = automata.token_bytes
-        made_up = lambda one, size: one[:size] if isinstance(one, list) else real(one, size)
-        patch.setattr(automata, "token_bytes", made_up)
+    with read_lists(automata):
         yield
 
 

@@ -200,10 +200,13 @@ def test_sampled_tokens_follow_the_distribution_of_the_changed_logits():
 
 
 @few_shapes
-def test_a_draft_model_that_is_the_target_is_always_right():
+@pytest.mark.parametrize(
+    "drawn", [{}, {"temperature": 1.1, "min_p": 0.05}], ids=["greedy", "drawn"]
+)
+def test_a_draft_model_that_is_the_target_is_always_right(drawn):
     """Its logits pass through the same settings and the same processors with the same states."""
-    options = {"sampling": emsjax.Sampling(**MIXED), "processors": [NoTokenTwice(4)]}
-    options |= {"max_new_tokens": 16, "eos_token_ids": END}
+    options = {"sampling": emsjax.Sampling(**MIXED, **drawn), "processors": [NoTokenTwice(4)]}
+    options |= {"max_new_tokens": 16, "eos_token_ids": END, "key": jax.random.key(0)}
     out = emsjax.generate(tiny_model(), ragged_prompts(LENGTHS), DRAFTERS["model"](), **options)
     assert out.stats.acceptance_rate == 1
     assert out.stats.num_drafted.sum() > 20

@@ -285,6 +285,22 @@ def test_tokens_without_a_choice_are_drafted_where_a_drafter_finds_none(model):
 
 
 @few_shapes
+def test_tokens_without_a_choice_are_drafted_by_a_draft_model_of_fewer_tokens(model):
+    """A letter that is in one token alone is the only choice, though the draft model lacks it."""
+    holds = lambda letter: [token for token, one in enumerate(spelled()) if letter in one]
+    token = max(found[0] for letter in b"QXYZ" if len(found := holds(bytes([letter]))) == 1)
+    text = spelled()[token].decode() * 8
+    drafter = emsjax.DraftModel(model, 3, vocab_size=token)
+    asked = {"max_new_tokens": 12, "eos_token_ids": end(), "tokenizer": tokenizer()}
+    asked |= {"sampling": emsjax.Sampling(1.5), "key": jax.random.key(2)}
+    confined = [emsjax.constraints.regex(re.escape(text), tokenizer())]
+    out = emsjax.generate(model, prompts(), drafter, processors=confined, **asked)
+    assert set(out.texts) == {text}
+    assert not out.stats.num_invalid.any()
+    assert out.stats.num_accepted.sum() > 4 * 4
+
+
+@few_shapes
 def test_choices_and_schemas(model):
     asked = {"max_new_tokens": 40, "eos_token_ids": end(), "tokenizer": tokenizer()}
     asked |= {"sampling": emsjax.Sampling(2.0), "key": jax.random.key(1), "num_sequences": 4}

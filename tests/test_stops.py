@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from text_tokenizers import KINDS
+from text_tokenizers import KINDS, read_lists
 
 from emsjax.text import read_stops, stop_automaton, token_bytes
 from emsjax.text import stops as stops_module
@@ -22,10 +22,7 @@ STOPS = st.text("abé", min_size=1, max_size=5) | st.lists(TOKENS, min_size=1, m
 @pytest.fixture(autouse=True, scope="module")
 def made_up_vocabulary():
     """`token_bytes` of a list is the list."""
-    with pytest.MonkeyPatch.context() as patch:
-        real = stops_module.token_bytes
-        made_up = lambda one, size: one[:size] if isinstance(one, list) else real(one, size)
-        patch.setattr(stops_module, "token_bytes", made_up)
+    with read_lists(stops_module):
         yield
 
 

@@ -35,13 +35,14 @@ class Requested:
         self.variants: list[Own] = [given | {"stop": list(options.stop)}]
         self.rows: dict[str | None, int] = {None: 0}  # variants by a record's settings
         self.faults: dict[str, str] = {}
-        check_requests(config, **self._arguments(self.variants), **PLACEHOLDER)
         confined = {name: getattr(options, name) for name in ("regex", "choices", "json_schema")}
         self.processors = [
             getattr(constraints, name)(value, tokenizer)
             for name, value in confined.items()
             if value is not None
         ]
+        arguments = self._arguments(self.variants)
+        check_requests(config, processors=self.processors, **arguments, **PLACEHOLDER)
 
     def fault(self, sampling: str) -> str | None:
         """Why a record's settings are impossible; None: they are not, and have a variant."""

@@ -65,7 +65,7 @@ def propose(run: Run, state: Any, ready: Bool[Array, "b"], process: Processing) 
     if process.processors:
         drafter = drafter.with_processing(process)
     draft, drafter_state = checked_proposal(
-        drafter, state.drafter_state, *arguments, vocab_size=vocab_size
+        drafter, state.drafter_state, *arguments, kind=Draft, vocab_size=vocab_size
     )
     counts = usable_counts(draft.tokens, draft.counts, limits, state.end_token_ids, vocab_size)
     if view.drafted:
@@ -81,7 +81,9 @@ def propose(run: Run, state: Any, ready: Bool[Array, "b"], process: Processing) 
         tokens, forced, counts = process.force(tokens, counts, most)
         valid = counts
         if probs is not None:
-            certain = jax.nn.one_hot(tokens, probs.shape[2], dtype=probs.dtype)
+            # A draft model's vocabulary may be smaller.
+            probs = jnp.pad(probs, ((0, 0), (0, 0), (0, vocab_size - probs.shape[2])))
+            certain = jax.nn.one_hot(tokens, vocab_size, dtype=probs.dtype)
             probs = jnp.where(forced[..., None], certain, probs)
     if probs is not None:  # a token counts only if what it was drawn from is a distribution
         valid = jnp.minimum(counts, leading(is_distribution(probs)))

@@ -86,7 +86,8 @@ def attend(
     query, fresh = qkv[:, : -2 * kv_heads], qkv[:, -2 * kv_heads :]
     key, value = fresh[:, :kv_heads], fresh[:, kv_heads:]
     out = attention(query, key, value, cached.keys, cached.values, *places, **options)
-    return check_alike(out, query)
+    rule = "attention_implementation must return [rows, heads, head_dim] in the query's dtype"
+    return check_alike(rule, out, query)
 
 
 def resolve_kernels(attention_implementation: str | Callable | None) -> Kernels:

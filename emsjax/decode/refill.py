@@ -22,8 +22,10 @@ from emsjax.decode.state import DecodeState, Sequences, admit
 from emsjax.values import pytree
 from pallas_kernels.common.indexing import take
 
-PER_SLOT = ("tokens", "logprobs", "top_tokens", "top_logprobs", "lengths", "prompt_lengths")
-PER_SLOT += ("end", "sequence_ids")
+PER_SLOT = (
+    *("tokens", "logprobs", "top_tokens", "top_logprobs"),
+    *("lengths", "prompt_lengths", "end", "sequence_ids"),
+)
 COUNTED = ("num_steps", "num_drafted", "num_accepted", "num_invalid", "accepted_histogram")
 
 

@@ -119,13 +119,6 @@ class DecodeState:
         """Tokens that end a sequence."""
         return self.common.end_token_ids
 
-    @property
-    def least_new_tokens(self) -> Int32[Array, "b"]:
-        """New tokens before which nothing but an error may end a sequence."""
-        controls = self.settings.controls
-        least = None if controls is None else controls.min_new_tokens
-        return jnp.zeros_like(self.lengths) if least is None else least
-
     def processing(self, run: Run) -> Processing:
         """The function through which logits pass in the next step."""
         controls, ends = self.settings.controls, self.end_token_ids

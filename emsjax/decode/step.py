@@ -114,7 +114,7 @@ def advance(
         updated = run.policy.update(policy_state, view, draft.counts, verdict.num_accepted)
         check_state("the policy's", "update", policy_state, updated)
         policy_state = updated
-    processor_states = process.advance(verdict.tokens, verdict.num_emitted, check_state)
+    processor_states = process.advance(verdict.tokens, verdict.num_emitted)
     num_rows = take(jnp.asarray((*verify_sizes, *prompt_sizes), jnp.int32), plan.index)
     emitted = verdict.num_emitted
     info = StepInfo(verdict.tokens, draft.counts, verdict.num_accepted, emitted, num_rows)

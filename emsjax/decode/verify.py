@@ -106,7 +106,7 @@ def verify(
     end = jnp.where(ended, End.TOKEN, end).astype(jnp.int32)
     stop_states, stops = state.stop_states, state.common.stops
     if stops is not None:
-        least = state.least_new_tokens - (state.lengths - state.prompt_lengths)
+        least = state.settings.min_new_tokens - (state.lengths - state.prompt_lengths)
         walked, through = stops.search(stop_states, verdict.tokens, least)
         stopped = (through < num_emitted) | ((through == num_emitted) & ~ended)
         num_emitted = jnp.where(stopped, through, num_emitted)

@@ -143,19 +143,24 @@ class DraftModel(Drafter):
         draft_lengths = jnp.minimum(draft_lengths, k)
         vocab_size = self.vocab_size or self.draft_model.config.vocab_size
         probs = None if sampling is None else jnp.zeros((batch, k, vocab_size), jnp.float32)
-        start = (jnp.zeros((), jnp.int32), tokens, jnp.zeros((batch, k), jnp.int32), probs, state)
+        drafts = jnp.zeros((batch, k), jnp.int32)
+        start = (jnp.zeros((), jnp.int32), draft_lengths, tokens, drafts, probs, state)
 
         def unfinished(carry):
-            return carry[0] < jnp.max(draft_lengths)
+            step, counts, *_ = carry
+            return step < jnp.max(counts)
 
         def advance(carry):
-            step, tokens, drafts, probs, cache = carry
-            active = step < draft_lengths
+            step, draft_counts, tokens, drafts, probs, cache = carry
+            active = step < draft_counts
             counts = jnp.where(active, lengths + step - cache.lengths, 0)
             logits, cache = self._forward(cache, tokens, counts)
             if self.process is not None:
                 samples = jnp.arange(batch, dtype=jnp.int32)
                 logits = self.process(logits, drafts, samples, jnp.full_like(samples, step))
+                # A draft ends where none of this model's tokens is allowed.
+                stuck = jnp.all(logits == -jnp.inf, axis=-1)
+                draft_counts = jnp.where(stuck, jnp.minimum(draft_counts, step), draft_counts)
             if sampling is None:
                 token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
             else:
@@ -167,20 +172,21 @@ class DraftModel(Drafter):
             tokens = tokens.at[jnp.arange(batch), at].set(
                 token, mode="drop", wrap_negative_indices=False
             )
-            return step + 1, tokens, drafts.at[:, step].set(token), probs, cache
+            drafts = drafts.at[:, step].set(token)
+            return step + 1, draft_counts, tokens, drafts, probs, cache
 
         def draft(carry):
-            step, tokens, drafts, probs, cache = carry
+            step, counts, tokens, drafts, probs, cache = carry
             # Samples more than CATCH_UP_ROWS behind are prefilled in chunks; the others catch up in
             # the draft step.
             wanted = jnp.where(draft_lengths > 0, lengths - CATCH_UP_ROWS, 0)
             cache = self._prefill(cache, tokens, jnp.maximum(cache.lengths, wanted))
-            return lax.while_loop(unfinished, advance, (step, tokens, drafts, probs, cache))
+            return lax.while_loop(unfinished, advance, (step, counts, tokens, drafts, probs, cache))
 
         # The outer loop runs at most once: the device waits for each loop's condition, so a step
         # in which no sample drafts waits for one only. `lax.cond` would copy the cache.
-        _, _, drafts, probs, cache = lax.while_loop(unfinished, draft, start)
-        return Draft(drafts, draft_lengths, probs), cache
+        _, draft_counts, _, drafts, probs, cache = lax.while_loop(unfinished, draft, start)
+        return Draft(drafts, draft_counts, probs), cache
 
     def commit(self, state: KVCache, lengths: Int32[Array, "b"]) -> KVCache:
         """Drops rejected tokens from the cache; the last token has not been fed yet."""

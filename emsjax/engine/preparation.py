@@ -29,9 +29,7 @@ def check(run: Run, prompts: Any, **asked: Any) -> tuple[Run, Requests]:
         ValueError: the requests are invalid, or the drafter or the policy cannot serve them with
             this model.
     """
-    requests = check_requests(run.model.config, prompts, **asked)
-    for processor in run.processors:
-        processor.check_requests(requests.end_token_ids)
+    requests = check_requests(run.model.config, prompts, processors=run.processors, **asked)
     return with_checked_drafter(run, requests.positions), requests
 
 

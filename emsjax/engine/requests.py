@@ -23,7 +23,7 @@ from emsjax.decode.base import ModelConfig
 from emsjax.decode.row_counts import round_up_length
 from emsjax.decode.state import Common
 from emsjax.engine.texts import Texts, check_stops
-from emsjax.sampling import Sampling, Settings
+from emsjax.sampling import LogitsProcessor, Sampling, Settings
 
 KEY_IMPL = "threefry2x32"  # implementation of random keys
 KEYS_AT_ONCE = 256
@@ -134,10 +134,20 @@ class Asked:
     top_logprobs: Any = 0
 
 
-def check_requests(config: ModelConfig, prompts: Any, **asked: Any) -> Requests:
+ASKED = tuple(field.name for field in dataclasses.fields(Asked))
+
+
+def check_requests(
+    config: ModelConfig,
+    prompts: Any,
+    *,
+    processors: Sequence[LogitsProcessor] = (),
+    **asked: Any,
+) -> Requests:
     """Checks everything that a user passed in.
 
     Args:
+        processors: the user's logits processors, which may need an end token.
         asked: fields of `Asked`.
 
     Raises:
@@ -152,6 +162,8 @@ def check_requests(config: ModelConfig, prompts: Any, **asked: Any) -> Requests:
     most = INT32_MAX // len(ids)
     num_sequences = check_at_least("num_sequences", asked.num_sequences, 1, most)
     ends = _end_token_ids(config, asked.eos_token_ids)
+    for processor in processors:
+        processor.check_requests(ends)
     settings = check_sampling(asked.sampling, config.vocab_size, new, ends)
     sampling = settings.sampling
     if num_sequences > 1 and sampling is None:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
+from emsjax.decode.base import ModelOutput
 from emsjax.decode.cache import KVCache
 from emsjax.decode.kernels import Kernels
 from emsjax.decode.pack import AcceptedPath, PackedRows, pack
@@ -136,13 +137,7 @@ def score_tokens(
         # An idle slot's cache may hold tokens.
         left = jnp.clip(ends - cache.lengths, 0, row_bound)
         rows = pack(cache.lengths, left, num_rows)
-        out = model(
-            take(tokens, rows.samples, rows.positions),
-            rows,
-            cache,
-            attention=kernels.attention,
-            max_rows_per_sample=row_bound,
-        )
+        out = _feed(model, cache, tokens, rows, row_bound, kernels)
         scores = _add_scores(scores, model, out.hidden, rows, tokens, first_scored)
         path = AcceptedPath.prefix(rows, rows.counts)
         return scores, cache.commit(out.fresh, rows, path, kernels.update)
@@ -171,14 +166,22 @@ def score_whole(
         num_rows: static rows of the call, at least those of all samples together.
     """
     rows = pack(cache.lengths, lengths - 1, num_rows)
-    out = model(
-        take(tokens, rows.samples, rows.positions),
-        rows,
-        cache,
-        attention=kernels.attention,
-        max_rows_per_sample=row_bound,
-    )
+    out = _feed(model, cache, tokens, rows, row_bound, kernels)
     return _add_scores(Scores.none(tokens.shape), model, out.hidden, rows, tokens, first_scored)
+
+
+def _feed(
+    model: Any,
+    cache: KVCache,
+    tokens: Int32[Array, "b t"],
+    rows: PackedRows,
+    row_bound: int | None,
+    kernels: Kernels,
+) -> ModelOutput:
+    """Calls the model for the tokens at the places of these rows."""
+    token_ids = take(tokens, rows.samples, rows.positions)
+    options = {"attention": kernels.attention, "max_rows_per_sample": row_bound}
+    return model(token_ids, rows, cache, **options)
 
 
 def _add_scores(

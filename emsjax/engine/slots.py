@@ -120,8 +120,7 @@ class Slots:
         self.serve_prompts()
         self.idle_key = requests.keys.data(0)  # of slots without a sequence
         keys = requests.keys.wrap(np.stack([self.idle_key] * self.count))
-        zeros = lambda values: np.zeros((self.count, *values.shape[1:]), values.dtype)
-        settings = jax.tree.map(zeros, requests.settings)
+        settings = self.no_settings()
         if self.state is None:
             cache = self.given.model.init_cache(self.count, self.max_len)
         else:  # the content of idle slots is undefined
@@ -259,8 +258,7 @@ class Slots:
         places = self.count
         tokens = np.zeros((places, self.max_len), np.int32)
         numbers = np.ones((3, places), np.int32)
-        zeros = lambda values: np.zeros((places, *values.shape[1:]), values.dtype)
-        settings = jax.tree.map(zeros, self.requests.settings)
+        settings = self.no_settings()
         keys = [self.idle_key] * places
         for place, entry in enumerate(self.staged):
             tokens[place, : len(entry.tokens)] = entry.tokens
@@ -271,6 +269,11 @@ class Slots:
             ):
                 column[place] = value
         return Sequences(tokens, *numbers, self.requests.keys.wrap(np.stack(keys)), settings)
+
+    def no_settings(self) -> Settings:
+        """Returns a row of zeros for each slot, of the settings that are in use."""
+        zeros = lambda values: np.zeros((self.count, *values.shape[1:]), values.dtype)
+        return jax.tree.map(zeros, self.requests.settings)
 
     def take_finished(self) -> list[Row]:
         """Returns the rows of the sequences that finished in the last call."""

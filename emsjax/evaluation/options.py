@@ -68,6 +68,10 @@ def read_options(given: Mapping[str, Any], max_new_tokens: int) -> GenerationOpt
 
 
 def cut_before(text: str, until: Sequence[str]) -> str:
-    """Returns the text before the first of these; empty ones are ignored."""
+    """Returns the text before the one of these that begins first; empty ones are ignored.
+
+    That is the rule of the backend "hf". `emsjax.text.cut_at_stop` cuts at the one that ends first,
+    as text must be that is shown while it grows; the two differ if one holds another.
+    """
     found = [place for end in until if end and (place := text.find(end)) >= 0]
     return text[: min(found)] if found else text

@@ -3,14 +3,13 @@
 Axis legend: b = slots, k = draft tokens of a slot, r = rows of logits, v = vocabulary.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
+from emsjax.returned import check_alike, check_state
 from emsjax.sampling.settings import Controls
 from emsjax.verification import leading
 from pallas_kernels.common.indexing import take
@@ -142,7 +141,8 @@ class Processing(NamedTuple):
         logits = jnp.pad(logits, ((0, 0), (0, rest)), constant_values=-jnp.inf)
         context = self.context._replace(drafted=drafted, samples=samples, num_drafted=num_drafted)
         for processor, state in zip(self.processors, self.states, strict=True):
-            logits = _alike(processor, processor(state, logits, context), logits)
+            rule = f"{name_of(processor)} must return logits like those it is given"
+            logits = check_alike(rule, processor(state, logits, context), logits)
         return logits[:, :width]
 
     def force(
@@ -168,31 +168,18 @@ class Processing(NamedTuple):
         usable = leading(forced | (drafted & ~is_behind))
         return tokens, forced, jnp.minimum(usable, limits)
 
-    def advance(
-        self, tokens: Int32[Array, "b n"], counts: Int32[Array, "b"], check: Callable
-    ) -> tuple[Any, ...]:
+    def advance(self, tokens: Int32[Array, "b n"], counts: Int32[Array, "b"]) -> tuple[Any, ...]:
         """The states after slot s has emitted tokens[s, :counts[s]].
 
-        Args:
-            check: raises an error unless its last argument is like the one before it.
+        Raises:
+            ValueError: a processor returns a state of another structure, shape or type.
         """
         states = []
         for processor, state in zip(self.processors, self.states, strict=True):
             after = processor.advance(state, tokens, counts)
-            check(f"{name_of(processor)}'s", "advance", state, after)
+            check_state(f"{name_of(processor)}'s", "advance", state, after)
             states.append(after)
         return tuple(states)
-
-
-def _alike(processor: LogitsProcessor, after: Any, before: Array) -> Array:
-    kind = lambda x: f"{jax.typeof(x).dtype}{list(jnp.shape(x))}"
-    found = kind(after) if hasattr(after, "dtype") else type(after).__name__
-    if found != kind(before):
-        raise ValueError(
-            f"{name_of(processor)} must return logits like those it is given, {kind(before)}, not "
-            f"{found}"
-        )
-    return after
 
 
 def name_of(processor: Any) -> str:

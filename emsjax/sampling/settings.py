@@ -176,6 +176,12 @@ class Settings:
     controls: Controls | None = None
     stop_states: Int32[Array | np.ndarray, "b"] | None = None
 
+    @property
+    def min_new_tokens(self) -> Int32[Array | np.ndarray, "b"] | int:
+        """New tokens before which no end token and no stop may end a sequence; 0: none."""
+        least = None if self.controls is None else self.controls.min_new_tokens
+        return 0 if least is None else least
+
 
 def _rounded(count: int) -> int:
     """The next power of two, so that lists of similar lengths share compiled programs; 0 stays."""

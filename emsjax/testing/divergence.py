@@ -20,7 +20,6 @@ from emsjax.decode.row_counts import round_up_length
 from emsjax.decode.run import Run
 from emsjax.engine.output import GenerateOutput
 from emsjax.engine.requests import Requests
-from emsjax.returned import check_state
 from emsjax.sampling import LogitsContext
 from emsjax.sampling.processors import Processing, initial_states
 from pallas_kernels.common.indexing import take_in_rows
@@ -153,7 +152,7 @@ def processed_logits(
     context = LogitsContext(tokens, lengths, starts, ends, controls)
     states = initial_states(processors, tokens, starts)
     process = Processing(processors, states, context, logits.shape[1])
-    states = process.advance(jnp.asarray(new), lengths - starts, check_state)
+    states = process.advance(jnp.asarray(new), lengths - starts)
     rows = jnp.arange(len(prefixes), dtype=jnp.int32)
     drafted = jnp.zeros((len(prefixes), 0), jnp.int32)
     return np.asarray(process._replace(states=states)(jnp.asarray(logits), drafted, rows, 0 * rows))

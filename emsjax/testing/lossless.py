@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from emsjax.configured import configured
-from emsjax.decode.base import Drafter, DraftLength, Model
+from emsjax.decode.base import Draft, Drafter, DraftLength, Model
 from emsjax.decode.run import Run
 from emsjax.decode.state import DecodeState
 from emsjax.engine.adapt import make_run
 from emsjax.engine.output import GenerateOutput
 from emsjax.engine.preparation import check, for_prompts
+from emsjax.engine.requests import ASKED
 from emsjax.generation import generate, init_state
 from emsjax.returned import checked_proposal
 from emsjax.sampling import Sampling
@@ -28,17 +29,6 @@ from emsjax.testing.divergence import (
 from emsjax.values import comparable
 
 EXPLAINED = 4  # sequences or tokens that a failure explains
-# Arguments of `generate` that say what is decoded.
-ASKED = (
-    "max_new_tokens",
-    "num_sequences",
-    "sampling",
-    "key",
-    "eos_token_ids",
-    "attention_mask",
-    "stop",
-    "tokenizer",
-)
 UNDEFINED = (
     "The other run's logits are not finite there: it divides by zero, or reads undefined values, "
     "such as the cache beyond cache_lengths."
@@ -162,7 +152,9 @@ def _draws(drafter: Drafter, state: DecodeState, vocab_size: int) -> bool:
     def propose(state: DecodeState):
         lengths = jnp.full_like(state.lengths, drafter.max_draft_tokens)
         arguments = (state.tokens, state.lengths, lengths, state.keys, state.sampling)
-        draft, _ = checked_proposal(drafter, state.drafter_state, *arguments, vocab_size=vocab_size)
+        draft, _ = checked_proposal(
+            drafter, state.drafter_state, *arguments, kind=Draft, vocab_size=vocab_size
+        )
         found.append(draft.probs is not None)
 
     jax.eval_shape(propose, state)
