@@ -1,5 +1,6 @@
 """`emsjax generate` with settings that change logits, stops, constraints and likeliest tokens."""
 
+import dataclasses
 import json
 
 import jax
@@ -9,6 +10,7 @@ from jsonl import assert_error, command, read_lines, write_records
 from transformers import AutoTokenizer
 
 import emsjax
+from emsjax.cli import sampling_arguments
 from emsjax.cli.main import main
 
 PROMPTS = ["abc", "def f(x):", "hello"]
@@ -33,6 +35,11 @@ def generate(tiny_model):
     prompts = [tokenizer(text).input_ids for text in PROMPTS]
     fixed = {"max_new_tokens": 6, "tokenizer": tokenizer}
     return lambda **options: emsjax.generate(model, prompts, **fixed | options)
+
+
+def test_every_setting_is_an_option():
+    names = [field.name for field in dataclasses.fields(emsjax.Sampling)]
+    assert list(sampling_arguments.FIELDS) == names
 
 
 def test_the_options_are_settings(tiny_model, paths, fake):

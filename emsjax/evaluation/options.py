@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from emsjax.checks import check_at_least, check_flag, check_number
-from emsjax.sampling import Sampling
+from emsjax.sampling import Sampling, settings
 
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # synonyms
 NEUTRAL = {"num_beams": 1}  # values that change nothing
-DRAWN = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # they only concern sampling
+DRAWN = {name: settings.FIELDS[name][2] for name in settings.DRAWN}  # without effect
 
 
 @dataclasses.dataclass(frozen=True)
