@@ -18,6 +18,10 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 
+# An interpreted Mosaic kernel has a thread for each warpgroup, and each that waits blocks one of
+# the threads with which XLA computes on a CPU: by default there are as many as cores.
+os.environ.setdefault("NPROC", "8")
+
 # Executables compiled by one process are loaded by the others and by commands that tests start.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     compiled = tempfile.TemporaryDirectory(prefix="emsjax-tests-")

@@ -250,10 +250,14 @@ def test_spans_are_split_where_nothing_runs_for_long():
 
 
 def test_products_are_timed_and_compared(tmp_path, monkeypatch):
-    sizes = {"whole": (128, 384, False), "sums": (256, 128, True)}
-    monkeypatch.setattr(products, "PRODUCTS", sizes)
+    sizes = {
+        "whole": products.Product(128, 384, False, "relu"),
+        "gated": products.Product(128, 384, False, "silu", gated=True),
+        "sums": products.Product(256, 128, True),
+    }
+    monkeypatch.setitem(products.PRODUCTS, "qwen3-8b", sizes)
     output = tmp_path / "products.json"
-    products.main(["--rows", "8", "--products", "whole,sums", "--output", str(output)])
+    products.main(["--rows", "8", "--model", "qwen3-8b", "--output", str(output)])
     results = json.loads(output.read_text())
     assert [entry["product"] for entry in results["products"]] == list(sizes)
     assert "pallas_kernels.benchmark.products" in results["command"]
@@ -268,10 +272,8 @@ def test_products_are_timed_and_compared(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("rows", [160, 384])
 def test_every_tiling_that_is_timed_fits(rows):
-    of_fc1, of_fc2 = (
-        list(products.fitting(rows, *sizes))
-        for sizes in [(4096, 16384, False), (16384, 4096, True)]
-    )
+    of_opt = products.PRODUCTS["opt-6.7b"]
+    of_fc1, of_fc2 = (list(products.fitting(rows, of_opt[name])) for name in ("fc1", "fc2"))
     assert {tiling.splits for tiling in of_fc1} == {1}
     assert {tiling.splits for tiling in of_fc2} == {1, 2, 4, 8}
     for tiling in of_fc1 + of_fc2:

@@ -18,17 +18,30 @@ MOSAIC = {"implementation": "mosaic", "interpret": True}
 
 @needs_new_jax
 @pytest.mark.parametrize(
-    ("rows", "outputs", "activation", "biased"),
+    ("rows", "outputs", "activation", "biased", "gated"),
     [
-        (160, 256, "relu", True),  # fewer than a tile's, and three warpgroups
-        (192, 768, None, True),
-        (296, 256, "silu", False),  # of a tile of 384: warpgroups of more than one unit
-        (504, 192, None, True),  # two tiles of rows, and columns in tiles of 96
+        (160, 256, "relu", True, False),  # fewer than a tile's, and three warpgroups
+        (192, 768, None, True, False),
+        (296, 256, "silu", False, False),  # of a tile of 384: warpgroups of more than one unit
+        (504, 192, None, True, False),  # two tiles of rows, and columns in tiles of 96
+        (72, 64, "silu", True, True),
+        (160, 96, "gelu_tanh", False, True),  # one tile of columns, so no neighbour
+        (504, 192, None, True, True),
     ],
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_products_equal_numpy(rows, outputs, activation, biased, dtype):
-    check_product(rows, outputs, dtype, activation=activation, biased=biased, options=MOSAIC)
+def test_products_equal_numpy(rows, outputs, activation, biased, gated, dtype):
+    epilogue = {"activation": activation, "gated": gated, "biased": biased}
+    check_product(rows, outputs, dtype, options=MOSAIC, **epilogue)
+
+
+@needs_new_jax
+@pytest.mark.parametrize("columns", [64, 128, 192])
+def test_every_width_of_a_gated_tile_gives_the_same_product(columns, monkeypatch):
+    monkeypatch.setattr(mosaic, "COLUMNS_GATED", (columns,))
+    epilogue = {"activation": "silu", "gated": True, "biased": True}
+    check_product(136, 192, "bfloat16", options=MOSAIC, **epilogue)
+    assert mosaic.tiling_for(136, 128, 384, gated=True).columns == columns
 
 
 @needs_new_jax
@@ -58,24 +71,29 @@ def test_the_kernels_lower_for_cuda(rows, monkeypatch):
     lower(products, x, (4096, 12288, "bfloat16"), vector(12288))
     relu = functools.partial(pallas_kernels.linear, activation="relu", **options)
     lower(relu, x, (4096, 16384, "bfloat16"), vector(16384))
+    for activation in ("silu", "gelu_tanh"):  # Qwen3-8B's sizes, for which 192 columns are best
+        gated = functools.partial(products, activation=activation, gated=True)
+        lower(gated, x, (4096, 24576, "bfloat16"), vector(24576))
     sums = functools.partial(pallas_kernels.linear_sums, **options)
     lower(sums, (rows, 16384, "bfloat16"), (16384, 4096, "bfloat16"))
 
 
 @pytest.mark.parametrize("rows", [1, 64, 160, 192, 200, 384, 448, 512, 1000])
 @pytest.mark.parametrize(
-    ("inputs", "outputs", "split"),
+    ("inputs", "outputs", "kind"),
     [
-        (4096, 12288, False),
-        (4096, 4096, True),
-        (4096, 16384, False),
-        (16384, 4096, True),
-        (768, 2304, False),
-        (3072, 768, True),
+        (4096, 12288, {}),
+        (4096, 4096, {"split": True}),
+        (4096, 16384, {}),
+        (16384, 4096, {"split": True}),
+        (768, 2304, {}),
+        (3072, 768, {"split": True}),
+        (4096, 24576, {"gated": True}),
+        (1024, 6144, {"gated": True}),
     ],
 )
-def test_tiles_cover_the_product_and_fit_on_the_device(rows, inputs, outputs, split):
-    tiling = mosaic.tiling_for(rows, inputs, outputs, split=split)
+def test_tiles_cover_the_product_and_fit_on_the_device(rows, inputs, outputs, kind):
+    tiling = mosaic.tiling_for(rows, inputs, outputs, **kind)
     of_inputs, of_outputs = tiling.multiples
     assert inputs % of_inputs == outputs % of_outputs == 0
     assert outputs % (tiling.columns * tiling.cluster) == 0

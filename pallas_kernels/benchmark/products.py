@@ -16,6 +16,7 @@ import pathlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,47 +29,69 @@ from pallas_kernels.benchmark.report import describe_run
 from pallas_kernels.matmul import mosaic
 from pallas_kernels.matmul.xla import sums_dtype
 
-PRODUCTS = {  # inputs, outputs, whether sums may be left in shares; the sizes are OPT-6.7B's
-    "qkv_proj": (4096, 12288, False),
-    "out_proj": (4096, 4096, True),
-    "fc1": (4096, 16384, False),
-    "fc2": (16384, 4096, True),
+
+class Product(NamedTuple):
+    """One product of a layer."""
+
+    inputs: int
+    outputs: int  # columns of the weights
+    split: bool  # whether sums may be left in shares
+    activation: str | None = None
+    gated: bool = False
+
+
+PRODUCTS = {
+    "opt-6.7b": {
+        "qkv_proj": Product(4096, 12288, False),
+        "out_proj": Product(4096, 4096, True),
+        "fc1": Product(4096, 16384, False, "relu"),
+        "fc2": Product(16384, 4096, True),
+    },
+    "qwen3-8b": {
+        "qkv_proj": Product(4096, 6144, True),
+        "o_proj": Product(4096, 4096, True),
+        "gate_up_proj": Product(4096, 24576, False, "silu", gated=True),
+        "down_proj": Product(12288, 4096, True),
+    },
 }
 ROWS = (64, 128, 160, 192, 256, 320, 384, 512, 1024)
 WEIGHTS = 16  # per product: more bytes than a cache holds, more time than a launch takes
 ERROR_CHARACTERS = 300
 MOST_PADDED = 1.2  # rows of all tiles, relative to those of the smallest tiles
-Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+Way = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
-def implementations(split: bool) -> dict[str, Product]:
+def implementations(product: Product) -> dict[str, Way]:
     """The implementations by name; a model uses "default"."""
 
-    def product(name, x, weight, bias):
-        if split:
+    def multiply(name, x, weight, bias):
+        if product.split:
             return linear_sums(x, weight, implementation=name)
-        return linear(x, weight, bias, activation="relu", implementation=name)
+        epilogue = {"activation": product.activation, "gated": product.gated}
+        return linear(x, weight, bias, implementation=name, **epilogue)
 
     names = {"default": None, "xla": "xla", "triton": "triton", "mosaic": "mosaic"}
-    return {name: functools.partial(product, value) for name, value in names.items()}
+    return {name: functools.partial(multiply, value) for name, value in names.items()}
 
 
-def tilings(rows: int, inputs: int, outputs: int, split: bool) -> dict[str, Product]:
+def tilings(rows: int, product: Product) -> dict[str, Way]:
     """The Mosaic kernel with every tiling that fits, by the tiling's fields."""
 
-    def product(tiling, x, weight, bias):
-        bias, dtype = (None, sums_dtype(x.dtype, tiling.splits)) if split else (bias, x.dtype)
-        options = {"activation": None if split else "relu", "dtype": dtype, "interpret": False}
-        return mosaic.launch(x, weight, bias, tiling=tiling, **options)
+    def multiply(tiling, x, weight, bias):
+        bias, dtype = (
+            (None, sums_dtype(x.dtype, tiling.splits)) if product.split else (bias, x.dtype)
+        )
+        options = {"activation": product.activation, "gated": product.gated, "dtype": dtype}
+        return mosaic.launch(x, weight, bias, tiling=tiling, interpret=False, **options)
 
     found = {}
-    for tiling in fitting(rows, inputs, outputs, split):
+    for tiling in fitting(rows, product):
         fields = " ".join(f"{name}={value}" for name, value in tiling._asdict().items())
-        found[fields] = functools.partial(product, tiling)
+        found[fields] = functools.partial(multiply, tiling)
     return found
 
 
-def fitting(rows: int, inputs: int, outputs: int, split: bool) -> Iterator[mosaic.Tiling]:
+def fitting(rows: int, product: Product) -> Iterator[mosaic.Tiling]:
     """The kernel's tilings, except those with much padding or with small tiles for many rows."""
     unit = mosaic.UNIT_ROWS
     few = -(-rows // unit) * unit
@@ -77,38 +100,40 @@ def fitting(rows: int, inputs: int, outputs: int, split: bool) -> Iterator[mosai
         h for h in range(unit, mosaic.LARGE_ROWS[0] + 1, unit) if padded(h) <= MOST_PADDED * few
     ]
     heights = [h for h in heights if h >= min(few, 2 * unit)]
-    splits = mosaic.SPLITS if split else (1,)
-    sizes = itertools.product(heights, mosaic.COLUMNS, splits, (1, 2), (1, 2, 3))
+    splits = mosaic.SPLITS if product.split else (1,)
+    all_columns = mosaic.COLUMNS_GATED if product.gated else mosaic.COLUMNS
+    sizes = itertools.product(heights, all_columns, splits, (1, 2), (1, 2, 3))
     for height, columns, shares, cluster, warpgroups in sizes:
-        fits = outputs % columns == 0 and outputs // columns % cluster == 0
-        fits &= inputs % (mosaic.DEPTH * shares) == 0 and height % (unit * warpgroups) == 0
+        fits = product.outputs % columns == 0 and product.outputs // columns % cluster == 0
+        fits &= product.inputs % (mosaic.DEPTH * shares) == 0
+        fits &= height % (unit * warpgroups) == 0
         fits &= mosaic.sums_fit(height, columns, warpgroups)
         stages = mosaic.stages_that_fit(height, columns, warpgroups)
-        if fits and stages >= 2:
+        if fits and stages >= mosaic.FEWEST_STAGES:
             yield mosaic.Tiling(height, columns, shares, cluster, warpgroups, stages)
 
 
-def measure(name: str, rows: int, tune: bool) -> dict[str, object]:
+def measure(name: str, product: Product, rows: int, tune: bool) -> dict[str, object]:
     """The entry in the results for one product and row count."""
-    inputs, outputs, split = PRODUCTS[name]
+    inputs, outputs = product.inputs, product.outputs
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (rows, inputs), jnp.bfloat16)
     make = jax.jit(lambda key: jax.random.normal(key, (inputs, outputs), jnp.bfloat16) / 64)
     weights = [make(key) for key in jax.random.split(keys[1], WEIGHTS)]
     bias = jax.random.normal(keys[2], (outputs,), jnp.bfloat16)
 
-    ways = implementations(split)
+    ways = implementations(product)
     if tune:
-        ways = {"xla": ways["xla"], **tilings(rows, inputs, outputs, split)}
+        ways = {"xla": ways["xla"], **tilings(rows, product)}
 
-    def build(product):
-        one = jax.jit(product)  # traced and lowered once for all weights
+    def build(way):
+        one = jax.jit(way)  # traced and lowered once for all weights
         every = jax.jit(lambda x, weights, bias: [one(x, weight, bias) for weight in weights])
         return every.lower(x, weights, bias).compile()
 
     with ThreadPoolExecutor() as pool:  # programs are compiled in parallel, and timed alone
-        programs = {way: pool.submit(build, product) for way, product in ways.items()}
-    expected, figures = whole(ways["xla"](x, weights[0], bias)), {}
+        programs = {way: pool.submit(build, multiply) for way, multiply in ways.items()}
+    expected, figures = whole(programs["xla"].result()(x, weights, bias)[0]), {}
     for way, program in programs.items():
         try:
             run = functools.partial(program.result(), x, weights, bias)
@@ -118,8 +143,7 @@ def measure(name: str, rows: int, tune: bool) -> dict[str, object]:
             continue
         seconds = time_runs(run, FULL.repetitions, FULL.seconds)
         figures[way] = {**best_and_median_us(seconds, WEIGHTS), "max_error": error}
-    sizes = {"inputs": inputs, "outputs": outputs}
-    return {"product": name, "rows": rows, **sizes, "implementations": figures}
+    return {"product": name, "rows": rows, **product._asdict(), "implementations": figures}
 
 
 def whole(product: jax.Array) -> np.ndarray:
@@ -134,7 +158,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     numbers = lambda text: [int(number) for number in text.split(",")]
     parser.add_argument("--rows", type=numbers, default=list(ROWS), metavar="N,N,...")
     names = lambda text: text.split(",")
-    parser.add_argument("--products", type=names, default=list(PRODUCTS), metavar="NAME,...")
+    parser.add_argument("--model", choices=PRODUCTS, default="opt-6.7b")
+    parser.add_argument("--products", type=names, metavar="NAME,...", help="default: all")
     parser.add_argument("--tune", action="store_true", help="time every tiling")
     parser.add_argument("--output", type=pathlib.Path, metavar="FILE.json")
     parser.add_argument("--commit", metavar="HASH", help="to record; default: git's HEAD")
@@ -142,8 +167,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results = describe_run(arguments, FULL, options.commit)
     results["command"] = results["command"].replace("benchmark", "benchmark.products", 1)
     results["products"] = []
-    for name, rows in itertools.product(options.products, options.rows):
-        entry = measure(name, rows, options.tune)
+    products = PRODUCTS[options.model]
+    for name, rows in itertools.product(options.products or products, options.rows):
+        entry = measure(name, products[name], rows, options.tune)
         results["products"].append(entry)
         figures = entry["implementations"]
         for way in sorted(figures, key=lambda way: figures[way].get("median_us", np.inf))[:8]:

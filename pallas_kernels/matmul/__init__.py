@@ -47,8 +47,8 @@ def linear(
             approximation), or None.
         gated: whether the product is gated.
         implementation: "triton" (at most 128 rows; it reads the weights once), "mosaic"
-            (Pallas Mosaic GPU: 16-bit numbers, rows in multiples of 8, not gated, jax 0.11 and
-            compute capability 9.0; never the default), "xla", or None: Triton if the device runs it
+            (Pallas Mosaic GPU: 16-bit numbers, rows in multiples of 8, jax 0.11 and
+            compute capability 9.0), "xla", or None: Triton if the device runs it
             and it is faster (few rows of 16-bit numbers, sizes that are multiples of its tiles),
             otherwise XLA.
         interpret: run the kernel in interpret mode, on any device.
@@ -131,18 +131,18 @@ def _kernel_for(
     if name == "xla":
         return None
     module = importlib.import_module(f"pallas_kernels.matmul.{name}")
-    tiling = module.tiling_for(rows, inputs, outputs, split=split)
+    tiling = module.tiling_for(rows, inputs, outputs, split=split, gated=gated)
     multiples = tiling.multiples
     fits = all(size % unit == 0 for size, unit in zip(weight.shape, multiples, strict=True))
     fits &= rows % module.ROW_MULTIPLE == 0 and rows <= (module.MAX_ROWS or rows)
-    fits &= x.dtype.itemsize in module.ITEM_BYTES and (module.GATED or not gated)
+    fits &= x.dtype.itemsize in module.ITEM_BYTES
     if fits:
         return module, tiling
     if default:
         return None
     raise ValueError(
         f"implementation {name!r} takes {module.TAKES} and weights whose sizes are multiples of "
-        f"{multiples}, not {rows} rows of {x.dtype} and {'gated ' * gated}weights {weight.shape}"
+        f"{multiples}, not {rows} rows of {x.dtype} and weights {weight.shape}"
     )
 
 

@@ -27,22 +27,23 @@ LINE = 128  # bytes of a swizzled line
 UNIT_ROWS = 64  # rows of a matrix instruction
 WARPGROUPS = (2, 3, 1)  # that multiply, in order of preference
 LARGE_ROWS = (384, 256)  # rows of a tile if there are more than max(WARPGROUPS) units
-COLUMNS = (128, 96, 64)  # columns of a tile, in order of preference
+COLUMNS = (128, 96, 192, 64)  # of the weights in a tile, in order of preference
+COLUMNS_GATED = (192, 128, 64)  # half of them belong to the gate
 SPLITS = (1, 2, 4, 8)
 SHARED_BYTES = 226 * 1024  # of a thread block's shared memory; the rest is for barriers
-MOST_STAGES = 6
+FEWEST_STAGES, MOST_STAGES = 3, 6
+DELAY = 1  # blocks whose products may still be computed while the next block's begin
 MULTIPROCESSORS = 132
 MAX_ROWS, ROW_MULTIPLE = None, 8  # any multiple of 8 rows
 ITEM_BYTES = (2,)  # bytes of a number
-GATED = False
-TAKES = f"16-bit numbers, rows in multiples of {ROW_MULTIPLE}, products that are not gated"
+TAKES = f"16-bit numbers, rows in multiples of {ROW_MULTIPLE}"
 
 
 class Tiling(NamedTuple):
     """Sizes of one launch."""
 
     rows: int  # rows of a tile
-    columns: int  # columns of a tile
+    columns: int  # columns of the weights in a tile
     splits: int  # shares of the contracted axis
     cluster: int  # neighbouring tiles that share blocks of rows
     warpgroups: int  # warpgroups that multiply, each a part of the tile's rows
@@ -55,7 +56,9 @@ class Tiling(NamedTuple):
         return self.depth * self.splits, self.columns
 
 
-def tiling_for(rows: int, inputs: int, outputs: int, *, split: bool = False) -> Tiling:
+def tiling_for(
+    rows: int, inputs: int, outputs: int, *, split: bool = False, gated: bool = False
+) -> Tiling:
     """The tiling with the least work for one multiprocessor.
 
     `split` tells whether sums may be left in shares. If the sizes are multiples of no tile's, the
@@ -65,8 +68,10 @@ def tiling_for(rows: int, inputs: int, outputs: int, *, split: bool = False) -> 
     candidates = [
         (splits, columns)
         for splits in (SPLITS if split else SPLITS[:1])
-        for columns in COLUMNS
-        if inputs % (DEPTH * splits) == 0 and outputs % columns == 0
+        for columns in (COLUMNS_GATED if gated else COLUMNS)
+        if inputs % (DEPTH * splits) == 0
+        and outputs % columns == 0
+        and fits(of_rows, columns)
     ]
 
     def work(candidate):
@@ -89,10 +94,18 @@ def tile_rows(rows: int) -> int:
     return min(LARGE_ROWS, key=lambda tile: pl.cdiv(rows, tile) * tile)
 
 
+def fits(rows: int, columns: int) -> bool:
+    """Whether a multiprocessor's registers and shared memory hold a tile of this size."""
+    warpgroups = warpgroups_of(rows, columns)
+    return bool(warpgroups) and stages_that_fit(rows, columns, warpgroups) >= FEWEST_STAGES
+
+
 def warpgroups_of(rows: int, columns: int) -> int:
-    """Warpgroups that multiply a tile of this size, each the same number of units."""
+    """Warpgroups that multiply a tile of this size, each the same number of units; 0: it is too
+    large."""
     units = rows // UNIT_ROWS
-    return next(n for n in WARPGROUPS if units % n == 0 and sums_fit(rows, columns, n))
+    enough = (n for n in WARPGROUPS if units % n == 0 and sums_fit(rows, columns, n))
+    return next(enough, 0)
 
 
 def sums_fit(rows: int, columns: int, warpgroups: int) -> bool:
@@ -120,12 +133,14 @@ def launch(
     interpret: bool,
 ) -> Array:
     """[rows, outputs], or shares [splits, rows, outputs]: see `pallas_kernels.linear`."""
-    del gated  # such products are not taken
-    rows, (inputs, outputs) = x.shape[0], weight.shape
+    rows, (inputs, columns) = x.shape[0], weight.shape
+    outputs = columns // 2 if gated else columns
     shares = (tiling.splits,) if tiling.splits > 1 else ()
-    clusters = outputs // tiling.columns // tiling.cluster
+    clusters = columns // tiling.columns // tiling.cluster
     return plgpu.kernel(
-        functools.partial(_kernel, tiling=tiling, activation=activation, biased=bias is not None),
+        functools.partial(
+            _kernel, tiling=tiling, activation=activation, gated=gated, biased=bias is not None
+        ),
         out_type=jax.ShapeDtypeStruct((*shares, rows, outputs), dtype),
         # Tiles with the same columns run at the same time, so that weights are read once.
         grid=(tiling.splits, clusters * pl.cdiv(rows, tiling.rows)),
@@ -134,39 +149,52 @@ def launch(
         cluster_names=("neighbour",),
         num_threads=tiling.warpgroups + 1,
         thread_name="warpgroup",
-        kernel_name=f"linear_{inputs}x{outputs}",
+        kernel_name=f"linear_{inputs}x{columns}",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=plgpu.InterpretGPUParams() if interpret else None,
     )(x, weight, *(() if bias is None else (bias,)))
 
 
-def _kernel(x_ref, weight_ref, *refs, tiling: Tiling, activation: str | None, biased: bool):
+def _kernel(
+    x_ref, weight_ref, *refs, tiling: Tiling, activation: str | None, gated: bool, biased: bool
+):
     bias_ref, out_ref = refs if biased else (None, *refs)
     share = x_ref.shape[1] // tiling.splits
     split, tile = lax.axis_index("split"), lax.axis_index("tile")
     row_tiles = pl.cdiv(x_ref.shape[0], tiling.rows)
     first_row = tile % row_tiles * tiling.rows
     place = tile // row_tiles * tiling.cluster + lax.axis_index("neighbour")
-    first_column = place * tiling.columns
+    width = tiling.columns // 2 if gated else tiling.columns  # of the output
+    first_column = place * width
+    # Where the weights' columns begin: of a gated product those of the gate, and of what it gates.
+    parts = [first_column, out_ref.shape[-1] + first_column] if gated else [first_column]
 
     warpgroup = lax.axis_index("warpgroup")
     own_rows = tiling.rows // tiling.warpgroups
     skipped_rows = warpgroup * own_rows
-    pieces = _pieces(own_rows, tiling.columns, out_ref.dtype)
+    pieces = _pieces(own_rows, width, out_ref.dtype)
 
-    def multiply(_, x_block, weight_block, sums):
-        plgpu.wgmma(sums, x_block.at[pl.ds(skipped_rows, own_rows)], weight_block)
-        plgpu.wgmma_wait(0)
+    def multiply(_, x_block, *blocks_and_sums):
+        *weight_blocks, sums = blocks_and_sums
+        x_block = x_block.at[pl.ds(skipped_rows, own_rows)]
+        for total, weight_block in zip(sums, weight_blocks, strict=True):
+            plgpu.wgmma(total, x_block, weight_block)
+        plgpu.wgmma_wait(DELAY)
         return sums
 
+    def with_bias(total, column):
+        if not biased:
+            return total[...]
+        at = pl.ds(column, width)
+        bias = plgpu.load(bias_ref.at[at], optimized=False).astype(jnp.float32)
+        return total[...] + lax.broadcast_in_dim(bias, (own_rows, width), (1,))
+
     def finish(sums, staged):
-        values = sums[...]
-        if biased:
-            at = pl.ds(first_column, tiling.columns)
-            bias = plgpu.load(bias_ref.at[at], optimized=False).astype(jnp.float32)
-            values += lax.broadcast_in_dim(bias, values.shape, (1,))
+        values, *gated_values = map(with_bias, sums, parts)
         if activation is not None:
             values = ACTIVATIONS[activation](values)
+        for factor in gated_values:
+            values *= factor
         values = values.astype(out_ref.dtype)
         for rows, columns in pieces:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -182,7 +210,7 @@ def _kernel(x_ref, weight_ref, *refs, tiling: Tiling, activation: str | None, bi
         out = out_ref.at[split] if tiling.splits > 1 else out_ref
         plgpu.copy_smem_to_gmem(piece, out.at[at])
 
-    lines = _swizzled(tiling.columns, x_ref.dtype)  # the same for both factors
+    lines = _swizzled(width, x_ref.dtype)  # the same for both factors
     pipeline = functools.partial(
         plgpu.emit_pipeline_warp_specialized,
         grid=(share // DEPTH,),
@@ -193,31 +221,38 @@ def _kernel(x_ref, weight_ref, *refs, tiling: Tiling, activation: str | None, bi
                 lambda i: (0, i),
                 transforms=lines,
                 memory_space=plgpu.SMEM,
+                delay_release=DELAY,
                 collective_axes=("neighbour",) if tiling.cluster > 1 else (),
             ),
-            plgpu.BlockSpec(
-                (DEPTH, tiling.columns),
-                lambda i: (i, 0),
-                transforms=lines,
-                memory_space=plgpu.SMEM,
+            *(
+                plgpu.BlockSpec(
+                    (DEPTH, width),
+                    lambda i: (i, 0),
+                    transforms=lines,
+                    memory_space=plgpu.SMEM,
+                    delay_release=DELAY,
+                )
+                for _ in parts
             ),
         ],
         wg_axis="warpgroup",
         num_compute_wgs=tiling.warpgroups,
         max_concurrent_steps=tiling.stages,
     )
+    depth = pl.ds(split * share, share)
     factors = (
-        x_ref.at[pl.ds(first_row, tiling.rows), pl.ds(split * share, share)],
-        weight_ref.at[pl.ds(split * share, share), pl.ds(first_column, tiling.columns)],
+        x_ref.at[pl.ds(first_row, tiling.rows), depth],
+        *(weight_ref.at[depth, pl.ds(column, width)] for column in parts),
     )
 
     def run(blocks, staged):
         def context(multiply_all):
-            def with_sums(sums):
+            def with_sums(*sums):
                 multiply_all(sums)
                 finish(sums, staged)
 
-            pl.run_scoped(with_sums, plgpu.ACC((own_rows, tiling.columns), jnp.float32))
+            accumulators = [plgpu.ACC((own_rows, width), jnp.float32) for _ in parts]
+            pl.run_scoped(with_sums, *accumulators)
 
         pipeline(multiply, compute_context=context)(*factors, allocations=blocks)
 

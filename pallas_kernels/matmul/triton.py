@@ -51,12 +51,14 @@ NARROWER = ((64, 4), (32, 2))  # columns, warps
 PROGRAMS_WANTED = 90  # for 132 multiprocessors
 MAX_ROWS = max(TILINGS)  # with more rows the arithmetic dominates, and other kernels are faster
 ROW_MULTIPLE, ITEM_BYTES = 1, (2, 4)  # bytes of a number
-GATED = True
 TAKES = f"at most {MAX_ROWS} rows"
 
 
-def tiling_for(rows: int, inputs: int, outputs: int, *, split: bool = False) -> Tiling:
+def tiling_for(
+    rows: int, inputs: int, outputs: int, *, split: bool = False, gated: bool = False
+) -> Tiling:
     """The tiling of a product; `split`: whether its sums may be left in shares."""
+    del gated  # both halves of a gated product's weights have the same tiles
     too_few = lambda tiling: outputs // tiling.columns * tiling.splits < PROGRAMS_WANTED
     tile_rows = min(_tile_rows(rows), MAX_ROWS)
     tiling = TILINGS[tile_rows][split]
