@@ -69,9 +69,7 @@ def tiling_for(
         (splits, columns)
         for splits in (SPLITS if split else SPLITS[:1])
         for columns in (COLUMNS_GATED if gated else COLUMNS)
-        if inputs % (DEPTH * splits) == 0
-        and outputs % columns == 0
-        and fits(of_rows, columns)
+        if inputs % (DEPTH * splits) == 0 and outputs % columns == 0 and fits(of_rows, columns)
     ]
 
     def work(candidate):
