@@ -99,3 +99,56 @@ def _kernel(
         out.astype(out_ref.dtype),
         mask=jnp.broadcast_to(is_dim[None, :], out.shape),
     )
+
+
+def merge(one, other):
+    """Two parts' weighted values, largest scores (in powers of two) and sums of weights, as one."""
+    (out, highest, total), (its_out, its_highest, its_total) = one, other
+    top = jnp.maximum(highest, its_highest)
+    shift = jnp.where(top == -jnp.inf, 0, top)
+    scale, its_scale = jnp.exp2(highest - shift), jnp.exp2(its_highest - shift)
+    out = out * scale[:, None] + its_out * its_scale[:, None]
+    return out, top, total * scale + its_total * its_scale
+
+
+def combine_parts(
+    of_rows: Array,  # int32 [3, r]
+    parts: tuple[Array, Array, Array],  # float32 [n, t, k, d], [n, t, k], [n, t, k]
+    like: jax.ShapeDtypeStruct,  # [r, h, d]
+    *,
+    interpret: bool,
+) -> Array:  # [r, h, d]
+    """The rows' results from their parts, merged in order; zeros for padding rows."""
+    rows, heads, _ = like.shape
+    group = heads // parts[0].shape[2]
+    together = math.gcd(heads, COMBINED_HEADS)
+    return pl.pallas_call(
+        functools.partial(_merge_kernel, group=group, together=together),
+        grid=(heads // together, rows),
+        out_shape=like,
+        compiler_params=plgpu.CompilerParams(num_warps=2, num_stages=3),
+        interpret=interpret,
+        name="ragged_attention_combine",
+    )(of_rows, *parts)
+
+
+def _merge_kernel(of_rows_ref, part_ref, highest_ref, total_ref, out_ref, *, group, together):
+    row, head_dim = pl.program_id(1), out_ref.shape[2]
+    first, count, place = (of_rows_ref[i, row] for i in range(3))
+    heads = pl.program_id(0) * together + jnp.arange(together)
+    lanes, kv_heads = place * group + heads % group, heads // group
+    dims = dims_of(head_dim)
+    is_dim = jnp.broadcast_to(dims < head_dim, (together, dims.shape[0]))
+
+    def add(i, carry):
+        at = (first + i, lanes, kv_heads)
+        place = (first + i, lanes[:, None], kv_heads[:, None], dims[None, :])
+        out = plgpu.load(part_ref.at[place], mask=is_dim, other=0)
+        return merge(carry, (out, plgpu.load(highest_ref.at[at]), plgpu.load(total_ref.at[at])))
+
+    zeros = lambda *shape: jnp.zeros((together, *shape), jnp.float32)
+    carry = zeros(dims.shape[0]), zeros() - jnp.inf, zeros()
+    out, _, total = lax.fori_loop(0, count, add, carry)
+    out /= jnp.where(count > 0, total, 1)[:, None]
+    place = (row, heads[:, None], dims[None, :])
+    plgpu.store(out_ref.at[place], out.astype(out_ref.dtype), mask=is_dim)

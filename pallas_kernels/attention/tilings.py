@@ -36,8 +36,10 @@ class Launch(NamedTuple):
     one_block: bool  # whether tiling.rows keys hold the fresh rows of any sample
     scale: float  # factor of the scores
     window: int | None  # positions that a row sees; None: all
+    invariant: bool = False  # whether a row's bits depend on its own sequence alone
 
 
+PART_KEYS = 128  # keys of a part, whose softmax is computed by itself, where bits are invariant
 DECODE = Tiling(rows=16, keys=64, num_warps=4, num_stages=3)
 # Heads whose size is not a power of two pad their blocks in shared memory: where there are
 # enough programs to fill the device, more of them fit with smaller blocks.
@@ -67,6 +69,7 @@ def launch_for(
     item_bytes: int,
     scale: float,
     window: int | None,
+    invariant: bool = False,
 ) -> Launch:
     """The launch for `rows` packed rows with `heads` query heads.
 
@@ -98,7 +101,11 @@ def launch_for(
         if group > 1:
             tiling, few = tiling.holding(group), few.holding(group)
     max_tiles = pl.cdiv(most, tiling.rows // group)
-    return Launch(tiling, few, group, splits, max_tiles, most <= tiling.rows, scale, window)
+    if invariant:
+        whole = lambda tiling: tiling._replace(keys=PART_KEYS, num_stages=2)
+        tiling, few = whole(tiling), few and whole(few)
+    one_block = most <= tiling.rows
+    return Launch(tiling, few, group, splits, max_tiles, one_block, scale, window, invariant)
 
 
 def _decode_tiling(head_dim: int, programs: int) -> Tiling:

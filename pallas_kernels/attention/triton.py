@@ -21,10 +21,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.attention import work_items
-from pallas_kernels.attention.combine import combine
+from pallas_kernels.attention.combine import combine, combine_parts, merge
 from pallas_kernels.attention.confine import confine
 from pallas_kernels.attention.tilings import Launch, Tiling, dims_of, launch_for, padded
-from pallas_kernels.attention.work_items import FIELDS
+from pallas_kernels.attention.work_items import FIELDS, part_places
 from pallas_kernels.common.implementations import matmul_precision, stages_that_fit
 
 
@@ -43,6 +43,7 @@ def ragged_attention(
     window: int | None = None,
     ancestors: Array | None = None,  # bool [r, f]
     cache_mask: Array | None = None,  # bool [b, l]
+    invariant: bool = True,
     interpret: bool = False,
 ) -> Array:  # [r, h, d]
     """See `pallas_kernels.ragged_attention`."""
@@ -64,6 +65,7 @@ def ragged_attention(
         item_bytes=query.dtype.itemsize,
         scale=head_dim**-0.5 if scale is None else float(scale),
         window=window,
+        invariant=invariant,
     )
     return _launch(
         (query,) if key is None else (query, key, value),
@@ -101,6 +103,11 @@ def _launch(
     # Where shares are combined, the combination also writes the zeros of padding rows.
     whole = splits == 1
     shares = (num_items, tiling.rows, kv_heads)
+    if launch.invariant:
+        batch, length = cached[0].shape[:2]
+        most_fresh = launch.max_tiles * (tiling.rows // launch.group)
+        num_parts = pl.cdiv(length + most_fresh, tiling.keys)
+        shares = (batch * launch.max_tiles * num_parts, tiling.rows, kv_heads)
     f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     outputs = pl.pallas_call(
         functools.partial(_kernel, launch=launch, masks=tuple(masks), together=len(fresh) == 1),
@@ -125,6 +132,19 @@ def _launch(
     )
     if whole:
         return outputs
+    if launch.invariant:
+        of_rows = part_places(
+            segment_ids,
+            positions,
+            cache_lengths,
+            tile=tiling.rows // launch.group,
+            max_tiles=launch.max_tiles,
+            keys=tiling.keys,
+            num_parts=num_parts,
+            causal="ancestors" not in masks,
+            window=launch.window,
+        )
+        return combine_parts(of_rows, outputs, of_query, interpret=interpret)
     return combine(items.of_rows, outputs, of_query, splits=splits, interpret=interpret)
 
 
@@ -166,13 +186,13 @@ def _kernel(
             mask &= defined[:, None]
         return plgpu.load(place, mask=mask, other=0)
 
-    def load_fresh(row):
+    def load_fresh(row, defined=None):
         """Keys and values [m, d] of the fresh rows `row` [m]."""
         places = [
             ref.at[row[:, None], first + head if first else head, dims]
             for ref, first in zip(kv_refs, first_heads, strict=True)
         ]
-        return confine(*(load(place, row.shape[0]) for place in places))
+        return confine(*(load(place, row.shape[0], defined) for place in places))
 
     def load_cached(ref, sample, entry, defined):
         return load(ref.at[sample, entry[:, None], head, dims], entry.shape[0], defined)
@@ -233,8 +253,77 @@ def _kernel(
             return attend(carry, *fresh_keys(at), fresh_visible(at))
 
         begin, end = item["key_begin"] // tiling.keys, pl.cdiv(item["key_end"], tiling.keys)
-        if window is not None and entries_ref is None:
+        if window is not None and entries_ref is None and not (launch.invariant and len(outputs) > 1):
             begin = jnp.maximum(begin, first_seen // tiling.keys)
+
+        def part(keys, values, visible, carry, block):
+            """One part of the keys: its own softmax, merged into those before it or stored."""
+            own = _softmax_of_part(query, keys, values, visible, scale=scale)
+            if len(outputs) == 1:
+                return merge(carry, own)
+            num_parts = outputs[0].shape[0] // (key_cache_ref.shape[0] * launch.max_tiles)
+            tile = sample * launch.max_tiles + before // (tiling.rows // group)
+            place = tile * num_parts + block
+            out_ref, highest_ref, total_ref = outputs
+            stored = is_used[:, None] & (dims < head_dim)
+            plgpu.store(out_ref.at[place, lane[:, None], head, dims], own[0], mask=stored)
+            plgpu.store(highest_ref.at[place, lane, head], own[1], mask=is_used)
+            plgpu.store(total_ref.at[place, lane, head], own[2], mask=is_used)
+            return carry
+
+        def committed_part(block, carry):
+            at = block * tiling.keys + jnp.arange(tiling.keys)
+            visible = defined = None
+            if window is not None:
+                visible, defined = at[None, :] >= lowest[:, None], at >= first_seen
+            keys = load_cached(key_cache_ref, sample, at, defined)
+            values = load_cached(value_cache_ref, sample, at, defined)
+            return part(keys, values, visible, carry, block)
+
+        def mixed_part(block, carry):
+            """A part with fresh rows, behind the committed keys if it has any."""
+            at = block * tiling.keys + jnp.arange(tiling.keys)
+            committed, fresh = at < item["key_end"], at - item["key_end"]
+            if window is not None:
+                committed &= at >= first_seen
+            is_fresh = (fresh >= 0) & (fresh < fresh_end)
+            place = jnp.where(committed, at, 0)
+            cached = [
+                load(ref.at[sample, place[:, None], head, dims], tiling.keys, committed)
+                for ref in (key_cache_ref, value_cache_ref)
+            ]
+            row = sample_row + jnp.where(is_fresh, fresh, 0)
+            own = load_fresh(row, is_fresh)
+            keys, values = (
+                jnp.where(is_fresh[:, None], new, old) for new, old in zip(own, cached, strict=True)
+            )
+            if ancestors_ref is None:
+                sees = fresh[None, :] <= (before + row_of(lane))[:, None]
+            else:
+                column = jnp.clip(fresh, 0, ancestors_ref.shape[1] - 1)
+                place = ancestors_ref.at[query_row[:, None], column[None, :]]
+                sees = plgpu.load(place) != 0
+            visible = committed[None, :] | (is_fresh[None, :] & sees)
+            if window is not None:
+                visible &= at[None, :] >= lowest[:, None]
+            return part(keys, values, visible, carry, block)
+
+        if launch.invariant:
+            zero = jnp.zeros(tiling.rows, jnp.float32)
+            carry = (jnp.zeros((tiling.rows, dims.shape[1]), jnp.float32), zero - jnp.inf, zero)
+            if len(outputs) > 1:
+                carry = ()
+            full = item["key_end"] // tiling.keys
+            carry = _loop(begin, full, committed_part, carry)
+            seen = jnp.where(fresh_end > 0, pl.cdiv(item["key_end"] + fresh_end, tiling.keys), 0)
+            carry = _loop(jnp.maximum(begin, full), seen, mixed_part, carry)
+            if len(outputs) == 1:
+                out, _, total = carry
+                out = (out / total[:, None]).astype(outputs[0].dtype)
+                row = (item["first"] + row_of(lane))[:, None]
+                stored = is_used[:, None] & (dims < head_dim)
+                plgpu.store(outputs[0].at[row, head_of(lane), dims], out, mask=stored)
+            return
         if decoding:
             # Fetched before the long loop, needed after it.
             fresh, visible = fresh_keys(key_lane), fresh_visible(key_lane)
@@ -322,6 +411,25 @@ def _attend(query, carry, keys, values, visible, *, scale):
     added = weights if total.shape == weights.shape else jnp.sum(weights, axis=1, keepdims=True)
     out = out * decay + dot(weights.astype(values.dtype), values)
     return out, new_highest, total * decay + added
+
+
+def _softmax_of_part(query, keys, values, visible, *, scale):
+    """A part's weighted values, largest score and sum of weights, each of the part alone.
+
+    Matrix units add up the weights, so that the order does not depend on where a tile's numbers
+    lie.
+    """
+    precision = matmul_precision(query.dtype)
+    dot = functools.partial(jnp.dot, precision=precision, preferred_element_type=jnp.float32)
+    scores = dot(query, keys.T)
+    if visible is not None:
+        scores = jnp.where(visible, scores, -jnp.inf)
+    exponent = scale * math.log2(math.e)
+    highest = jnp.max(scores, axis=1) * exponent
+    shift = highest if visible is None else jnp.where(highest == -jnp.inf, 0, highest)
+    weights = jnp.exp2(scores * exponent - shift[:, None]).astype(values.dtype)
+    ones = jnp.ones((keys.shape[0], 16), values.dtype)
+    return dot(weights, values), highest, jnp.max(dot(weights, ones), axis=1)
 
 
 def _start(tiling: Tiling, head_dim: int):

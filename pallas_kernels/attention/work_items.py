@@ -79,8 +79,7 @@ def plan(
     tiles, blocks = pl.cdiv(counts, tile), pl.cdiv(cache_lengths, block)
     skipped = jnp.zeros_like(blocks)  # blocks before the window of a sample's first row
     if window is not None:
-        lowest = take(positions, first) - window + 1
-        skipped = jnp.clip(lowest // block, 0, blocks)
+        skipped = blocks_before_window(positions, first, cache_lengths, window, block)
         blocks -= skipped
     shares = jnp.ones_like(blocks)
     if splits > 1:
@@ -118,6 +117,41 @@ def plan(
         jnp.stack([jnp.where(real, field, 0) for field in of_rows]),
         jnp.sum(counts, dtype=jnp.int32)[None],
     )
+
+
+def blocks_before_window(positions, first, cache_lengths, window: int, block: int) -> Array:
+    """Blocks of committed keys that no row of a sample sees. [b]"""
+    lowest = take(positions, first) - window + 1
+    return jnp.clip(lowest // block, 0, pl.cdiv(cache_lengths, block))
+
+
+def part_places(
+    segment_ids: Array,  # int32 [r]
+    positions: Array,  # int32 [r]
+    cache_lengths: Array,  # int32 [b]
+    *,
+    tile: int,
+    max_tiles: int,
+    keys: int,
+    num_parts: int,
+    causal: bool,
+    window: int | None,
+) -> Array:
+    """int32 [3, r]: a row's first part, its number of parts (0: padding), its place in the tile."""
+    batch, rows = cache_lengths.shape[0], segment_ids.shape[0]
+    first, counts = extents(segment_ids, batch)
+    real = segment_ids < batch
+    owner = jnp.where(real, segment_ids, 0)
+    of_row = lambda x: take(x, owner)
+    place = jnp.arange(rows, dtype=jnp.int32) - of_row(first)
+    before = place // tile * tile
+    seen = jnp.minimum(before + tile if causal else rows, of_row(counts))
+    parts, skipped = pl.cdiv(of_row(cache_lengths) + seen, keys), 0
+    if window is not None:
+        skipped = of_row(blocks_before_window(positions, first, cache_lengths, window, keys))
+    first_part = (owner * max_tiles + place // tile) * num_parts + skipped
+    fields = (first_part, parts - skipped, place % tile)
+    return jnp.stack([jnp.where(real, field, 0) for field in fields])
 
 
 def starts_longest_first(lengths: Array, items: Array) -> Array:
