@@ -23,7 +23,14 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.attention import work_items
 from pallas_kernels.attention.combine import combine, combine_parts, merge
 from pallas_kernels.attention.confine import confine
-from pallas_kernels.attention.tilings import Launch, Tiling, dims_of, launch_for, padded
+from pallas_kernels.attention.tilings import (
+    UNIT_KEYS,
+    Launch,
+    Tiling,
+    dims_of,
+    launch_for,
+    padded,
+)
 from pallas_kernels.attention.work_items import FIELDS, part_places
 from pallas_kernels.common.implementations import matmul_precision, stages_that_fit
 
@@ -256,9 +263,8 @@ def _kernel(
         if window is not None and entries_ref is None and not (launch.invariant and len(outputs) > 1):
             begin = jnp.maximum(begin, first_seen // tiling.keys)
 
-        def part(keys, values, visible, carry, block):
-            """One part of the keys: its own softmax, merged into those before it or stored."""
-            own = _softmax_of_part(query, keys, values, visible, scale=scale)
+        def finish_part(block, carry, own):
+            """A part's softmax is merged into those before it, or stored to be merged later."""
             if len(outputs) == 1:
                 return merge(carry, own)
             num_parts = outputs[0].shape[0] // (key_cache_ref.shape[0] * launch.max_tiles)
@@ -271,52 +277,83 @@ def _kernel(
             plgpu.store(total_ref.at[place, lane, head], own[2], mask=is_used)
             return carry
 
-        def committed_part(block, carry):
-            at = block * tiling.keys + jnp.arange(tiling.keys)
-            visible = defined = None
-            if window is not None:
-                visible, defined = at[None, :] >= lowest[:, None], at >= first_seen
-            keys = load_cached(key_cache_ref, sample, at, defined)
-            values = load_cached(value_cache_ref, sample, at, defined)
-            return part(keys, values, visible, carry, block)
+        def in_window(at):
+            return jnp.bool_(True) if window is None else at >= first_seen
 
-        def mixed_part(block, carry):
-            """A part with fresh rows, behind the committed keys if it has any."""
-            at = block * tiling.keys + jnp.arange(tiling.keys)
-            committed, fresh = at < item["key_end"], at - item["key_end"]
-            if window is not None:
-                committed &= at >= first_seen
-            is_fresh = (fresh >= 0) & (fresh < fresh_end)
-            place = jnp.where(committed, at, 0)
-            cached = [
-                load(ref.at[sample, place[:, None], head, dims], tiling.keys, committed)
-                for ref in (key_cache_ref, value_cache_ref)
-            ]
-            row = sample_row + jnp.where(is_fresh, fresh, 0)
-            own = load_fresh(row, is_fresh)
-            keys, values = (
-                jnp.where(is_fresh[:, None], new, old) for new, old in zip(own, cached, strict=True)
-            )
+        def seen(at, defined):
+            """Which lanes see keys at these places, of which some are not defined."""
+            visible = defined[None, :]
+            return visible if window is None else visible & (at[None, :] >= lowest[:, None])
+
+        def sees_fresh(at, defined):
+            fresh = at - item["key_end"]
             if ancestors_ref is None:
-                sees = fresh[None, :] <= (before + row_of(lane))[:, None]
+                visible = fresh[None, :] <= (before + row_of(lane))[:, None]
             else:
                 column = jnp.clip(fresh, 0, ancestors_ref.shape[1] - 1)
                 place = ancestors_ref.at[query_row[:, None], column[None, :]]
-                sees = plgpu.load(place) != 0
-            visible = committed[None, :] | (is_fresh[None, :] & sees)
-            if window is not None:
-                visible &= at[None, :] >= lowest[:, None]
-            return part(keys, values, visible, carry, block)
+                visible = plgpu.load(place) != 0
+            return visible & seen(at, defined)
+
+        def committed(at, defined):
+            place = jnp.where(defined, at, 0)
+            return [load_cached(ref, sample, place, defined) for ref in cache_refs]
+
+        def fresh_ones(at, defined):
+            place = jnp.where(defined, at - item["key_end"], 0)
+            return load_fresh(sample_row + place, defined)
+
+        def is_fresh(at):
+            return (at >= item["key_end"]) & (at < item["key_end"] + fresh_end)
+
+        def committed_part(block, carry):
+            at = block * tiling.keys + jnp.arange(tiling.keys)
+            defined = None if window is None else in_window(at)
+            pair = [load_cached(ref, sample, at, defined) for ref in cache_refs]
+            visible = None if window is None else seen(at, defined)
+            return finish_part(block, carry, softmax((*pair, visible)))
+
+        def mixed_part(block, carry):
+            """The part that begins with committed keys and ends with fresh ones.
+
+            A matrix unit adds up UNIT_KEYS keys at once: those that it adds up together must be the
+            same whether they are fresh or committed.
+            """
+            start = block * tiling.keys
+            border = item["key_end"] // UNIT_KEYS * UNIT_KEYS
+            at = start + jnp.arange(tiling.keys)
+            defined = (at < border) & in_window(at)
+            before_border = (*committed(at, defined), seen(at, defined))
+
+            at = border + jnp.arange(UNIT_KEYS)
+            old, new = (at < item["key_end"]) & in_window(at), is_fresh(at)
+            pairs = zip(committed(at, old), fresh_ones(at, new), strict=True)
+            pair = [jnp.where(new[:, None], own, cached) for cached, own in pairs]
+            visible = jnp.where(new[None, :], sees_fresh(at, new), seen(at, old))
+            at_border = (*pair, visible)
+
+            at = border + UNIT_KEYS + jnp.arange(launch.fresh_keys)
+            new = is_fresh(at) & (at < start + tiling.keys)
+            behind_border = (*fresh_ones(at, new), sees_fresh(at, new))
+            return finish_part(block, carry, softmax(before_border, at_border, behind_border))
+
+        def fresh_part(block, carry):
+            at = block * tiling.keys + jnp.arange(launch.fresh_keys)
+            new = is_fresh(at)
+            return finish_part(block, carry, softmax((*fresh_ones(at, new), sees_fresh(at, new))))
 
         if launch.invariant:
+            softmax = functools.partial(_softmax_of_part, query, scale=scale)
+            cache_refs = (key_cache_ref, value_cache_ref)
             zero = jnp.zeros(tiling.rows, jnp.float32)
             carry = (jnp.zeros((tiling.rows, dims.shape[1]), jnp.float32), zero - jnp.inf, zero)
-            if len(outputs) > 1:
-                carry = ()
+            carry = carry if len(outputs) == 1 else ()
             full = item["key_end"] // tiling.keys
             carry = _loop(begin, full, committed_part, carry)
-            seen = jnp.where(fresh_end > 0, pl.cdiv(item["key_end"] + fresh_end, tiling.keys), 0)
-            carry = _loop(jnp.maximum(begin, full), seen, mixed_part, carry)
+            mixed_end = jnp.where(fresh_end > 0, pl.cdiv(item["key_end"], tiling.keys), full)
+            carry = _loop(full, mixed_end, mixed_part, carry)
+            last = pl.cdiv(item["key_end"] + fresh_end, tiling.keys)
+            carry = _loop(mixed_end, jnp.where(fresh_end > 0, last, 0), fresh_part, carry)
             if len(outputs) == 1:
                 out, _, total = carry
                 out = (out / total[:, None]).astype(outputs[0].dtype)
@@ -413,23 +450,32 @@ def _attend(query, carry, keys, values, visible, *, scale):
     return out, new_highest, total * decay + added
 
 
-def _softmax_of_part(query, keys, values, visible, *, scale):
+def _softmax_of_part(query, *blocks, scale):
     """A part's weighted values, largest score and sum of weights, each of the part alone.
 
-    Matrix units add up the weights, so that the order does not depend on where a tile's numbers
+    A matrix unit adds up the weights, so that the order does not depend on where a tile's numbers
     lie.
+
+    Args:
+        query: the tile's queries.
+        blocks: keys, values and which lanes see them (None: all do) of parts of the part, in order.
+        scale: the factor of the scores.
     """
     precision = matmul_precision(query.dtype)
     dot = functools.partial(jnp.dot, precision=precision, preferred_element_type=jnp.float32)
-    scores = dot(query, keys.T)
-    if visible is not None:
-        scores = jnp.where(visible, scores, -jnp.inf)
     exponent = scale * math.log2(math.e)
-    highest = jnp.max(scores, axis=1) * exponent
-    shift = highest if visible is None else jnp.where(highest == -jnp.inf, 0, highest)
-    weights = jnp.exp2(scores * exponent - shift[:, None]).astype(values.dtype)
-    ones = jnp.ones((keys.shape[0], 16), values.dtype)
-    return dot(weights, values), highest, jnp.max(dot(weights, ones), axis=1)
+    scores = [
+        dot(query, keys.T) if visible is None else jnp.where(visible, dot(query, keys.T), -jnp.inf)
+        for keys, _, visible in blocks
+    ]
+    highest = functools.reduce(jnp.maximum, (jnp.max(of, axis=1) for of in scores)) * exponent
+    shift = jnp.where(highest == -jnp.inf, 0, highest)
+    out = total = None
+    for (_, values, _), of in zip(blocks, scores, strict=True):
+        weights = jnp.exp2(of * exponent - shift[:, None]).astype(values.dtype)
+        added = dot(weights, values), dot(weights, jnp.ones((values.shape[0], 16), values.dtype))
+        out, total = added if out is None else (out + added[0], total + added[1])
+    return out, highest, jnp.max(total, axis=1)
 
 
 def _start(tiling: Tiling, head_dim: int):
