@@ -40,6 +40,7 @@ class Launch(NamedTuple):
     fresh_keys: int = 0  # if so, keys of a block of fresh rows
 
 
+PIECE_KEYS = 32  # of a part that is not read ahead, to spare registers
 UNIT_KEYS = 16  # that a matrix unit adds up at once
 PART_KEYS = 128  # keys of a part, whose softmax is computed by itself, where bits are invariant
 DECODE = Tiling(rows=16, keys=64, num_warps=4, num_stages=3)

@@ -24,6 +24,7 @@ from pallas_kernels.attention import work_items
 from pallas_kernels.attention.combine import combine, combine_parts, merge
 from pallas_kernels.attention.confine import confine
 from pallas_kernels.attention.tilings import (
+    PIECE_KEYS,
     UNIT_KEYS,
     Launch,
     Tiling,
@@ -295,13 +296,13 @@ def _kernel(
                 visible = plgpu.load(place) != 0
             return visible & seen(at, defined)
 
-        def committed(at, defined):
+        def committed(which, at, defined):
             place = jnp.where(defined, at, 0)
-            return [load_cached(ref, sample, place, defined) for ref in cache_refs]
+            return load_cached(cache_refs[which], sample, place, defined)
 
-        def fresh_ones(at, defined):
+        def fresh_ones(which, at, defined):
             place = jnp.where(defined, at - item["key_end"], 0)
-            return load_fresh(sample_row + place, defined)
+            return load_fresh(sample_row + place, defined)[which]
 
         def is_fresh(at):
             return (at >= item["key_end"]) & (at < item["key_end"] + fresh_end)
@@ -309,9 +310,9 @@ def _kernel(
         def committed_part(block, carry):
             at = block * tiling.keys + jnp.arange(tiling.keys)
             defined = None if window is None else in_window(at)
-            pair = [load_cached(ref, sample, at, defined) for ref in cache_refs]
+            load = lambda which: load_cached(cache_refs[which], sample, at, defined)
             visible = None if window is None else seen(at, defined)
-            return finish_part(block, carry, softmax((*pair, visible)))
+            return finish_part(block, carry, softmax((load, visible)))
 
         def mixed_part(block, carry):
             """The part that begins with committed keys and ends with fresh ones.
@@ -321,26 +322,34 @@ def _kernel(
             """
             start = block * tiling.keys
             border = item["key_end"] // UNIT_KEYS * UNIT_KEYS
-            at = start + jnp.arange(tiling.keys)
-            defined = (at < border) & in_window(at)
-            before_border = (*committed(at, defined), seen(at, defined))
+            blocks = []
+            for first in range(0, tiling.keys, PIECE_KEYS):
+                at = start + first + jnp.arange(PIECE_KEYS)
+                defined = (at < border) & in_window(at)
+                load = functools.partial(committed, at=at, defined=defined)
+                blocks.append((load, seen(at, defined)))
 
-            at = border + jnp.arange(UNIT_KEYS)
-            old, new = (at < item["key_end"]) & in_window(at), is_fresh(at)
-            pairs = zip(committed(at, old), fresh_ones(at, new), strict=True)
-            pair = [jnp.where(new[:, None], own, cached) for cached, own in pairs]
-            visible = jnp.where(new[None, :], sees_fresh(at, new), seen(at, old))
-            at_border = (*pair, visible)
+            at_border = border + jnp.arange(UNIT_KEYS)
+            old, new = (at_border < item["key_end"]) & in_window(at_border), is_fresh(at_border)
+
+            def load_border(which):
+                own, cached = fresh_ones(which, at_border, new), committed(which, at_border, old)
+                return jnp.where(new[:, None], own, cached)
+
+            visible = jnp.where(new[None, :], sees_fresh(at_border, new), seen(at_border, old))
+            blocks.append((load_border, visible))
 
             at = border + UNIT_KEYS + jnp.arange(launch.fresh_keys)
-            new = is_fresh(at) & (at < start + tiling.keys)
-            behind_border = (*fresh_ones(at, new), sees_fresh(at, new))
-            return finish_part(block, carry, softmax(before_border, at_border, behind_border))
+            new_behind = is_fresh(at) & (at < start + tiling.keys)
+            load = functools.partial(fresh_ones, at=at, defined=new_behind)
+            blocks.append((load, sees_fresh(at, new_behind)))
+            return finish_part(block, carry, softmax(*blocks))
 
         def fresh_part(block, carry):
             at = block * tiling.keys + jnp.arange(launch.fresh_keys)
             new = is_fresh(at)
-            return finish_part(block, carry, softmax((*fresh_ones(at, new), sees_fresh(at, new))))
+            load = functools.partial(fresh_ones, at=at, defined=new)
+            return finish_part(block, carry, softmax((load, sees_fresh(at, new))))
 
         if launch.invariant:
             softmax = functools.partial(_softmax_of_part, query, scale=scale)
@@ -458,22 +467,22 @@ def _softmax_of_part(query, *blocks, scale):
 
     Args:
         query: the tile's queries.
-        blocks: keys, values and which lanes see them (None: all do) of parts of the part, in order.
+        blocks: for each block of the part, in order, a function that loads its keys (0) or values
+            (1), and which lanes see them; None: all do.
         scale: the factor of the scores.
     """
     precision = matmul_precision(query.dtype)
     dot = functools.partial(jnp.dot, precision=precision, preferred_element_type=jnp.float32)
-    exponent = scale * math.log2(math.e)
-    scores = [
-        dot(query, keys.T) if visible is None else jnp.where(visible, dot(query, keys.T), -jnp.inf)
-        for keys, _, visible in blocks
-    ]
+    exponent, scores = scale * math.log2(math.e), []
+    for load, visible in blocks:
+        of = dot(query, load(0).T)
+        scores.append(of if visible is None else jnp.where(visible, of, -jnp.inf))
     highest = functools.reduce(jnp.maximum, (jnp.max(of, axis=1) for of in scores)) * exponent
     shift = jnp.where(highest == -jnp.inf, 0, highest)
     out = total = None
-    for (_, values, _), of in zip(blocks, scores, strict=True):
-        weights = jnp.exp2(of * exponent - shift[:, None]).astype(values.dtype)
-        added = dot(weights, values), dot(weights, jnp.ones((values.shape[0], 16), values.dtype))
+    for (load, _), of in zip(blocks, scores, strict=True):
+        weights = jnp.exp2(of * exponent - shift[:, None]).astype(query.dtype)
+        added = dot(weights, load(1)), dot(weights, jnp.ones((of.shape[1], 16), query.dtype))
         out, total = added if out is None else (out + added[0], total + added[1])
     return out, highest, jnp.max(total, axis=1)
 
