@@ -37,11 +37,9 @@ class Launch(NamedTuple):
     scale: float  # factor of the scores
     window: int | None  # positions that a row sees; None: all
     invariant: bool = False  # whether a row's bits depend on its own sequence alone
-    fresh_keys: int = 0  # if so, keys of a block of fresh rows
 
 
 PIECE_KEYS = 32  # of a part that is not read ahead, to spare registers
-UNIT_KEYS = 16  # that a matrix unit adds up at once
 PART_KEYS = 128  # keys of a part, whose softmax is computed by itself, where bits are invariant
 DECODE = Tiling(rows=16, keys=64, num_warps=4, num_stages=3)
 # Heads whose size is not a power of two pad their blocks in shared memory: where there are
@@ -108,9 +106,7 @@ def launch_for(
         whole = lambda tiling: tiling._replace(keys=PART_KEYS, num_stages=2)
         tiling, few = whole(tiling), few and whole(few)
     one_block = most <= tiling.rows
-    fresh_keys = max(UNIT_KEYS, pl.next_power_of_2(most)) if few is None else PART_KEYS
-    options = {"invariant": invariant, "fresh_keys": fresh_keys}
-    return Launch(tiling, few, group, splits, max_tiles, one_block, scale, window, **options)
+    return Launch(tiling, few, group, splits, max_tiles, one_block, scale, window, invariant)
 
 
 def _decode_tiling(head_dim: int, programs: int) -> Tiling:

@@ -25,7 +25,6 @@ from pallas_kernels.attention.combine import combine, combine_parts, merge
 from pallas_kernels.attention.confine import confine
 from pallas_kernels.attention.tilings import (
     PIECE_KEYS,
-    UNIT_KEYS,
     Launch,
     Tiling,
     dims_of,
@@ -34,6 +33,9 @@ from pallas_kernels.attention.tilings import (
 )
 from pallas_kernels.attention.work_items import FIELDS, part_places
 from pallas_kernels.common.implementations import matmul_precision, stages_that_fit
+
+
+SUM_UNITS = 2**23  # of a weight: the sum of a part's weights is below 2**31
 
 
 def ragged_attention(
@@ -281,8 +283,8 @@ def _kernel(
         def in_window(at):
             return jnp.bool_(True) if window is None else at >= first_seen
 
-        def seen(at, defined):
-            """Which lanes see keys at these places, of which some are not defined."""
+        def sees(at, defined):
+            """Which lanes see committed keys at these places, of which some are not defined."""
             visible = defined[None, :]
             return visible if window is None else visible & (at[None, :] >= lowest[:, None])
 
@@ -294,62 +296,41 @@ def _kernel(
                 column = jnp.clip(fresh, 0, ancestors_ref.shape[1] - 1)
                 place = ancestors_ref.at[query_row[:, None], column[None, :]]
                 visible = plgpu.load(place) != 0
-            return visible & seen(at, defined)
-
-        def committed(which, at, defined):
-            place = jnp.where(defined, at, 0)
-            return load_cached(cache_refs[which], sample, place, defined)
-
-        def fresh_ones(which, at, defined):
-            place = jnp.where(defined, at - item["key_end"], 0)
-            return load_fresh(sample_row + place, defined)[which]
-
-        def is_fresh(at):
-            return (at >= item["key_end"]) & (at < item["key_end"] + fresh_end)
+            return visible & sees(at, defined)
 
         def committed_part(block, carry):
             at = block * tiling.keys + jnp.arange(tiling.keys)
             defined = None if window is None else in_window(at)
             load = lambda which: load_cached(cache_refs[which], sample, at, defined)
-            visible = None if window is None else seen(at, defined)
+            visible = None if window is None else sees(at, defined)
+            return finish_part(block, carry, softmax((load, visible)))
+
+        def fresh_part(block, carry):
+            """A part of fresh rows that come before the tile's."""
+            at = block * tiling.keys + jnp.arange(tiling.keys)
+            load = lambda which: load_fresh(sample_row + at - item["key_end"])[which]
+            visible = None if window is None else sees(at, in_window(at))
             return finish_part(block, carry, softmax((load, visible)))
 
         def mixed_part(block, carry):
-            """The part that begins with committed keys and ends with fresh ones.
+            """A part with fresh rows, which may begin with committed keys.
 
-            A matrix unit adds up UNIT_KEYS keys at once: those that it adds up together must be the
-            same whether they are fresh or committed.
+            A matrix unit adds up several keys at once. Those that it adds up together are the same
+            whether they are fresh or committed.
             """
-            start = block * tiling.keys
-            border = item["key_end"] // UNIT_KEYS * UNIT_KEYS
-            blocks = []
+            pieces = []
             for first in range(0, tiling.keys, PIECE_KEYS):
-                at = start + first + jnp.arange(PIECE_KEYS)
-                defined = (at < border) & in_window(at)
-                load = functools.partial(committed, at=at, defined=defined)
-                blocks.append((load, seen(at, defined)))
+                at = block * tiling.keys + first + jnp.arange(PIECE_KEYS)
+                fresh = at - item["key_end"]
+                old, new = (fresh < 0) & in_window(at), (fresh >= 0) & (fresh < fresh_end)
 
-            at_border = border + jnp.arange(UNIT_KEYS)
-            old, new = (at_border < item["key_end"]) & in_window(at_border), is_fresh(at_border)
+                def load(which, at=at, fresh=fresh, old=old, new=new):
+                    cached = load_cached(cache_refs[which], sample, jnp.where(old, at, 0), old)
+                    own = load_fresh(sample_row + jnp.where(new, fresh, 0), new)[which]
+                    return jnp.where(new[:, None], own, cached)
 
-            def load_border(which):
-                own, cached = fresh_ones(which, at_border, new), committed(which, at_border, old)
-                return jnp.where(new[:, None], own, cached)
-
-            visible = jnp.where(new[None, :], sees_fresh(at_border, new), seen(at_border, old))
-            blocks.append((load_border, visible))
-
-            at = border + UNIT_KEYS + jnp.arange(launch.fresh_keys)
-            new_behind = is_fresh(at) & (at < start + tiling.keys)
-            load = functools.partial(fresh_ones, at=at, defined=new_behind)
-            blocks.append((load, sees_fresh(at, new_behind)))
-            return finish_part(block, carry, softmax(*blocks))
-
-        def fresh_part(block, carry):
-            at = block * tiling.keys + jnp.arange(launch.fresh_keys)
-            new = is_fresh(at)
-            load = functools.partial(fresh_ones, at=at, defined=new)
-            return finish_part(block, carry, softmax((load, sees_fresh(at, new))))
+                pieces.append((load, jnp.where(new[None, :], sees_fresh(at, new), sees(at, old))))
+            return finish_part(block, carry, softmax(*pieces))
 
         if launch.invariant:
             softmax = functools.partial(_softmax_of_part, query, scale=scale)
@@ -357,12 +338,16 @@ def _kernel(
             zero = jnp.zeros(tiling.rows, jnp.float32)
             carry = (jnp.zeros((tiling.rows, dims.shape[1]), jnp.float32), zero - jnp.inf, zero)
             carry = carry if len(outputs) == 1 else ()
-            full = item["key_end"] // tiling.keys
-            carry = _loop(begin, full, committed_part, carry)
-            mixed_end = jnp.where(fresh_end > 0, pl.cdiv(item["key_end"], tiling.keys), full)
-            carry = _loop(full, mixed_end, mixed_part, carry)
-            last = pl.cdiv(item["key_end"] + fresh_end, tiling.keys)
-            carry = _loop(mixed_end, jnp.where(fresh_end > 0, last, 0), fresh_part, carry)
+            parts = lambda keys: pl.cdiv(keys, tiling.keys)
+            mixed, last = item["key_end"] // tiling.keys, parts(item["key_end"] + fresh_end)
+            last = jnp.where(fresh_end > 0, last, 0)
+            carry = _loop(begin, mixed, committed_part, carry)
+            if not decoding and ancestors_ref is None:
+                whole = parts(item["key_end"])
+                carry = _plain_loop(mixed, jnp.minimum(whole, last), mixed_part, carry)
+                mixed = jnp.maximum(whole, (item["key_end"] + before) // tiling.keys)
+                carry = _loop(whole, jnp.minimum(mixed, last), fresh_part, carry)
+            carry = _plain_loop(mixed, last, mixed_part, carry)
             if len(outputs) == 1:
                 out, _, total = carry
                 out = (out / total[:, None]).astype(outputs[0].dtype)
@@ -479,12 +464,17 @@ def _softmax_of_part(query, *blocks, scale):
         scores.append(of if visible is None else jnp.where(visible, of, -jnp.inf))
     highest = functools.reduce(jnp.maximum, (jnp.max(of, axis=1) for of in scores)) * exponent
     shift = jnp.where(highest == -jnp.inf, 0, highest)
-    out = total = None
+    out, total = None, 0
     for (load, _), of in zip(blocks, scores, strict=True):
-        weights = jnp.exp2(of * exponent - shift[:, None]).astype(query.dtype)
-        added = dot(weights, load(1)), dot(weights, jnp.ones((of.shape[1], 16), query.dtype))
-        out, total = added if out is None else (out + added[0], total + added[1])
-    return out, highest, jnp.max(total, axis=1)
+        weights = jnp.exp2(of * exponent - shift[:, None])
+        added = dot(weights.astype(query.dtype), load(1))
+        out, total = added if out is None else out + added, total + _sum_in_any_order(weights)
+    return out, highest, total
+
+
+def _sum_in_any_order(weights: Array) -> Array:
+    """Sums over the last axis of up to PART_KEYS numbers in [0, 1], added up as integers."""
+    return jnp.sum((weights * SUM_UNITS).astype(jnp.int32), axis=1).astype(jnp.float32) / SUM_UNITS
 
 
 def _start(tiling: Tiling, head_dim: int):
@@ -497,6 +487,12 @@ def _loop(begin, end, body, carry, **static):
     """`fori_loop` from `begin`, counted from zero: the form that Triton pipelines."""
     step = lambda i, carry: body(begin + i, carry, **static)
     return lax.fori_loop(0, jnp.maximum(end - begin, 0), step, carry)
+
+
+def _plain_loop(begin, end, body, carry):
+    """`fori_loop` in a form that Triton does not pipeline, for few iterations."""
+    step = lambda state: (state[0] + 1, body(state[0], state[1]))
+    return lax.while_loop(lambda state: state[0] < end, step, (begin, carry))[1]
 
 
 def _sum_total(carry):
