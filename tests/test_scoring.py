@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -134,6 +135,16 @@ def test_greedy_continuations_are_marked():
     scored = emsjax.score(model, prompts, continuations)
     assert scored.is_greedy.tolist() == [True, False, False, True] * 3
     assert emsjax.score(model, *mixed()).is_greedy.tolist() == expected_of_mixed()[1]
+
+
+def test_the_first_of_equal_logits_is_greedy():
+    """As for argmax, by which greedy decoding chooses."""
+    model = types.SimpleNamespace(logits=lambda hidden: hidden)
+    logits = np.array([[1, 3, 3, 2], [0, 0, 0, 0], [5, 1, 2, 5], [np.nan, 1, 2, 0]], np.float32)
+    for target in range(4):
+        found = scores._scores_of(model, jnp.asarray(logits), jnp.full(4, target))
+        assert found.is_greedy.tolist() == [*(logits[:3].argmax(axis=1) == target), False]
+        assert np.isnan(found.logprobs[3])
 
 
 @pytest.mark.parametrize("sampling", [None, emsjax.Sampling(1.0)], ids=["greedy", "sampled"])
@@ -321,6 +332,20 @@ def test_an_attention_of_your_own_is_used():
         attention_implementation=lambda query, *args, **options: jnp.zeros_like(query),
     )
     assert np.abs(blind.totals - [one.sum() for one in expected_of_mixed()[0]]).max() > 0.1
+
+
+def test_the_gpu_kernel_reads_trees(load, monkeypatch):
+    """Of layers with windows, too. By its name it cannot be chosen where it is interpreted."""
+    model = load("gemma3").astype(jnp.float32)
+    expected = emsjax.score(model, *mixed())
+    kernel = functools.partial(
+        pallas_kernels.ragged_attention, implementation="triton", interpret=True
+    )
+    call = lambda self, *args, **options: kernel(*args, **options)
+    monkeypatch.setattr(emsjax.decode.kernels.OwnAttention, "__call__", call)
+    scores.score_forest.clear_cache()  # of programs for the other kernel
+    assert_scores(emsjax.score(model, *mixed()), expected.logprobs)
+    scores.score_forest.clear_cache()
 
 
 def test_one_continuation_is_a_sequence_of_integers_and_several_are_sequences():
