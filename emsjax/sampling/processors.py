@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
 from emsjax.returned import check_alike, check_state
-from emsjax.sampling.settings import Controls
+from emsjax.sampling.settings import Controls, Settings
 from emsjax.verification import leading
 from pallas_kernels.common.indexing import take
 
@@ -62,11 +62,31 @@ class LogitsProcessor:
     with the same processor.
 
     Only `__call__` has to be written.
+
+    Attributes:
+        num_prompts: *host.* number of prompts for which it has values of their own, as many as the
+            call has; None: it is the same for all.
     """
+
+    num_prompts: int | None = None
 
     def init(self, prompts: Int32[Array, "b t"], prompt_lengths: Int32[Array, "b"]) -> Any:
         """The state before the first new token: arrays whose first axis is the slots'."""
         return ()
+
+    def init_for(
+        self,
+        prompts: Int32[Array, "b t"],
+        prompt_lengths: Int32[Array, "b"],
+        requests: Int32[Array, "b"],
+    ) -> Any:
+        """`init` for a processor with `num_prompts`.
+
+        Args:
+            requests: the place of each slot's prompt among the prompts of the call; arbitrary in
+                slots without a sequence.
+        """
+        return self.init(prompts, prompt_lengths)
 
     def __call__(
         self, state: Any, logits: Float[Array, "r v"], context: LogitsContext
@@ -191,6 +211,15 @@ def initial_states(
     processors: tuple[LogitsProcessor, ...],
     prompts: Int32[Array, "b t"],
     prompt_lengths: Int32[Array, "b"],
+    settings: Settings,
 ) -> tuple[Any, ...]:
-    """The processors' states before the first new token."""
-    return tuple(processor.init(prompts, prompt_lengths) for processor in processors)
+    """The processors' states before the first new token.
+
+    Args:
+        settings: the slots' rows. Without `request_ids`, either no processor has values for each
+            prompt or no slot has a sequence.
+    """
+    requests = settings.request_ids
+    if requests is None:
+        requests = jnp.zeros_like(prompt_lengths)
+    return tuple(one.init_for(prompts, prompt_lengths, requests) for one in processors)
