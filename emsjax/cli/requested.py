@@ -104,7 +104,8 @@ class Requested:
                 try:
                     self.known[key] = getattr(constraints, name)(value, self.tokenizer)
                 except ValueError as error:
-                    raise ValueError(f"{name}: {error}") from error
+                    named = str(error).startswith(name)
+                    raise ValueError(str(error) if named else f"{name}: {error}") from error
             return self.known[key]
         return None
 
