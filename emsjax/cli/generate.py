@@ -41,8 +41,8 @@ def run(
     """Complete every record of the input that the output does not hold yet.
 
     The input is read twice to check it and once to complete it; memory grows by 16 bytes for each
-    record and result, and by each different "sampling" of records. A sequence's random key depends
-    on its position in the input only, so a resumed run draws the same tokens.
+    record and result, and by each different "sampling" and constraint of records. A sequence's
+    random key depends on its position in the input only, so a resumed run draws the same tokens.
 
     Returns:
         The exit code: 1 if the output holds sequences that ended with an error, otherwise 0.
