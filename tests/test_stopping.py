@@ -408,15 +408,15 @@ def of_each(patterns):
 
 @functools.cache
 def drawn_or_greedy(drawn):
-    """Settings with which a free prompt goes on, and chooses ids that the tokenizer lacks."""
-    bias = {end(): -4.0, len(tokenizer()): 3.0, len(tokenizer()) + 2: 3.0}
+    """Settings with which a free prompt chooses ids that the tokenizer lacks, and ends."""
+    bias = {end(): 8.0, len(tokenizer()): 8.0, len(tokenizer()) + 2: 8.0}
     asked = {"max_new_tokens": NEW, "eos_token_ids": end()}
     if drawn:
         return asked | {
             "sampling": emsjax.Sampling(1.5, logit_bias=bias),
-            "key": jax.random.key(2),
+            "key": jax.random.key(4),
         }
-    bias = {token: 40.0 if token >= len(tokenizer()) else value for token, value in bias.items()}
+    bias = {token: 16.0 if token == end() else 40.0 for token in bias}
     free = {"logit_bias": [None, bias, None, None], "frequency_penalty": [0, 9, 0, 0]}
     return asked | {"sampling": emsjax.Sampling(**free)}
 
@@ -456,6 +456,7 @@ def test_each_prompt_is_completed_as_if_its_constraint_were_that_of_all(model, n
     padding = [token >= len(tokenizer()) for token in expected[1]]  # ids of the model alone
     assert any(padding)
     assert not all(padding)
+    assert expected[1][-1] == end()
     assert len({tuple(one) for one in expected}) == 4
     if name != "model" or not drawn:  # otherwise the tokens are others of the same distribution
         out = assert_lossless(model, drafter, prompts(), **asked).output

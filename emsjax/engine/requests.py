@@ -24,7 +24,7 @@ from emsjax.decode.row_counts import round_up_length
 from emsjax.decode.state import Common
 from emsjax.engine.texts import Texts, check_stops
 from emsjax.sampling import LogitsProcessor, Sampling, Settings
-from emsjax.sampling.processors import name_of
+from emsjax.sampling.processors import prompt_numbers
 
 KEY_IMPL = "threefry2x32"  # implementation of random keys
 KEYS_AT_ONCE = 256
@@ -166,7 +166,7 @@ def check_requests(
     ends = _end_token_ids(config, asked.eos_token_ids)
     for processor in processors:
         processor.check_requests(ends)
-    request_ids = _request_ids(processors, len(ids))
+    request_ids = prompt_numbers(processors, len(ids))
     settings = check_sampling(asked.sampling, config.vocab_size, new, ends)
     sampling = settings.sampling
     if num_sequences > 1 and sampling is None:
@@ -186,21 +186,6 @@ def check_requests(
         max_len=round_up_length(max(len(p) + extra for p, extra in zip(ids, new, strict=True))),
         texts=texts,
     )
-
-
-def _request_ids(processors: Sequence[LogitsProcessor], num_prompts: int) -> np.ndarray | None:
-    """The number of each prompt; None: no processor has values for each.
-
-    Raises:
-        ValueError: one has values for another number of prompts.
-    """
-    for processor in (own := [one for one in processors if one.num_prompts is not None]):
-        if processor.num_prompts != num_prompts:
-            raise ValueError(
-                f"{name_of(processor)} must have values for each prompt: got "
-                f"{processor.num_prompts} for {num_prompts} prompts"
-            )
-    return np.arange(num_prompts, dtype=np.int32) if own else None
 
 
 def check_sampling(

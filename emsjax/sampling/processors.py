@@ -3,6 +3,7 @@
 Axis legend: b = slots, k = draft tokens of a slot, r = rows of logits, v = vocabulary.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -223,3 +224,20 @@ def initial_states(
     if requests is None:
         requests = jnp.zeros_like(prompt_lengths)
     return tuple(one.init_for(prompts, prompt_lengths, requests) for one in processors)
+
+
+def prompt_numbers(
+    processors: Sequence[LogitsProcessor], num_prompts: int
+) -> Int32[np.ndarray, "n"] | None:
+    """*Host.* The number of each prompt; None: no processor has values for each.
+
+    Raises:
+        ValueError: one has values for another number of prompts.
+    """
+    for processor in (own := [one for one in processors if one.num_prompts is not None]):
+        if processor.num_prompts != num_prompts:
+            raise ValueError(
+                f"{name_of(processor)} must have values for each prompt: got "
+                f"{processor.num_prompts} for {num_prompts} prompts"
+            )
+    return np.arange(num_prompts, dtype=np.int32) if own else None
