@@ -10,6 +10,7 @@ from emsjax import constraints
 from emsjax.cli.generate_arguments import RunOptions
 from emsjax.cli.sampling_arguments import CONSTRAINTS, FIELDS, NEED_TEMPERATURE
 from emsjax.engine.requests import PLACEHOLDER, check_requests
+from emsjax.records.writing import to_json
 from emsjax.sampling import LogitsProcessor, Sampling
 from emsjax.streaming import Variants
 
@@ -99,7 +100,7 @@ class Requested:
         if len(asked) > 1:
             raise ValueError(f"only one of {' and '.join(asked)} can be kept to")
         for name, value in asked.items():
-            key = json.dumps([name, value])
+            key = to_json([name, value])
             if key not in self.known:
                 try:
                     self.known[key] = getattr(constraints, name)(value, self.tokenizer)
