@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float32, Float64, Int32
@@ -10,28 +10,17 @@ from jaxtyping import Bool, Float32, Float64, Int32
 from emsjax.checks import NOT_TEXT, as_token_ids, check_at_least, check_list, is_per_prompt
 from emsjax.configured import configured
 from emsjax.decode.base import Model, ModelConfig
-from emsjax.decode.cache import KVCache
-from emsjax.decode.row_counts import round_up_length
+from emsjax.decode.kernels import OwnAttention
 from emsjax.decode.run import Run
+from emsjax.engine import forest
 from emsjax.engine.adapt import make_run
-from emsjax.engine.memory import check_fits
+from emsjax.engine.cached_scores import plan_groups, score_group
+from emsjax.engine.forest import MOST_AT_ONCE, Continuation, Scored, Tree, grow, lay_out, plant
+from emsjax.engine.memory import forest_fits
 from emsjax.engine.preparation import device_of
 from emsjax.engine.requests import read_prompts
-from emsjax.engine.scores import (
-    LOGIT_ROWS,
-    Scores,
-    chunk_rows_for,
-    empty_cache,
-    fork_cache,
-    row_bound_for,
-    score_tokens,
-    score_whole,
-    whole_bound_for,
-    whole_rows_for,
-)
+from emsjax.engine.scores import Scores, score_forest
 from emsjax.values import comparable
-
-MOST_AT_ONCE = 64  # continuations scored at a time by default
 
 
 @comparable
@@ -52,37 +41,6 @@ class ScoreOutput:
     num_continuations: Int32[np.ndarray, "p"]
 
 
-class Continuation(NamedTuple):
-    """A continuation to score.
-
-    Attributes:
-        place: its index in the output.
-        prompt: index of its prompt.
-        tokens: its tokens.
-    """
-
-    place: int
-    prompt: int
-    tokens: Int32[np.ndarray, "n"]
-
-
-class Plan(NamedTuple):
-    """How the continuations are divided.
-
-    Attributes:
-        groups: continuations that are scored at the same time.
-        slots: slots of a group, at least its number of continuations.
-        prompt_slots: slots in which a group's prompts are prefilled; None: every continuation
-            feeds its prompt by itself.
-        whole: whether a group's prompts and continuations are fed in one call of the model.
-    """
-
-    groups: list[list[Continuation]]
-    slots: int
-    prompt_slots: int | None
-    whole: bool
-
-
 @configured
 def score(
     model: Model,
@@ -95,8 +53,7 @@ def score(
     """Computes log-probabilities of given continuations, unpadded.
 
     They are those of the model's softmax at temperature 1, which `emsjax.generate` reports for
-    greedy decoding. Continuations of a prompt that are scored at the same time share its prefill,
-    unless most prompts have only one.
+    greedy decoding. Continuations of a prompt that are scored at the same time share its rows.
 
     Args:
         model: the model.
@@ -125,15 +82,21 @@ def score(
     given = read_continuations(model.config, ids, continuations)
     if batch_size is not None:
         batch_size = check_at_least("batch_size", batch_size, 1)
-    plan = _plan(run, ids, given, batch_size)
+    at_once = batch_size or MOST_AT_ONCE
+    most = _most_rows(run)
+    trees, long = [], []
+    for prompt, own in zip(ids, given, strict=True):
+        if len(prompt) + max(len(one.tokens) for one in own) - 1 <= most:
+            trees += grow(prompt, own, most, at_once)
+        else:
+            long.append(own)
+    plan = plan_groups(run, ids, long, batch_size) if long else None
     logprobs: list[Any] = [None] * sum(map(len, given))
     is_greedy = np.zeros(len(logprobs), bool)
-    for group in plan.groups:
-        of_tokens, greedy = _score_group(run, ids, group, plan)
-        for slot, (place, prompt, tokens) in enumerate(group):
-            own = slice(len(ids[prompt]), len(ids[prompt]) + len(tokens))
-            logprobs[place] = of_tokens[slot, own].copy()
-            is_greedy[place] = greedy[slot, own].all()
+    groups = plan.groups if plan else ()
+    of_long = (one for group in groups for one in score_group(run, ids, group, plan))
+    for place, of_tokens, greedy in itertools.chain(_score_trees(run, trees, at_once), of_long):
+        logprobs[place], is_greedy[place] = of_tokens.copy(), greedy.all()
     return ScoreOutput(
         logprobs=logprobs,
         totals=np.array([one.sum(dtype=np.float64) for one in logprobs]),
@@ -185,163 +148,37 @@ def _sequences(name: str, entry: Any) -> Iterator[tuple[str, Any]]:
         yield name, entry
 
 
-def _plan(
-    run: Run,
-    prompts: Sequence[np.ndarray],
-    given: Sequence[Sequence[Continuation]],
-    batch_size: int | None,
-) -> Plan:
-    """Divides the continuations into groups that fit into memory.
+def _most_rows(run: Run) -> int:
+    """Most rows of a tree: as many as fit into memory in one call, or 0.
 
-    Raises:
-        ValueError: groups of `batch_size`, or of one continuation if that is None, do not fit.
+    Attention that is not this library's own may not know the mask of a tree.
     """
-    total = sum(map(len, given))
-    longest = max(len(prompts[one.prompt]) + len(one.tokens) for own in given for one in own)
-    slots = min(batch_size or MOST_AT_ONCE, _power_of_two(total))
-    while True:
-        groups = list(_groups(prompts, given, slots))
-        # Prompts are shared if this saves at least half of their prefill; one token has none.
-        held = _power_of_two(max(len({one.prompt for one in group}) for group in groups))
-        shares = 2 * held <= slots and max(map(len, prompts)) > 1
-        whole = not shares and whole_rows_for(longest - 1) is not None
-        try:
-            check_fits(
-                run.model,
-                slots=slots,
-                prompt_slots=held if shares else slots,
-                device=device_of(run.model),
-                max_len=round_up_length(longest),
-                max_draft_tokens=-(-LOGIT_ROWS // slots) - 1,  # as many rows get logits
-            )
-        except ValueError:
-            if batch_size is not None or slots == 1:
-                raise
-            slots = -(-slots // 2)
-        else:
-            if whole:
-                groups = list(_whole_groups(prompts, given, slots))
-            return Plan(groups, slots, held if shares else None, whole)
+    rows, device = forest.MOST_ROWS, device_of(run.model)
+    while rows >= forest.CALL_ROWS and isinstance(run.kernels.attention, OwnAttention):
+        if forest_fits(run.model, rows, device):
+            return rows
+        rows //= 2
+    return 0
 
 
-def _power_of_two(count: int) -> int:
-    """Returns the smallest power of two that is at least `count`."""
-    return 1 << (count - 1).bit_length()
+def _score_trees(run: Run, trees: Sequence[Tree], at_once: int) -> Iterator[Scored]:
+    """Scores trees; the next call is prepared while one runs."""
+    waiting = None
+    for shape, bins in plant(trees, at_once):
+        scores = score_forest(run.model, lay_out(shape, bins), shape=shape, kernels=run.kernels)
+        if waiting is not None:
+            yield from _read(*waiting)
+        waiting = bins, scores
+    if waiting is not None:
+        yield from _read(*waiting)
 
 
-def _groups(
-    prompts: Sequence[np.ndarray], given: Sequence[Sequence[Continuation]], slots: int
-) -> Iterator[list[Continuation]]:
-    """Yields groups of up to `slots` continuations, the longest first, so that shapes repeat.
-
-    A prompt's continuations are in one group, unless there are more than `slots`.
-    """
-    length = lambda own: len(prompts[own[0].prompt]) + max(len(one.tokens) for one in own)
-    group: list[Continuation] = []
-    for own in sorted(given, key=length, reverse=True):
-        if len(group) + len(own) > slots and group:
-            yield group
-            group = []
-        own = sorted(own, key=lambda one: len(one.tokens), reverse=True)
-        whole = len(own) - len(own) % slots if len(own) > slots else 0
-        yield from (list(own[first : first + slots]) for first in range(0, whole, slots))
-        group = [*group, *own[whole:]]
-    if group:
-        yield group
-
-
-def _whole_groups(
-    prompts: Sequence[np.ndarray], given: Sequence[Sequence[Continuation]], slots: int
-) -> Iterator[list[Continuation]]:
-    """Yields groups of up to `slots` continuations that one call can feed, the longest first."""
-    rows_of = lambda one: len(prompts[one.prompt]) + len(one.tokens) - 1
-    group: list[Continuation] = []
-    room = 0
-    for one in sorted(itertools.chain(*given), key=rows_of, reverse=True):
-        if group and (len(group) == slots or rows_of(one) > room):
-            yield group
-            group = []
-        if not group:
-            room = whole_rows_for(rows_of(one))
-        group.append(one)
-        room -= rows_of(one)
-    yield group
-
-
-def _score_group(
-    run: Run, prompts: Sequence[np.ndarray], group: Sequence[Continuation], plan: Plan
-) -> tuple[np.ndarray, np.ndarray]:
-    """Scores one group; returns the arrays of its `Scores` on the host, one row per slot."""
-    sequences = [np.concatenate([prompts[one.prompt], one.tokens]) for one in group]
-    first_scored = [len(prompts[one.prompt]) for one in group]
-    longest = max(map(len, sequences))
-    if plan.whole:
-        num_rows = whole_rows_for(longest - 1)
-        bound = whole_bound_for(longest - 1)
-        options = {"num_rows": num_rows, "row_bound": bound, "kernels": run.kernels}
-        cache = empty_cache(run.model, batch=plan.slots, max_len=1)  # as small as possible
-        # As wide as any sample that fits, so that there is one program for all groups.
-        arrays = _arrays(sequences, plan.slots, num_rows + 1, first_scored)
-        return _on_host(score_whole(run.model, cache, *arrays, **options))
-    width = round_up_length(longest)
-    if plan.prompt_slots is None:
-        shared = None
-    else:
-        held = {
-            prompt: row for row, prompt in enumerate(dict.fromkeys(one.prompt for one in group))
-        }
-        shared = _run(run, [prompts[prompt] for prompt in held], plan.prompt_slots, width)[1]
-        samples = np.zeros(plan.slots, np.int32)
-        samples[: len(group)] = [held[one.prompt] for one in group]
-        shared = fork_cache(shared, samples)
-    return _on_host(_run(run, sequences, plan.slots, width, first_scored, shared)[0])
-
-
-def _on_host(scores: Scores) -> tuple[np.ndarray, np.ndarray]:
-    return np.asarray(scores.logprobs), np.asarray(scores.is_greedy)
-
-
-def _arrays(
-    sequences: Sequence[np.ndarray], slots: int, width: int, first_scored: Sequence[int] | None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the arguments tokens, lengths and first_scored of `score_tokens`."""
-    tokens = np.zeros((slots, width), np.int32)
-    lengths, first = np.ones(slots, np.int32), np.ones(slots, np.int32)
-    for slot, sequence in enumerate(sequences):
-        tokens[slot, : len(sequence)], lengths[slot] = sequence, len(sequence)
-    used = slice(len(sequences))
-    first[used] = lengths[used] if first_scored is None else first_scored
-    return tokens, lengths, first
-
-
-def _run(
-    run: Run,
-    sequences: Sequence[np.ndarray],
-    slots: int,
-    width: int,
-    first_scored: Sequence[int] | None = None,
-    cache: KVCache | None = None,
-) -> tuple[Scores, KVCache]:
-    """Feeds sequences, one per slot, and scores their tokens.
-
-    Args:
-        width: static length of the slots.
-        first_scored: index of the first token of each sequence to score; None: none is scored.
-        cache: holds each prompt, the tokens before the first that is scored, except its last
-            token; None: nothing is cached.
-    """
-    tokens, lengths, first = _arrays(sequences, slots, width, first_scored)
-    fed = lengths - (1 if cache is None else first)
-    if cache is None:
-        cache = empty_cache(run.model, batch=slots, max_len=width)
-    num_rows = chunk_rows_for(int(fed.sum()))
-    return score_tokens(
-        run.model,
-        cache,
-        tokens,
-        lengths,
-        first,
-        num_rows=num_rows,
-        row_bound=row_bound_for(int(fed.max()), slots, num_rows),
-        kernels=run.kernels,
-    )
+def _read(bins: Sequence[Sequence[Tree]], scores: Scores) -> Iterator[Scored]:
+    """Fetches the scores of a call; yields those of each continuation."""
+    logprobs, is_greedy = np.asarray(scores.logprobs), np.asarray(scores.is_greedy)
+    first = 0
+    for tree in itertools.chain(*bins):
+        for one in tree.branches:
+            own = slice(first, first + len(one.tokens))
+            yield Scored(one.place, logprobs[own], is_greedy[own])
+            first = own.stop

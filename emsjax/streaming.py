@@ -160,8 +160,8 @@ def stream_numbered(
     A run that skips finished prompts therefore has the same output for the remaining ones.
 
     Args:
-        variants: settings and stops that only some prompts have; those in `options` then have one
-            value per variant.
+        variants: settings, stops and values of processors that only some prompts have; there is
+            then one of each per variant, in `options` and in the processors.
     """
     batch_size = check_at_least("batch_size", batch_size, 1)
     longest = longest_sequence(run, max_len)
@@ -194,6 +194,10 @@ def check_unseen(
     if holds_prompts(run.drafter, None):
         raise ValueError(
             "a drafter that holds data for each prompt needs a sequence of prompts, not an iterator"
+        )
+    if variants is ONE_VARIANT and any(one.num_prompts is not None for one in run.processors):
+        raise ValueError(
+            "a processor with values for each prompt needs a sequence of prompts, not an iterator"
         )
     if options.get("attention_mask") is not None:
         raise ValueError("attention_mask needs a sequence of prompts, not an iterator")

@@ -101,6 +101,7 @@ class FakeStream:
         **options,
     ):
         call = SimpleNamespace(drafter=run.drafter, draft_length=run.policy, key=key, **options)
+        call.processors = run.processors
         call.num_sequences, call.prompts, call.completions = num_sequences, {}, []
         self.calls.append(call)
         for place, prompt in prompts:

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 import emsjax
 from emsjax.cli import sampling_arguments
 from emsjax.cli.main import main
+from emsjax.text import TooLargeError, joining
 
 PROMPTS = ["abc", "def f(x):", "hello"]
 RECORDS = [{"id": i, "prompt": text} for i, text in enumerate(PROMPTS)]
@@ -105,9 +106,112 @@ def test_records_have_settings_of_their_own(tiny_model, paths, generate):
             assert (line["text"], line["finish_reason"]) == (out.texts[i], out.finish_reasons[i])
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"b": {"enum": [1, 2]}, "a": {"type": "boolean"}},
+    "required": ["b", "a"],
+}
+
+
+def test_records_have_constraints_of_their_own(tiny_model, paths, generate):
+    """Each is completed as in a run with this constraint alone."""
+    own = [
+        None,
+        {"regex": "[a-c]{2,3}"},
+        {"choices": ["yes", "no"], "temperature": 0},
+        {"json_schema": SCHEMA},
+        {"json_schema": json.dumps(SCHEMA), "stop": "a"},
+        {"regex": None},
+        {"regex": None, "choices": ["yes", "no"]},
+    ]
+    asked = {"max_new_tokens": 24}
+    confined = [
+        ("choices", ["ab", "def"]),
+        ("regex", "[a-c]{2,3}"),
+        ("choices", ["yes", "no"]),
+        ("json_schema", SCHEMA),
+        ("json_schema", SCHEMA),
+        None,
+        ("choices", ["yes", "no"]),
+    ]
+    records = [
+        {"id": f"{i}-{j}", "prompt": text, "sampling": settings}
+        for i, text in enumerate(PROMPTS)
+        for j, settings in enumerate(own)
+    ]
+    write_records(paths.input, records)
+    options = ["--temperature", 1.2, "--drafter", "prompt-lookup", "--max-new-tokens", 24]
+    options += ["--choices", "ab", "def"]
+    assert main(command(tiny_model, paths, *options)) == 0
+    lines = {line["id"]: line for line in read_lines(paths.output)}
+    tokenizer, key = AutoTokenizer.from_pretrained(tiny_model), jax.random.key(0)
+    for j, settings in enumerate(own):
+        processors = []
+        if confined[j] is not None:
+            kind, value = confined[j]
+            processors = [getattr(emsjax.constraints, kind)(value, tokenizer)]
+        keys = [jax.random.fold_in(key, i * len(own) + j) for i in range(len(PROMPTS))]
+        out = generate(
+            sampling=emsjax.Sampling((settings or {}).get("temperature", 1.2)),
+            stop=(settings or {}).get("stop"),
+            key=jax.numpy.stack(keys),
+            processors=processors,
+            **asked,
+        )
+        for i in range(len(PROMPTS)):
+            line = lines[f"{i}-{j}"]
+            assert line["tokens"] == out.tokens[i, : out.lengths[i]].tolist()
+            assert (line["text"], line["finish_reason"]) == (out.texts[i], out.finish_reasons[i])
+    documents = [json.loads(lines[f"{i}-3"]["text"]) for i in range(len(PROMPTS))]
+    assert all(list(one) == ["b", "a"] for one in documents)  # in the schema's order
+
+
+def test_constraints_are_made_once_and_joined_only_if_they_differ(tiny_model, paths, fake):
+    same = [{"temperature": 1}, {"regex": "ab+", "temperature": 1}, {"regex": "ab+"}, None]
+    records = [{"id": i, "prompt": "a", "sampling": own} for i, own in enumerate(same)]
+    write_records(paths.input, records)
+    assert main(command(tiny_model, paths, "--regex", "ab+")) == 0
+    (one,) = fake.calls[0].processors
+    assert one.num_prompts is None
+    assert one == emsjax.constraints.regex("ab+", AutoTokenizer.from_pretrained(tiny_model))
+    own = [{"regex": "ab+"}, {"choices": ["c"]}, {"regex": "ab+"}, {"choices": ["c"]}, {}]
+    records = [{"id": i, "prompt": "a", "sampling": settings} for i, settings in enumerate(own)]
+    write_records(paths.input, records)
+    paths.output = paths.output.with_name("other.jsonl")
+    assert main(command(tiny_model, paths)) == 0
+    variants = fake.calls[1].variants
+    assert variants.count == 4  # the options', and one for each different "sampling"
+    (one,) = fake.calls[1].processors
+    assert one.num_prompts == 4
+    assert len(set(one.starts[:4].tolist())) == 3  # two constraints, and none
+
+
+def test_constraints_that_are_too_large_together_leave_no_output(
+    tiny_model, paths, capsys, monkeypatch
+):
+    own = [{"regex": "(ab|c){1,9}"}, {"regex": "(a|bc){1,9}"}]
+    records = [{"id": i, "prompt": "a", "sampling": settings} for i, settings in enumerate(own)]
+    write_records(paths.input, records)
+    monkeypatch.setattr(joining, "check_size", refuse_size)
+    message = "constraints need a table of 9 states"
+    assert_error(capsys, main(command(tiny_model, paths)), message)
+    assert not paths.output.exists()
+
+
+def refuse_size(num_states, num_classes):
+    raise TooLargeError("a table of 9 states")
+
+
 @pytest.mark.parametrize(
     ("own", "message"),
     [
+        ({"regex": "(a"}, 'field "sampling": regex: pattern'),
+        ({"regex": 3}, 'field "sampling": regex: pattern must be a regular expression'),
+        ({"choices": []}, 'field "sampling": choices is empty'),
+        ({"choices": "ab"}, 'field "sampling": choices must be a list of strings'),
+        ({"json_schema": {"type": "integer", "minimum": 3}}, "json_schema: the JSON schema"),
+        ({"json_schema": "{"}, "json_schema: the JSON schema is not JSON"),
+        ({"regex": "a", "choices": ["b"]}, "only one of regex and choices can be kept to"),
         (3, 'field "sampling" must be an object, not 3'),
         ({"heat": 1}, 'field "sampling": unknown setting heat'),
         ({"top_p": 2}, 'field "sampling": sampling.top_p must be in (0, 1]'),
@@ -125,6 +229,12 @@ def test_records_with_bad_settings_are_named(tiny_model, paths, capsys, own, mes
     lines = {line["id"]: line for line in read_lines(paths.output)}
     assert message in lines["bad"]["error"]
     assert sum("error" in line for line in lines.values()) == 1
+
+
+def test_a_record_with_a_constraint_needs_an_end_token(tiny_model, paths, capsys):
+    write_records(paths.input, [*RECORDS, {"id": 9, "prompt": "a", "sampling": {"regex": "a"}}])
+    message = 'field "sampling": a constraint needs an end token'
+    assert_error(capsys, main(command(tiny_model, paths, "--ignore-eos")), message, "line 4")
 
 
 def test_texts_are_confined(tiny_model, paths):

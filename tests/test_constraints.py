@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from text_tokenizers import KINDS, read_lists
 
-from emsjax.text import automata, choices, from_regex, json_schema, token_bytes
+import emsjax
+from emsjax.constraints import Constraint
+from emsjax.text import automata, choices, from_regex, joined, json_schema, token_bytes
 from emsjax.text.automata import minimised
 
 # Tokens of a made-up vocabulary; the last but one adds no text, and the last is an end token.
@@ -52,10 +54,10 @@ def host(automaton):
     return map(np.asarray, (automaton.classes, automaton.table, automaton.final))
 
 
-def state_after(automaton, tokens):
+def state_after(automaton, tokens, start=0):
     """The state after these tokens from the start; -1: one is not allowed."""
     classes, table, _ = host(automaton)
-    state = 0
+    state = start
     for token in tokens:
         state = -1 if state < 0 else int(table[state, classes[token]])
     return state
@@ -188,6 +190,52 @@ def test_minimal_automata_have_no_equal_states():
     small, ends = minimised(table, final)
     assert small.tolist() == [[1, 2], [-1, -1], [1, -1], [3, 3]]
     assert ends.tolist() == [False, True, False, True]
+
+
+def test_joined_automata_read_what_each_of_them_reads():
+    # The vocabularies of every third are smaller by three ids, of which one has text.
+    sizes = [VOCAB_SIZE - 3 * (i % 3 == 1) for i in range(len(PATTERNS))]
+    parts = [
+        from_regex(pattern, list(SPELLINGS[:size]), size, [])
+        for pattern, size in zip(PATTERNS, sizes, strict=True)
+    ]
+    automaton, starts = joined(parts)
+    assert len(automaton.classes) == VOCAB_SIZE
+    assert len(set(starts.tolist())) == len(PATTERNS)
+    _, table, final = host(automaton)
+    used = sum(int(automata.reachable(np.asarray(one.table), [0]).sum()) for one in parts)
+    assert (table[used:] == -1).all()  # places that round the number of states up
+    for part, size, start in zip(parts, sizes, starts, strict=True):
+        ends = np.asarray(part.final)
+        for length in range(3):
+            for tokens in itertools.product(range(VOCAB_SIZE), repeat=length):
+                known = all(token < size for token in tokens)
+                expected = state_after(part, tokens) if known else -1
+                found = state_after(automaton, tokens, start)
+                assert (found >= 0) == (expected >= 0)
+                assert found < 0 or final[found] == ends[expected]
+
+
+def test_joined_classes_are_no_more_than_needed():
+    automaton, starts = joined([compiled("a+"), compiled("b|c")])
+    # Tokens of "a", of "b" or "c", and all others.
+    assert len(set(np.asarray(automaton.classes).tolist())) == 3
+    assert starts.tolist() == [0, 2]
+    assert joined([])[1].tolist() == []
+
+
+def test_a_constraint_of_several_prompts_is_held_once():
+    several, other = (Constraint.of(compiled(pattern)) for pattern in ("a+", "(b|c){3}"))
+    each = emsjax.constraints.each([several, None, other, several])
+    assert each.num_prompts == 4
+    assert each.starts[:4].tolist() == [0, -2, 2, 0]
+    assert (each.starts[4:] == -1).all()
+    # Tokens without a choice are known by their new states.
+    single = Constraint.of(from_regex("(ab){2}", [b"ab", b"c"], 2, []))
+    each = emsjax.constraints.each([None, several, single])
+    only, at = np.asarray(each.only), int(each.starts[2])
+    assert only[at : at + 3].tolist() == single.only[:3].tolist() == [0, 0, -1]
+    assert only[:at].tolist() == several.only[:2].tolist() == [0, -1]
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "gemma", "slow_bytes"])

@@ -133,6 +133,30 @@ def test_a_cache_may_have_no_entry(implementation, programs, bound):
     check(implementation, inputs, bound, programs=programs, cache_mask=np.zeros((BATCH, 0), bool))
 
 
+@pytest.mark.parametrize(
+    ("implementation", "most_scores"),
+    [("reference", 0), ("triton", 0), ("xla", 0), ("xla", 1 << 20)],
+    ids=["reference", "triton", "xla-tiled", "xla-at-once"],
+)
+@pytest.mark.parametrize("columns", [7, 20])
+def test_samples_that_leave_no_room_may_have_many_rows(
+    implementation, most_scores, columns, monkeypatch
+):
+    """Four samples of up to 10 rows share 40 rows, and 10 are more than a decoding tile has."""
+    monkeypatch.setattr(attention.xla, "MAX_DECODE_ROWS", 3)
+    monkeypatch.setattr(attention.xla, "MOST_SCORES", most_scores)
+    compiled.cache_clear()
+    for counts in ([10, 10, 10, 10], [10, 7, 10, 0], [1, 10, 3, 9]):
+        inputs = case([min(n, columns) for n in counts], [BLOCK + 1, 0, 3, MAX_LEN], [2, 3, 1, 0])
+        own = inputs[6] - np.append(inputs[7], 0)[inputs[5]]
+        ancestors = np.random.default_rng(0).random((ROWS, columns)) < 0.5
+        ancestors |= np.arange(columns) == own[:, None]
+        for masks in ({}, {"ancestors": ancestors}):
+            check(implementation, inputs, 10, **masks)
+            check(implementation, inputs, 10, **masks, static={"window": 5})
+    compiled.cache_clear()
+
+
 @every_implementation_and_split
 @pytest.mark.parametrize("bound", [10, None], ids=["decode", "unbounded"])
 @settings(max_examples=8)

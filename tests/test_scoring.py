@@ -1,6 +1,8 @@
 """Scores of given continuations equal the log-softmax of a plain forward, for any batch."""
 
 import functools
+import itertools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,7 @@ from transformers import BatchEncoding
 
 import emsjax
 import pallas_kernels
-from emsjax.engine import memory, scores
+from emsjax.engine import forest, memory, scores
 from emsjax.testing.divergence import float32_logits
 from emsjax.values import equal
 
@@ -78,42 +80,40 @@ def test_chunks_and_blocks_of_logits_do_not_change_scores(monkeypatch):
     """A chunk holds parts of several samples, and its last block of logits is not full."""
     monkeypatch.setattr(scores, "CHUNKS", (11,))
     monkeypatch.setattr(scores, "LOGIT_ROWS", 4)
-    assert_scores(emsjax.score(tiny_model(), *mixed()), expected_of_mixed()[0])
+    for most in (forest.MOST_ROWS, 0):
+        monkeypatch.setattr(forest, "MOST_ROWS", most)
+        scores.score_forest.clear_cache()  # the number is read while tracing
+        assert_scores(emsjax.score(tiny_model(), *mixed()), expected_of_mixed()[0])
+    scores.score_forest.clear_cache()
 
 
-@pytest.mark.parametrize("most_whole", [4096, 0], ids=["in one call", "with a cache"])
-def test_samples_with_prompts_of_their_own_have_the_same_scores(most_whole, monkeypatch):
-    """Samples are fed whole, or in parts if they are too long."""
-    monkeypatch.setattr(scores, "MOST_WHOLE", most_whole)
+@pytest.fixture
+def spied(monkeypatch):
+    """The names of the programs that are run, and the static shapes of forests."""
     used = []
-    for name in ("score_tokens", "score_whole"):
+    for module, name in (("cached_scores", "score_tokens"), (None, "score_forest")):
         run = getattr(scores, name)
         spy = lambda *args, run=run, name=name, **options: (
-            used.append(name) or run(*args, **options)
+            used.append((name, args, options)) or run(*args, **options)
         )
-        monkeypatch.setattr(f"emsjax.scoring.{name}", spy)
-    flat = [(p, c) for p, own in zip(*mixed(), strict=True) for c in own]
-    out = emsjax.score(tiny_model(), *zip(*flat, strict=True))
+        place = "emsjax.scoring" if module is None else f"emsjax.engine.{module}"
+        monkeypatch.setattr(f"{place}.{name}", spy)
+    return used
+
+
+@pytest.mark.parametrize("most", [4096, 63, 0], ids=["as trees", "some as trees", "with a cache"])
+@pytest.mark.parametrize("together", [True, False], ids=["several", "one each"])
+def test_trees_and_samples_over_a_cache_have_the_same_scores(most, together, spied, monkeypatch):
+    """Too long trees are fed in parts over a cache. Here the longest sample has 64 rows."""
+    monkeypatch.setattr("emsjax.scoring._most_rows", lambda run: most)
+    prompts, continuations = mixed()
+    if not together:
+        flat = [(p, c) for p, own in zip(prompts, continuations, strict=True) for c in own]
+        prompts, continuations = zip(*flat, strict=True)
+    out = emsjax.score(tiny_model(), prompts, continuations)
     assert_scores(out, expected_of_mixed()[0])
-    assert set(used) == {"score_whole" if most_whole else "score_tokens"}
-
-
-def test_whole_samples_fill_calls_without_exceeding_them(monkeypatch):
-    """Calls of 16 rows hold samples of 16 rows and fewer; longer ones get more rows."""
-    monkeypatch.setattr(scores, "CHUNKS", (16,))
-    monkeypatch.setattr(scores, "round_up_length", lambda length: -(-length // 16) * 16)
-    filled = []
-    run = scores.score_whole
-    rows = lambda lengths: int((lengths - 1).sum())
-    spy = lambda *args, **options: (
-        filled.append((rows(args[3]), options["num_rows"])) or run(*args, **options)
-    )
-    monkeypatch.setattr("emsjax.scoring.score_whole", spy)
-    flat = [(p, c) for p, own in zip(*mixed(), strict=True) for c in own]
-    assert_scores(emsjax.score(tiny_model(), *zip(*flat, strict=True)), expected_of_mixed()[0])
-    assert all(used <= num_rows for used, num_rows in filled)
-    assert sum(used for used, _ in filled) == sum(len(p) + len(c) - 1 for p, c in flat)
-    assert len(filled) < len(flat)
+    names = {4096: {"score_forest"}, 63: {"score_forest", "score_tokens"}, 0: {"score_tokens"}}
+    assert {name for name, *_ in spied} == names[most]
 
 
 @pytest.mark.parametrize("rows", [63, 64, 65, 66, 100])
@@ -135,6 +135,16 @@ def test_greedy_continuations_are_marked():
     scored = emsjax.score(model, prompts, continuations)
     assert scored.is_greedy.tolist() == [True, False, False, True] * 3
     assert emsjax.score(model, *mixed()).is_greedy.tolist() == expected_of_mixed()[1]
+
+
+def test_the_first_of_equal_logits_is_greedy():
+    """As for argmax, by which greedy decoding chooses."""
+    model = types.SimpleNamespace(logits=lambda hidden: hidden)
+    logits = np.array([[1, 3, 3, 2], [0, 0, 0, 0], [5, 1, 2, 5], [np.nan, 1, 2, 0]], np.float32)
+    for target in range(4):
+        found = scores._scores_of(model, jnp.asarray(logits), jnp.full(4, target))
+        assert found.is_greedy.tolist() == [*(logits[:3].argmax(axis=1) == target), False]
+        assert np.isnan(found.logprobs[3])
 
 
 @pytest.mark.parametrize("sampling", [None, emsjax.Sampling(1.0)], ids=["greedy", "sampled"])
@@ -231,19 +241,16 @@ def test_a_token_without_a_finite_embedding_spoils_its_own_scores_only(load):
 
 def test_ragged_batches_share_a_few_programs():
     model, rng = tiny_model(), np.random.default_rng(0)
-    programs = (scores.score_tokens, scores.score_whole)
-    for program in programs:
-        program.clear_cache()
+    scores.score_forest.clear_cache()
     for seed in range(10):
         count = rng.integers(40, 60)
         prompts = ragged_prompts(rng.integers(1, 33, count), seed)
         emsjax.score(model, prompts, ragged_prompts(rng.integers(1, 33, count), seed))
-    assert sum(program._cache_size() for program in programs) == 1
     lengths = [1, 4, 9, 16, 30] * 10
     for seed in range(4):
         continuations = [ragged_prompts(rng.integers(1, 33, 4), seed) for _ in lengths]
         emsjax.score(model, ragged_prompts(lengths, seed), continuations)
-    assert sum(program._cache_size() for program in programs) <= 9
+    assert scores.score_forest._cache_size() <= 5
 
 
 @pytest.mark.usefixtures("unchecked_annotations")
@@ -263,22 +270,49 @@ def test_logits_exist_for_few_rows_at_a_time():
     assert f"f32[{scores.LOGIT_ROWS},{VOCAB}]" in text
     assert f"[{scores.CHUNKS[-1]},{VOCAB}]" not in text
     assert f"[{batch},{width},{VOCAB}]" not in text
+    tokens = np.ones(1000, np.int32)
+    [tree] = forest.grow(tokens[:500], [forest.Continuation(0, 0, tokens[:501])], 4096, 64)
+    [(shape, bins)] = forest.plant([tree], 64)
+    arguments = jax.tree.map(jnp.asarray, forest.lay_out(shape, bins))
+    options = {"shape": shape, "kernels": emsjax.decode.kernels.resolve_kernels(None)}
+    text = str(scores.score_forest.trace(model, arguments, **options).jaxpr)
+    assert f"f32[{shape.bin_rows},{model.config.hidden_size}]" in text
+    assert f"f32[{scores.LOGIT_ROWS},{VOCAB}]" in text
+    assert f"[{shape.bin_rows},{VOCAB}]" not in text
 
 
-def test_a_batch_that_does_not_fit_is_halved_unless_it_was_asked_for(monkeypatch):
+def limit_memory(monkeypatch, num_bytes):
+    monkeypatch.setattr(memory, "available_bytes", lambda device: num_bytes)
+
+
+def test_a_batch_that_does_not_fit_is_halved_unless_it_was_asked_for(monkeypatch, spied):
     model, (prompts, continuations) = tiny_model(), mixed()
     plan = functools.partial(memory.MemoryPlan.for_run, model, max_len=128, max_draft_tokens=63)
     needed = plan(slots=4, prompt_slots=4)
-    monkeypatch.setattr(memory, "available_bytes", lambda device: needed.total - needed.weights)
-    calls = []
-    for name in ("score_tokens", "score_whole"):
-        run = getattr(scores, name)
-        spy = lambda *args, run=run, **options: calls.append(len(args[-1])) or run(*args, **options)
-        monkeypatch.setattr(f"emsjax.scoring.{name}", spy)
+    monkeypatch.setattr(forest, "MOST_ROWS", 0)  # over a cache, whose size the batch decides
+    limit_memory(monkeypatch, needed.total - needed.weights)
     assert_scores(emsjax.score(model, prompts, continuations), expected_of_mixed()[0])
-    assert max(calls) == 4
+    assert max(len(args[-1]) for _, args, _ in spied) == 4
     with pytest.raises(ValueError, match=r"^batch_size 8 .* largest batch_size that fits is "):
         emsjax.score(model, prompts, continuations, batch_size=8)
+
+
+def test_trees_have_as_many_rows_as_fit_into_memory(monkeypatch, spied):
+    model = tiny_model()
+    needed = {
+        rows: next(n for n in itertools.count(0, 1 << 16) if fits_in(monkeypatch, n, model, rows))
+        for rows in (512, 1024)
+    }
+    assert needed[512] < needed[1024]
+    run = emsjax.scoring.make_run(model, None)
+    for available, most in ((needed[1024], 1024), (needed[1024] - (1 << 16), 512), (0, 0)):
+        limit_memory(monkeypatch, available)
+        assert emsjax.scoring._most_rows(run) == most
+
+
+def fits_in(monkeypatch, num_bytes, model, rows):
+    limit_memory(monkeypatch, num_bytes)
+    return memory.forest_fits(model, rows, None)
 
 
 def test_an_attention_of_your_own_is_used():
@@ -287,15 +321,10 @@ def test_an_attention_of_your_own_is_used():
     triton = functools.partial(
         pallas_kernels.ragged_attention, implementation="triton", interpret=True
     )
-    for attention in ("reference", functools.partial(reference), triton):
+    strict = lambda *args, max_rows_per_sample: reference(*args)  # knows no trees
+    for attention in ("reference", functools.partial(reference), triton, strict):
         own = emsjax.score(tiny_model(), prompts, continuations, attention_implementation=attention)
         assert_scores(own, expected_of_mixed()[0])
-    # Samples that are fed whole have an empty cache of one token.
-    own = emsjax.score(
-        tiny_model(), prompts, [own[-1] for own in continuations], attention_implementation=triton
-    )
-    last = np.cumsum([len(own) for own in continuations]) - 1
-    assert_scores(own, [expected_of_mixed()[0][place] for place in last])
     blind = emsjax.score(
         tiny_model(),
         prompts,
@@ -303,6 +332,20 @@ def test_an_attention_of_your_own_is_used():
         attention_implementation=lambda query, *args, **options: jnp.zeros_like(query),
     )
     assert np.abs(blind.totals - [one.sum() for one in expected_of_mixed()[0]]).max() > 0.1
+
+
+def test_the_gpu_kernel_reads_trees(load, monkeypatch):
+    """Of layers with windows, too. By its name it cannot be chosen where it is interpreted."""
+    model = load("gemma3").astype(jnp.float32)
+    expected = emsjax.score(model, *mixed())
+    kernel = functools.partial(
+        pallas_kernels.ragged_attention, implementation="triton", interpret=True
+    )
+    call = lambda self, *args, **options: kernel(*args, **options)
+    monkeypatch.setattr(emsjax.decode.kernels.OwnAttention, "__call__", call)
+    scores.score_forest.clear_cache()  # of programs for the other kernel
+    assert_scores(emsjax.score(model, *mixed()), expected.logprobs)
+    scores.score_forest.clear_cache()
 
 
 def test_one_continuation_is_a_sequence_of_integers_and_several_are_sequences():

@@ -12,13 +12,18 @@ from golden import tiny_families
 from golden.tiny_families import VARIANTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_generation import stepped
 from text_tokenizers import byte_level
 from toy import CARELESS
 
 import emsjax
 from emsjax.engine import texts
+from emsjax.engine.adapt import make_run
+from emsjax.engine.preparation import check
 from emsjax.engine.requests import Asked
-from emsjax.testing import assert_lossless
+from emsjax.sampling.processors import Processing
+from emsjax.testing import assert_lossless, assert_same_distribution
+from emsjax.testing.divergence import processed_logits
 from emsjax.text import decode
 
 NEW = 24
@@ -248,6 +253,34 @@ def test_an_automaton_is_made_once_for_several_calls(monkeypatch):
     assert len(set(other[2].tolist())) == 2
 
 
+@few_shapes
+def test_nothing_of_an_earlier_sequence_is_left_behind_a_stop(model):
+    """The slot has served a longer sequence, which had likeliest tokens at the same places."""
+    asked = {"max_new_tokens": NEW, "eos_token_ids": (), "top_logprobs": 2, "batch_size": 1}
+    given = [prompts()[0], prompts()[2]]
+    free = emsjax.generate(model, given, **asked)
+    out = emsjax.generate(model, given, stop=[[], [free.tokens[1, :3].tolist()]], **asked)
+    assert out.lengths[0] == NEW
+    end_of = int(out.lengths[1])
+    assert end_of <= 3
+    top = out.top_logprobs
+    np.testing.assert_array_equal(top.tokens[1, :end_of], free.top_logprobs.tokens[1, :end_of])
+    assert not top.tokens[1, end_of:].any()
+    assert not top.logprobs[1, end_of:].any()
+    assert not out.logprobs[1, end_of:].any()
+
+
+@pytest.mark.parametrize("stop", ["é", "🙂", "xé", "x🙂"])
+def test_a_stop_may_begin_within_a_character_of_several_tokens(stop):
+    """What comes before its last token ends within the character."""
+    tokens = [spelled().index(bytes([byte])) for byte in f"ax{stop[-1]}".encode()]
+    kept = texts.Texts(tokenizer(), [(stop,)], include_stop=True)
+    cut = texts.Texts(tokenizer(), [(stop,)])
+    assert decode(tokenizer(), tokens[:-1]) == "ax�"
+    assert cut.of(0, tokens, "stop") == f"ax{stop[-1]}".removesuffix(stop)
+    assert kept.of(0, tokens, "stop") == f"ax{stop[-1]}"
+
+
 PATTERN = r"(yes|no|maybe: [a-z]{2,9}), because hello, world\.( x = [0-9]{1,3};){0,2}"
 
 
@@ -300,6 +333,40 @@ def test_tokens_without_a_choice_are_drafted_by_a_draft_model_of_fewer_tokens(mo
     assert out.stats.num_accepted.sum() > 4 * 4
 
 
+class Forcing(emsjax.LogitsProcessor):
+    """Allows only the token 7 at some places of a draft."""
+
+    def __init__(self, *places):
+        self.places = places
+
+    def force(self, state, tokens):
+        forced = jnp.zeros(tokens.shape, bool).at[:, self.places].set(True)
+        return jnp.where(forced, 7, tokens), forced
+
+
+@pytest.mark.parametrize(
+    ("places", "draft", "count", "limit", "verified"),
+    [
+        ((1,), [1, 2, 3, 4], 4, 4, 2),  # what follows was drafted behind another token
+        ((1,), [1, 7, 3, 4], 4, 4, 4),
+        ((1,), [1, 2, 3, 4], 1, 4, 2),
+        ((1,), [1, 7, 3, 4], 1, 4, 2),  # it was not drafted, and is behind the draft
+        ((1,), [1, 2, 3, 4], 0, 4, 0),
+        ((1, 2), [1, 2, 3, 4], 4, 4, 3),
+        ((1, 3), [1, 2, 3, 7], 4, 4, 2),
+        ((1, 3), [1, 7, 3, 4], 3, 4, 4),
+        ((0, 1, 2, 3), [1, 2, 3, 4], 0, 3, 3),
+    ],
+)
+def test_what_was_drafted_behind_a_replaced_token_is_dropped(places, draft, count, limit, verified):
+    process = Processing((Forcing(*places),), ((),), context=None, vocab_size=9)
+    arguments = (jnp.array([one], jnp.int32) for one in (draft, count, limit))
+    tokens, forced, counts = process.force(*arguments)
+    assert counts.tolist() == [verified]
+    assert np.flatnonzero(forced[0]).tolist() == list(places)
+    assert tokens[0].tolist() == [7 if i in places else one for i, one in enumerate(draft)]
+
+
 @few_shapes
 def test_choices_and_schemas(model):
     asked = {"max_new_tokens": 40, "eos_token_ids": end(), "tokenizer": tokenizer()}
@@ -324,6 +391,235 @@ def test_choices_and_schemas(model):
             assert isinstance(found["n"], int)
             assert found["kind"] in ("a", "b")
     assert out.finish_reasons.count("eos") > 3
+
+
+# Of each prompt; the second is free.
+OWN = [PATTERN, None, "(yes|no|not at all)", PATTERN]
+
+
+@functools.cache
+def constraint(pattern):
+    return None if pattern is None else emsjax.constraints.regex(pattern, tokenizer())
+
+
+def of_each(patterns):
+    return [emsjax.constraints.each([constraint(one) for one in patterns])]
+
+
+@functools.cache
+def drawn_or_greedy(drawn):
+    """Settings with which a free prompt chooses ids that the tokenizer lacks, and ends."""
+    bias = {end(): 8.0, len(tokenizer()): 8.0, len(tokenizer()) + 2: 8.0}
+    asked = {"max_new_tokens": NEW, "eos_token_ids": end()}
+    if drawn:
+        return asked | {
+            "sampling": emsjax.Sampling(1.5, logit_bias=bias),
+            "key": jax.random.key(4),
+        }
+    bias = {token: 16.0 if token == end() else 40.0 for token in bias}
+    free = {"logit_bias": [None, bias, None, None], "frequency_penalty": [0, 9, 0, 0]}
+    return asked | {"sampling": emsjax.Sampling(**free)}
+
+
+@functools.cache
+def alone(model, drawn, num_sequences=1) -> list[list[int]]:
+    """Each prompt's tokens under its own constraint for all, or under none, by plain decoding."""
+    asked = drawn_or_greedy(drawn) | {"num_sequences": num_sequences}
+    runs = {}
+    for pattern in dict.fromkeys(OWN):
+        confined = [] if pattern is None else [constraint(pattern)]
+        runs[pattern] = emsjax.generate(model, prompts(), processors=confined, **asked)
+    found = []
+    for sequence in range(len(OWN) * num_sequences):
+        out = runs[OWN[sequence // num_sequences]]
+        found.append(out.tokens[sequence, : out.lengths[sequence]].tolist())
+    return found
+
+
+def tokens_of(out) -> list[list[int]]:
+    return [row[:n].tolist() for row, n in zip(out.tokens, out.lengths, strict=True)]
+
+
+def streamed(*args, **options) -> list[list[int]]:
+    done = list(emsjax.stream(*args, **options))
+    done.sort(key=lambda one: (one.prompt, one.sequence))
+    return [one.tokens.tolist() for one in done]
+
+
+@few_shapes
+@pytest.mark.parametrize("drawn", [False, True], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("name", ["lookup", "careless", "model"])
+def test_each_prompt_is_completed_as_if_its_constraint_were_that_of_all(model, name, drawn):
+    asked = drawn_or_greedy(drawn) | {"processors": of_each(OWN)}
+    drafter = DRAFTERS[name](model)
+    expected = alone(model, drawn)
+    padding = [token >= len(tokenizer()) for token in expected[1]]  # ids of the model alone
+    assert any(padding)
+    assert not all(padding)
+    assert expected[1][-1] == end()
+    assert len({tuple(one) for one in expected}) == 4
+    if name != "model" or not drawn:  # otherwise the tokens are others of the same distribution
+        out = assert_lossless(model, drafter, prompts(), **asked).output
+        assert tokens_of(out) == expected
+        assert streamed(model, prompts(), drafter, batch_size=2, **asked) == expected
+    out = emsjax.generate(model, prompts(), drafter, tokenizer=tokenizer(), batch_size=3, **asked)
+    for i, (pattern, reason) in enumerate(zip(OWN, out.finish_reasons, strict=True)):
+        if pattern is not None:
+            assert reason == "length" or re.fullmatch(pattern, out.texts[i])
+    if name == "careless":  # it is never right, so only tokens without a choice were accepted
+        accepted = out.stats.num_accepted
+        assert accepted[1] <= 1
+        assert accepted[[0, 3]].min() > 4
+    if name == "model":
+        assert out.stats.acceptance_rate == 1  # its logits are confined in the same way
+
+
+@few_shapes
+def test_every_sequence_of_a_prompt_has_its_constraint(model):
+    asked = drawn_or_greedy(True) | {"processors": of_each(OWN), "num_sequences": 3}
+    expected = alone(model, True, 3)
+    drafter = DRAFTERS["lookup"](model)
+    assert tokens_of(emsjax.generate(model, prompts(), drafter, **asked)) == expected
+    assert streamed(model, prompts(), drafter, batch_size=4, **asked) == expected
+
+
+@few_shapes
+def test_single_steps_and_forks_have_the_constraints_of_their_prompts(model):
+    asked = drawn_or_greedy(True) | {"processors": of_each(OWN), "num_sequences": 2}
+    drafter = DRAFTERS["lookup"](model)
+    state = emsjax.init_state(model, drafter, prompts(), **asked)
+    assert state.settings.request_ids.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    state = stepped(model, drafter, state, NEW, processors=asked["processors"])
+    for i, expected in enumerate(alone(model, True, 2)):
+        start = int(state.prompt_lengths[i])
+        new = np.asarray(state.tokens)[i, start : int(state.lengths[i])]
+        assert new.tolist() == expected
+
+
+@few_shapes
+def test_free_prompts_are_completed_as_without_constraints(model):
+    """Also where every prompt is free, and in an engine, whose calls have as many prompts."""
+    asked = drawn_or_greedy(True)
+    expected = tokens_of(emsjax.generate(model, prompts(), **asked))
+    drafter = DRAFTERS["lookup"](model)
+    nothing = asked | {"processors": of_each([None] * 4)}
+    assert tokens_of(emsjax.generate(model, prompts(), drafter, **nothing)) == expected
+    endless = nothing | {"eos_token_ids": ()}  # nothing has to end
+    assert (emsjax.generate(model, prompts(), drafter, **endless).lengths == NEW).all()
+    engine = emsjax.Engine(model, drafter, batch_size=2, max_len=96, processors=of_each(OWN))
+    for _ in range(2):
+        assert streamed_by(engine, prompts(), **asked) == alone(model, True)
+    with pytest.raises(ValueError, match="must have values for each prompt: got 4 for 3 prompts"):
+        engine.stream(prompts()[:3], **asked)
+
+
+def streamed_by(engine, *args, **options) -> list[list[int]]:
+    return [one.tokens.tolist() for one in sorted(engine.stream(*args, **options), key=place_of)]
+
+
+def place_of(completion) -> tuple[int, int]:
+    return completion.prompt, completion.sequence
+
+
+def test_the_place_of_a_prompt_is_not_compiled_in_unless_asked_for(model):
+    asked = drawn_or_greedy(False)
+    for processors in ([], [constraint(PATTERN)]):
+        state = emsjax.init_state(model, None, prompts(), processors=processors, **asked)
+        assert state.settings.request_ids is None
+    # Programs are shared by other constraints, and by other numbers of prompts.
+    shapes = lambda one: jax.tree.map(np.shape, one)
+    assert shapes(of_each(OWN)) == shapes(of_each([PATTERN, *OWN[1:3], None, None]))
+
+
+class SuppressesOne:
+    """Forbids one token for each prompt; it has just the methods that it needs."""
+
+    def __init__(self, tokens):
+        self.tokens, self.num_prompts = tokens, len(tokens)
+
+    def init_for(self, prompts, prompt_lengths, requests):
+        return jnp.asarray(self.tokens, jnp.int32)[requests]
+
+    def __call__(self, state, logits, context):
+        token = state[context.samples]
+        return jnp.where(jnp.arange(logits.shape[1]) == token[:, None], -jnp.inf, logits)
+
+
+@few_shapes
+def test_processors_of_users_may_have_values_for_each_prompt(model):
+    asked = {"max_new_tokens": 8, "eos_token_ids": ()}
+    usual = emsjax.generate(model, prompts(), **asked).tokens
+    tokens = [int(row[at]) for at, row in enumerate(usual)]
+    asked |= {"batch_size": 2}
+    sampling = emsjax.Sampling(suppress_tokens=[[one] for one in tokens])
+    expected = emsjax.generate(model, prompts(), sampling=sampling, **asked)
+    drafter = DRAFTERS["lookup"](model)
+    out = emsjax.generate(model, prompts(), drafter, processors=[SuppressesOne(tokens)], **asked)
+    assert tokens_of(out) == tokens_of(expected)
+    assert (out.tokens != usual).any(axis=1).all()
+    with pytest.raises(ValueError, match=r"processor SuppressesOne must have .* got 3 for 4"):
+        emsjax.generate(model, prompts(), processors=[SuppressesOne(tokens[:3])], **asked)
+
+
+def test_logits_of_a_difference_are_confined_as_their_prompts_are(model):
+    """What explains a difference knows whose sequence it belongs to."""
+    asked = drawn_or_greedy(True) | {"num_sequences": 2}
+    run = make_run(model, None, processors=of_each(OWN))
+    run, requests = check(run, prompts(), **asked)
+    sequences = [5, 0, 3, 6]
+    prefixes = [np.array(prompts()[one // 2], np.int32) for one in sequences]
+    logits = np.zeros((4, model.config.vocab_size), np.float32)
+    found = np.isfinite(processed_logits(run, requests, logits, prefixes, sequences))
+    first = [{one[:1] for one, kept in zip(spelled(), row, strict=True) if kept} for row in found]
+    assert first[0] == {b"y", b"n"}
+    assert first[1] == first[3] == {b"y", b"n", b"m"}
+    assert found[2].all()
+    # The states have moved on by the new tokens.
+    prefixes[0] = np.append(prefixes[0], spelled().index(b"y")).astype(np.int32)
+    found = np.isfinite(processed_logits(run, requests, logits, prefixes, sequences))
+    assert {one[:1] for one, kept in zip(spelled(), found[0], strict=True) if kept} == {b"e"}
+
+
+@few_shapes
+def test_a_distribution_may_be_confined_for_its_one_prompt(model):
+    sampling = emsjax.Sampling(1.5)
+    out = assert_same_distribution(
+        model,
+        DRAFTERS["lookup"](model),
+        prompts()[0] * 2,
+        sampling=sampling,
+        key=jax.random.key(1),
+        samples=400,
+        processors=of_each(["(a|b)*"]),
+    )
+    assert set(b"".join(spelled()[token] for token in out.tokens[0])) <= set(b"ab")
+
+
+def test_wrong_constraints_of_each_are_errors(model, monkeypatch):
+    confined = [constraint(PATTERN), None]
+    each = emsjax.constraints.each
+    asked = {"max_new_tokens": 2, "processors": [each(confined)]}
+    wrong = "the processor Constraint must have values for each prompt: got 2 for 1 prompts"
+    with pytest.raises(ValueError, match=wrong):
+        emsjax.generate(model, [[3]], **asked)
+    with pytest.raises(ValueError, match="values for each prompt needs a sequence of prompts"):
+        emsjax.stream(model, iter([[3], [4]]), batch_size=2, **asked)
+    with pytest.raises(ValueError, match="a constraint needs an end token"):
+        emsjax.generate(model, [[3], [4]], eos_token_ids=(), **asked)
+    for wrong, message in (
+        ([], "^constraints is empty"),
+        ("ab", "^constraints must be a list of constraints, one per prompt, not str"),
+        (confined[0], "^constraints must be a list of constraints, .*not Constraint"),
+        ([None, "ab"], r"^constraints\[1\] must be one of emsjax.constraints, or None, not str"),
+        ([each(confined)], r"^constraints\[0\] must be for one prompt, not for 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            each(wrong)
+    monkeypatch.setattr("emsjax.text.composition.MAX_BYTES", 1 << 10)
+    with pytest.raises(
+        ValueError, match=r"^constraints need a table of \d+ states and at least \d+ cl"
+    ):
+        each(confined)
 
 
 @pytest.mark.parametrize(

@@ -41,8 +41,8 @@ def run(
     """Complete every record of the input that the output does not hold yet.
 
     The input is read twice to check it and once to complete it; memory grows by 16 bytes for each
-    record and result, and by each different "sampling" of records. A sequence's random key depends
-    on its position in the input only, so a resumed run draws the same tokens.
+    record and result, and by each different "sampling" and constraint of records. A sequence's
+    random key depends on its position in the input only, so a resumed run draws the same tokens.
 
     Returns:
         The exit code: 1 if the output holds sequences that ended with an error, otherwise 0.
@@ -78,6 +78,7 @@ def run(
     sizes = (options.max_prompt_tokens, limits)
     prompts = Prompts(records, tokenizer, *sizes, fault_of=requested.fault)
     extent = check_prompts(prompts, keep_invalid=options.skip_invalid)
+    processors = requested.processors
     report_input(console, extent, known.count, options)
     longest = extent.longest + options.max_new_tokens
     if len(earlier.done):
@@ -101,7 +102,7 @@ def run(
         missing = Missing(prompts, done, options.num_sequences)
         with make_progress(console) as progress:
             task = progress.add_task("", total=left, speed="")
-            run = model, drafter, policy, requested.processors
+            run = model, drafter, policy, processors
             requests = requested.arguments(missing)
             for completion in completions(run, missing, longest, options.batch_size, requests):
                 record = missing.record_of(completion)

@@ -21,6 +21,7 @@ FIELDS = (
     "logit_bias",
     "suppress_tokens",
 )
+CONSTRAINTS = ("regex", "choices", "json_schema")  # at most one of them
 NEED_TEMPERATURE = {"top_k": 0, "top_p": 1, "min_p": 0, "num_sequences": 1}
 
 

@@ -208,18 +208,19 @@ def begin(
         drafter_state: the state from `Drafter.init`; () without a drafter.
     """
     slots, k = sequences.prompt_lengths.shape[0], run.max_draft_tokens
-    processors = run.all_processors(sequences.settings.controls)
-    top = (*sequences.tokens.shape, common.top_logprobs)
+    settings, tokens = sequences.settings, sequences.tokens
+    processors = run.all_processors(settings.controls)
+    top = (*tokens.shape, common.top_logprobs)
     return DecodeState(
         **sequences.beginning(),
-        logprobs=jnp.zeros(sequences.tokens.shape, jnp.float32),
+        logprobs=jnp.zeros(tokens.shape, jnp.float32),
         top_tokens=jnp.zeros(top, jnp.int32),
         top_logprobs=jnp.zeros(top, jnp.float32),
         common=common,
         cache=run.layout.arrange(cache),
         drafter_state=drafter_state,
         policy_state=() if run.policy is None else run.policy.init(slots, k),
-        processor_states=initial_states(processors, sequences.tokens, sequences.prompt_lengths),
+        processor_states=initial_states(processors, tokens, sequences.prompt_lengths, settings),
         counters=Counters.init(slots, k),
     )
 
@@ -242,9 +243,9 @@ def admit(
     if run.policy is not None:
         k = state.counters.max_draft_tokens
         policy_state = admitted_policy_state(run.policy, policy_state, fresh, k)
-    processors = run.all_processors(merged["settings"].controls)
-    begun_states = initial_states(processors, merged["tokens"], merged["lengths"])
-    cache = state.cache
+    settings, cache = merged["settings"], state.cache
+    processors = run.all_processors(settings.controls)
+    begun_states = initial_states(processors, merged["tokens"], merged["lengths"], settings)
     return dataclasses.replace(
         state,
         **merged,

@@ -96,7 +96,7 @@ class _AdaptedPolicy(_Adapted, DraftLength):
 
 @jax.tree_util.register_pytree_node_class
 class _AdaptedProcessor(_Adapted, LogitsProcessor):
-    for name in ("init", "advance", "force", "check_requests"):
+    for name in ("init", "init_for", "advance", "force", "check_requests", "num_prompts"):
         vars()[name] = _delegate(LogitsProcessor, name)
     del name
 

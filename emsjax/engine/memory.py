@@ -14,6 +14,7 @@ from emsjax.decode.base import Model
 from emsjax.decode.pack import pack
 from emsjax.decode.row_counts import chunk_rows, prompt_row_counts, row_buckets
 from emsjax.device import available_bytes, available_host_bytes, readable, tree_bytes
+from pallas_kernels.attention.xla import MOST_SCORES
 
 
 class Sizes(NamedTuple):
@@ -35,6 +36,7 @@ class Sizes(NamedTuple):
     query_heads: int
 
 
+LOGIT_ROWS = 256  # most rows that get logits at a time where given tokens are scored
 MOST_SLOTS = 1 << 16  # samples decoded at once; more are certain to be a mistake
 
 _known: dict[Any, Sizes] = {}  # cached, as tracing takes longer than the rest of a plan
@@ -205,6 +207,16 @@ def check_fits(
             else "not even batch_size 1 fits"
         )
     )
+
+
+def forest_fits(model: Model, rows: int, device: jax.Device | None) -> bool:
+    """Whether a call that feeds this many rows without a cache fits, all of them one bin."""
+    sizes, available = sizes_of(model), available_bytes(device)
+    logits = 2 * LOGIT_ROWS * model.config.vocab_size * 4
+    # Three copies of the scores of all heads: see `MemoryPlan`.
+    attention = 3 * sizes.query_heads * min(rows * rows, MOST_SCORES) * 4
+    needed = rows * sizes.row_bytes + logits + attention
+    return available is None or needed <= available
 
 
 def check_results_fit(name: str, each: int, total_sequences: int, max_len: int) -> None:

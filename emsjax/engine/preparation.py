@@ -13,6 +13,7 @@ from emsjax.device import tree_bytes
 from emsjax.engine.adapt import check_drafter, unwrapped
 from emsjax.engine.memory import check_fits
 from emsjax.engine.requests import Requests, check_requests
+from emsjax.sampling import Settings
 from emsjax.sampling.processors import initial_states
 
 
@@ -113,7 +114,7 @@ def _processor_bytes(run: Run, requests: Requests) -> int | None:
         return None
     prompts = jax.ShapeDtypeStruct((1, requests.max_len), np.int32)
     lengths = jax.ShapeDtypeStruct((1,), np.int32)
-    begin = lambda *arguments: initial_states(processors, *arguments)
+    begin = lambda *slots: initial_states(processors, *slots, Settings(request_ids=slots[1]))
     return tree_bytes(jax.eval_shape(begin, prompts, lengths))
 
 

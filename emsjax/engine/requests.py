@@ -24,6 +24,7 @@ from emsjax.decode.row_counts import round_up_length
 from emsjax.decode.state import Common
 from emsjax.engine.texts import Texts, check_stops
 from emsjax.sampling import LogitsProcessor, Sampling, Settings
+from emsjax.sampling.processors import prompt_numbers
 
 KEY_IMPL = "threefry2x32"  # implementation of random keys
 KEYS_AT_ONCE = 256
@@ -147,7 +148,8 @@ def check_requests(
     """Checks everything that a user passed in.
 
     Args:
-        processors: the user's logits processors, which may need an end token.
+        processors: the user's logits processors, which may need an end token, or have values for
+            each prompt.
         asked: fields of `Asked`.
 
     Raises:
@@ -164,6 +166,7 @@ def check_requests(
     ends = _end_token_ids(config, asked.eos_token_ids)
     for processor in processors:
         processor.check_requests(ends)
+    request_ids = prompt_numbers(processors, len(ids))
     settings = check_sampling(asked.sampling, config.vocab_size, new, ends)
     sampling = settings.sampling
     if num_sequences > 1 and sampling is None:
@@ -176,7 +179,7 @@ def check_requests(
     return Requests(
         prompts=ids,
         max_new_tokens=np.array(new, np.int32),
-        settings=dataclasses.replace(settings, stop_states=stop_states),
+        settings=dataclasses.replace(settings, stop_states=stop_states, request_ids=request_ids),
         num_sequences=num_sequences,
         common=Common(ends, stops, top),
         keys=_sequence_keys(asked.key, len(ids) * num_sequences, needed=sampling is not None),

@@ -3,6 +3,7 @@
 Axis legend: see `emsjax.decode.pack`; n = rows of a block that gets logits.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -15,35 +16,33 @@ from emsjax.decode.base import ModelOutput
 from emsjax.decode.cache import KVCache
 from emsjax.decode.kernels import Kernels
 from emsjax.decode.pack import AcceptedPath, PackedRows, pack
-from emsjax.decode.row_counts import round_up_length
+from emsjax.engine.forest import Forest, Shape
+from emsjax.engine.memory import LOGIT_ROWS
 from emsjax.values import pytree
 from pallas_kernels.common.indexing import take
 
-LOGIT_ROWS = 256  # most rows whose logits exist at a time
 # Static row counts of a call of the model. Larger ones compute hardly faster, and the last call of
 # a group has more padding.
 CHUNKS = (64, 256, 512)
-MOST_WHOLE = 4096  # most rows of a call that feeds whole samples, which needs no cache
 # Static bounds of a sample's rows in one call. Up to 64, attention in XLA serves all samples at
 # once, at the cost of the bound for each; above, one after the other, which is slower.
 ROW_BOUNDS = (16, 32, 64)
-WHOLE_BOUNDS = (64, 128, 256, 512)  # of calls that feed whole samples
 
 
 @pytree
 class Scores:
-    """The scores of samples' tokens; entries of tokens that are not scored are 0 and False.
+    """The scores of tokens; entries of tokens that are not scored are 0 and False.
 
     Attributes:
         logprobs: log-probability of each token, given all tokens before it.
         is_greedy: whether the token is the likeliest one.
     """
 
-    logprobs: Float[Array, "b t"]
-    is_greedy: Bool[Array, "b t"]
+    logprobs: Float[Array, "*tokens"]
+    is_greedy: Bool[Array, "*tokens"]
 
     @classmethod
-    def none(cls, shape: tuple[int, int]) -> "Scores":
+    def none(cls, shape: tuple[int, ...]) -> "Scores":
         """Scores of tokens of which none is scored yet."""
         return cls(jnp.zeros(shape, jnp.float32), jnp.zeros(shape, bool))
 
@@ -54,21 +53,6 @@ def chunk_rows_for(num_rows: int) -> int:
     It is the smallest that needs at most two calls, or the largest.
     """
     return next((rows for rows in CHUNKS if num_rows <= 2 * rows), CHUNKS[-1])
-
-
-def whole_rows_for(longest: int) -> int | None:
-    """Static rows of a call that feeds whole samples, one of few; None: the longest has too many.
-
-    Args:
-        longest: rows of the longest sample.
-    """
-    rows = max(CHUNKS[-1], round_up_length(longest))
-    return rows if rows <= MOST_WHOLE else None
-
-
-def whole_bound_for(longest: int) -> int | None:
-    """Static bound of a sample's rows in a call that feeds whole samples; None: no bound."""
-    return next((bound for bound in WHOLE_BOUNDS if longest <= bound), None)
 
 
 def row_bound_for(most: int, slots: int, num_rows: int) -> int | None:
@@ -146,28 +130,42 @@ def score_tokens(
     return lax.while_loop(unfinished, advance, (Scores.none(tokens.shape), cache))
 
 
-@functools.partial(jax.jit, static_argnames=("num_rows", "row_bound", "kernels"))
-def score_whole(
-    model: Any,
-    cache: KVCache,
-    tokens: Int32[Array, "b t"],
-    lengths: Int32[Array, "b"],
-    first_scored: Int32[Array, "b"],
-    *,
-    num_rows: int,
-    row_bound: int | None,
-    kernels: Kernels,
-) -> Scores:
-    """Feeds whole samples in one call of the model, which neither reads nor writes a cache.
+@functools.partial(jax.jit, static_argnames=("shape", "kernels"))
+def score_forest(model: Any, forest: Forest, *, shape: Shape, kernels: Kernels) -> Scores:
+    """Feeds whole trees in one call of the model, which neither reads nor writes a cache.
 
     Args:
-        cache: an empty cache of any length, for which attention asks.
-        tokens, lengths, first_scored, row_bound, kernels: as for `score_tokens`.
-        num_rows: static rows of the call, at least those of all samples together.
+        model: the model.
+        forest: the trees.
+        shape: the shape of the call.
+        kernels: attention, one of this library's own.
+
+    Returns:
+        The scores of the forest's targets.
     """
-    rows = pack(cache.lengths, lengths - 1, num_rows)
-    out = _feed(model, cache, tokens, rows, row_bound, kernels)
-    return _add_scores(Scores.none(tokens.shape), model, out.hidden, rows, tokens, first_scored)
+    num_rows = shape.num_bins * shape.bin_rows
+    cache = model.init_cache(shape.num_bins, 0)
+    rows = pack(cache.lengths, forest.counts, num_rows)
+    place = rows.within
+    positions = forest.stems - forest.roots + place - forest.starts
+    rows = dataclasses.replace(rows, positions=jnp.maximum(positions, 0))
+    other = jnp.arange(shape.bin_rows)
+    between = lambda first, end: (other >= first[:, None]) & (other < end[:, None])
+    ancestors = between(forest.roots, forest.stems) | between(forest.starts, place + 1)
+    attention = functools.partial(kernels.attention, ancestors=ancestors)
+    options = {"attention": attention, "max_rows_per_sample": shape.bin_rows}
+    hidden = model(forest.tokens, rows, cache, **options).hidden
+    size = min(LOGIT_ROWS, num_rows)
+
+    def add(block: Int32[Array, ""], scores: Scores) -> Scores:
+        part = lambda x: lax.dynamic_slice_in_dim(x, block * size, size)
+        found = _scores_of(model, take(hidden, part(forest.sources)), part(forest.targets))
+        put = lambda old, new: lax.dynamic_update_slice_in_dim(old, new, block * size, 0)
+        return jax.tree.map(put, scores, found)
+
+    # Whole blocks, so that none is moved.
+    num_blocks = -(-forest.num_targets // size)
+    return lax.fori_loop(0, num_blocks, add, Scores.none(forest.targets.shape))
 
 
 def _feed(
@@ -203,14 +201,21 @@ def _add_scores(
     def add(block: Int32[Array, ""], scores: Scores) -> Scores:
         # The last block may begin earlier, to stay inside the array, and repeat some rows.
         chosen = lax.dynamic_slice_in_dim(order, block * size, size)
-        logits = model.logits(take(hidden, chosen))  # [n, v]
         targets = take(tokens, take(rows.samples, chosen), take(following, chosen))
-        at_target = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
-        logprobs = at_target - jax.nn.logsumexp(logits, axis=1)
-        is_greedy = jnp.argmax(logits, axis=1) == targets
+        found = _scores_of(model, take(hidden, chosen), targets)
         place = take(samples, chosen), take(following, chosen)
         put = lambda old, new: old.at[place].set(new, mode="drop", wrap_negative_indices=False)
-        return Scores(put(scores.logprobs, logprobs), put(scores.is_greedy, is_greedy))
+        return jax.tree.map(put, scores, found)
 
     num_blocks = -(-jnp.sum(scored, dtype=jnp.int32) // size)
     return lax.fori_loop(0, num_blocks, add, scores)
+
+
+def _scores_of(model: Any, hidden: Float[Array, "n e"], targets: Int32[Array, "n"]) -> Scores:
+    """Scores of tokens after the tokens with these final hidden states."""
+    logits = model.logits(hidden)  # [n, v]
+    at_target = jnp.take_along_axis(logits, targets[:, None], axis=1)
+    # The target is the first of the largest ones: in one pass, which argmax is not.
+    earlier = jnp.arange(logits.shape[1]) < targets[:, None]
+    is_greedy = jnp.all(jnp.where(earlier, logits < at_target, logits <= at_target), axis=1)
+    return Scores(at_target[:, 0] - jax.nn.logsumexp(logits, axis=1), is_greedy)

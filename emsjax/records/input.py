@@ -241,7 +241,8 @@ def sampling_of(value: Any) -> str | None:
         return None
     if not isinstance(settings, dict):
         raise ValueError(f'field "sampling" must be an object, not {_shown(settings)}')
-    return to_json(settings, sort_keys=True)
+    # The order of settings does not matter, unlike that of a schema's properties among them.
+    return to_json(dict(sorted(settings.items())))
 
 
 def _fields(value: Any, names: list[str]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from emsjax.values import pytree
 from emsjax.verification import leading
 from pallas_kernels.common.indexing import take
 
-REFUSED = -1  # the state after a token that is not allowed
+REFUSED = -1  # the state after a token that is not allowed; other negative states also remain
 
 
 @pytree
@@ -30,11 +30,11 @@ class TokenAutomaton:
     final: Bool[Array, "s"]
 
     def step(self, states: Int32[Array, "*n"], tokens: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
-        """The states after one token each. State -1 remains, and tokens may have any value."""
+        """The states after one token each. Negative states remain; tokens may have any value."""
         known = (states >= 0) & (tokens >= 0) & (tokens < self.classes.shape[0])
         classes = take(self.classes, jnp.clip(tokens, 0, self.classes.shape[0] - 1))
         after = take(self.table, jnp.maximum(states, 0), classes)
-        return jnp.where(known, after, REFUSED)
+        return jnp.where(known, after, jnp.minimum(states, REFUSED))
 
     def walk(self, states: Int32[Array, "b"], tokens: Int32[Array, "b n"]) -> Int32[Array, "b n1"]:
         """The states before the first token and after each token; n1 = n + 1."""
@@ -44,7 +44,7 @@ class TokenAutomaton:
         return jnp.stack(walked, axis=1)
 
     def is_final(self, states: Int32[Array, "*n"]) -> Bool[Array, "*n"]:
-        """Whether what was read up to these states is complete; False in state -1."""
+        """Whether what was read up to these states is complete; False in negative states."""
         return (states >= 0) & take(self.final, jnp.maximum(states, 0))
 
     def search(
@@ -64,6 +64,6 @@ class TokenAutomaton:
         return walked, leading(~complete) + 1
 
     def allowed(self, states: Int32[Array, "r"]) -> Bool[Array, "r v"]:
-        """The tokens that may follow; none in state -1."""
+        """The tokens that may follow; none in negative states."""
         after = take(self.table, jnp.maximum(states, 0))  # [r, c]
         return (states >= 0)[:, None] & (jnp.take(after, self.classes, axis=1, mode="clip") >= 0)

@@ -3,6 +3,7 @@
 Axis legend: b = slots, k = draft tokens of a slot, r = rows of logits, v = vocabulary.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
 from emsjax.returned import check_alike, check_state
-from emsjax.sampling.settings import Controls
+from emsjax.sampling.settings import Controls, Settings
 from emsjax.verification import leading
 from pallas_kernels.common.indexing import take
 
@@ -62,11 +63,31 @@ class LogitsProcessor:
     with the same processor.
 
     Only `__call__` has to be written.
+
+    Attributes:
+        num_prompts: *host.* number of prompts for which it has values of their own, as many as the
+            call has; None: it is the same for all.
     """
+
+    num_prompts: int | None = None
 
     def init(self, prompts: Int32[Array, "b t"], prompt_lengths: Int32[Array, "b"]) -> Any:
         """The state before the first new token: arrays whose first axis is the slots'."""
         return ()
+
+    def init_for(
+        self,
+        prompts: Int32[Array, "b t"],
+        prompt_lengths: Int32[Array, "b"],
+        requests: Int32[Array, "b"],
+    ) -> Any:
+        """`init` for a processor with `num_prompts`.
+
+        Args:
+            requests: the place of each slot's prompt among the prompts of the call; arbitrary in
+                slots without a sequence.
+        """
+        return self.init(prompts, prompt_lengths)
 
     def __call__(
         self, state: Any, logits: Float[Array, "r v"], context: LogitsContext
@@ -191,6 +212,32 @@ def initial_states(
     processors: tuple[LogitsProcessor, ...],
     prompts: Int32[Array, "b t"],
     prompt_lengths: Int32[Array, "b"],
+    settings: Settings,
 ) -> tuple[Any, ...]:
-    """The processors' states before the first new token."""
-    return tuple(processor.init(prompts, prompt_lengths) for processor in processors)
+    """The processors' states before the first new token.
+
+    Args:
+        settings: the slots' rows. Without `request_ids`, either no processor has values for each
+            prompt or no slot has a sequence.
+    """
+    requests = settings.request_ids
+    if requests is None:
+        requests = jnp.zeros_like(prompt_lengths)
+    return tuple(one.init_for(prompts, prompt_lengths, requests) for one in processors)
+
+
+def prompt_numbers(
+    processors: Sequence[LogitsProcessor], num_prompts: int
+) -> Int32[np.ndarray, "n"] | None:
+    """*Host.* The number of each prompt; None: no processor has values for each.
+
+    Raises:
+        ValueError: one has values for another number of prompts.
+    """
+    for processor in (own := [one for one in processors if one.num_prompts is not None]):
+        if processor.num_prompts != num_prompts:
+            raise ValueError(
+                f"{name_of(processor)} must have values for each prompt: got "
+                f"{processor.num_prompts} for {num_prompts} prompts"
+            )
+    return np.arange(num_prompts, dtype=np.int32) if own else None

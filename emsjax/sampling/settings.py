@@ -170,11 +170,14 @@ class Settings:
         controls: what changes logits before that; None: nothing.
         stop_states: the state in which each sequence enters the automaton of stops; None: there
             are no stops.
+        request_ids: the place of each sequence's prompt among those of the call; None: no logits
+            processor has values for each prompt.
     """
 
     sampling: Sampling | None = None
     controls: Controls | None = None
     stop_states: Int32[Array | np.ndarray, "b"] | None = None
+    request_ids: Int32[Array | np.ndarray, "b"] | None = None
 
     @property
     def min_new_tokens(self) -> Int32[Array | np.ndarray, "b"] | int:

@@ -99,7 +99,8 @@ def assert_same_distribution(
     prompt = as_token_ids("prompt", prompt, model.config.vocab_size)
     mask = [np.ones_like(prompt)]
     asked = {"sampling": sampling, "key": key, "max_new_tokens": new_tokens + 1}
-    requests = check_requests(model.config, [prompt], attention_mask=mask, **asked)
+    given = {"attention_mask": mask, "processors": run.processors}
+    requests = check_requests(model.config, [prompt], **given, **asked)
     if samples is None:
         (probs,) = _target_probs(run, requests, prompt[None])
         samples = samples_to_detect(detects, probs, LEVEL / new_tokens)

@@ -137,8 +137,8 @@ def processed_logits(
         sequences: number of the sequence of each prefix.
     """
     prompts = np.asarray(sequences) // requests.num_sequences
-    controls = jax.tree.map(lambda x: jnp.asarray(x[prompts]), requests.settings.controls)
-    processors = run.all_processors(controls)
+    settings = jax.tree.map(lambda x: jnp.asarray(x[prompts]), requests.settings)
+    processors = run.all_processors(settings.controls)
     if not processors:
         return logits
     starts = np.array([len(requests.prompts[i]) for i in prompts], np.int32)
@@ -149,8 +149,8 @@ def processed_logits(
         new[row, : len(prefix) - start] = prefix[start:]
     tokens, lengths, starts = (jnp.asarray(x) for x in (tokens, lengths, starts))
     ends = jnp.asarray(requests.end_token_ids)
-    context = LogitsContext(tokens, lengths, starts, ends, controls)
-    states = initial_states(processors, tokens, starts)
+    context = LogitsContext(tokens, lengths, starts, ends, settings.controls)
+    states = initial_states(processors, tokens, starts, settings)
     process = Processing(processors, states, context, logits.shape[1])
     states = process.advance(jnp.asarray(new), lengths - starts)
     rows = jnp.arange(len(prefixes), dtype=jnp.int32)

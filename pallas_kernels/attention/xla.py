@@ -21,6 +21,7 @@ from pallas_kernels.common.indexing import take
 
 TILE = 128
 MAX_DECODE_ROWS = 64
+MOST_SCORES = 1 << 20  # most scores of a head in one product, where tiles could be smaller
 
 
 def ragged_attention(
@@ -51,7 +52,9 @@ def ragged_attention(
     real = (segment_ids < batch)[:, None, None]
     fresh = [jnp.where(real, x, 0).astype(key_cache.dtype) for x in (query, key, value)]
     fresh[1:] = confine(*fresh[1:])
-    path = _all_samples_at_once if tile <= MAX_DECODE_ROWS else _tile_by_tile
+    # Nothing is padded if every sample may have as many rows as there are for it.
+    whole = batch * tile <= rows and rows * (max_len + tile) <= MOST_SCORES
+    path = _all_samples_at_once if tile <= MAX_DECODE_ROWS or whole else _tile_by_tile
     tensors = (*fresh, key_cache, value_cache)
     committed = jnp.arange(max_len) < cache_lengths[:, None]  # [b, l]
     entries = jnp.broadcast_to(jnp.arange(max_len), committed.shape)  # their positions
@@ -74,8 +77,9 @@ def _all_samples_at_once(
     if ancestors is None:
         visible = index[:, None] >= index  # [q, f=q]
     else:
-        place = jnp.minimum(index, ancestors.shape[1] - 1)
-        visible = take(ancestors, row[..., None], place)  # [b, q, f]
+        seen = ancestors[:, :tile]  # whole rows are copied faster than single entries
+        seen = jnp.pad(seen, [(0, 0), (0, tile - seen.shape[1])])
+        visible = take(seen, row)  # [b, q, f]
     visible = visible & (index < counts[:, None, None])
     committed = committed[:, None]  # [b, 1, l]
     if window is not None:
