@@ -12,6 +12,7 @@ from pallas_kernels.attention import ragged_attention
 from pallas_kernels.attention.confine import confine
 from pallas_kernels.cache_update import update_kv_cache, update_kv_caches
 from pallas_kernels.common import dialect
+from pallas_kernels.common.numerics import numerics
 from pallas_kernels.cutoff import sampling_cutoff
 from pallas_kernels.matmul import linear, linear_sums
 from pallas_kernels.rotary import rotate_heads
@@ -24,6 +25,7 @@ __all__ = [
     "confine",
     "linear",
     "linear_sums",
+    "numerics",
     "ragged_attention",
     "reference",
     "rotate_heads",

@@ -16,6 +16,7 @@ from pallas_kernels.attention.tilings import dims_of
 
 COMBINED_HEADS = 4  # most heads of one program
 COMBINED_SHARES = 16  # most shares that are read at once
+MERGED_PARTS = 16  # parts that are read at once
 
 
 def combine(
@@ -126,7 +127,7 @@ def combine_parts(
         functools.partial(_merge_kernel, group=group, together=together),
         grid=(heads // together, rows),
         out_shape=like,
-        compiler_params=plgpu.CompilerParams(num_warps=2, num_stages=3),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="ragged_attention_combine",
     )(of_rows, *parts)
@@ -140,15 +141,22 @@ def _merge_kernel(of_rows_ref, part_ref, highest_ref, total_ref, out_ref, *, gro
     dims = dims_of(head_dim)
     is_dim = jnp.broadcast_to(dims < head_dim, (together, dims.shape[0]))
 
-    def add(i, carry):
-        at = (first + i, lanes, kv_heads)
-        place = (first + i, lanes[:, None], kv_heads[:, None], dims[None, :])
-        out = plgpu.load(part_ref.at[place], mask=is_dim, other=0)
-        return merge(carry, (out, plgpu.load(highest_ref.at[at]), plgpu.load(total_ref.at[at])))
+    def add(block, carry):
+        parts = []
+        for i in range(MERGED_PARTS):  # all are loaded before the first one is merged
+            part = block * MERGED_PARTS + i
+            at = (first + part, lanes, kv_heads)
+            there = jnp.broadcast_to(part < count, lanes.shape)
+            highest = plgpu.load(highest_ref.at[at], mask=there, other=-jnp.inf)
+            total = plgpu.load(total_ref.at[at], mask=there, other=0)
+            place = (first + part, lanes[:, None], kv_heads[:, None], dims[None, :])
+            out = plgpu.load(part_ref.at[place], mask=is_dim & there[:, None], other=0)
+            parts.append((out, highest, total))
+        return functools.reduce(merge, parts, carry)
 
     zeros = lambda *shape: jnp.zeros((together, *shape), jnp.float32)
     carry = zeros(dims.shape[0]), zeros() - jnp.inf, zeros()
-    out, _, total = lax.fori_loop(0, count, add, carry)
+    out, _, total = lax.fori_loop(0, pl.cdiv(count, MERGED_PARTS), add, carry)
     out /= jnp.where(count > 0, total, 1)[:, None]
     place = (row, heads[:, None], dims[None, :])
     plgpu.store(out_ref.at[place], out.astype(out_ref.dtype), mask=is_dim)

@@ -39,8 +39,7 @@ class Launch(NamedTuple):
     invariant: bool = False  # whether a row's bits depend on its own sequence alone
 
 
-PIECE_KEYS = 32  # of a part that is not read ahead, to spare registers
-PART_KEYS = 128  # keys of a part, whose softmax is computed by itself, where bits are invariant
+PART_KEYS = 64  # keys of a part, whose softmax is computed by itself, where bits are invariant
 DECODE = Tiling(rows=16, keys=64, num_warps=4, num_stages=3)
 # Heads whose size is not a power of two pad their blocks in shared memory: where there are
 # enough programs to fill the device, more of them fit with smaller blocks.
@@ -103,7 +102,7 @@ def launch_for(
             tiling, few = tiling.holding(group), few.holding(group)
     max_tiles = pl.cdiv(most, tiling.rows // group)
     if invariant:
-        whole = lambda tiling: tiling._replace(keys=PART_KEYS, num_stages=2)
+        whole = lambda tiling: tiling._replace(keys=PART_KEYS, num_warps=max(4, tiling.num_warps), num_stages=3)
         tiling, few = whole(tiling), few and whole(few)
     one_block = most <= tiling.rows
     return Launch(tiling, few, group, splits, max_tiles, one_block, scale, window, invariant)

@@ -24,7 +24,6 @@ from pallas_kernels.attention import work_items
 from pallas_kernels.attention.combine import combine, combine_parts, merge
 from pallas_kernels.attention.confine import confine
 from pallas_kernels.attention.tilings import (
-    PIECE_KEYS,
     Launch,
     Tiling,
     dims_of,
@@ -318,19 +317,14 @@ def _kernel(
             A matrix unit adds up several keys at once. Those that it adds up together are the same
             whether they are fresh or committed.
             """
-            pieces = []
-            for first in range(0, tiling.keys, PIECE_KEYS):
-                at = block * tiling.keys + first + jnp.arange(PIECE_KEYS)
-                fresh = at - item["key_end"]
-                old, new = (fresh < 0) & in_window(at), (fresh >= 0) & (fresh < fresh_end)
-
-                def load(which, at=at, fresh=fresh, old=old, new=new):
-                    cached = load_cached(cache_refs[which], sample, jnp.where(old, at, 0), old)
-                    own = load_fresh(sample_row + jnp.where(new, fresh, 0), new)[which]
-                    return jnp.where(new[:, None], own, cached)
-
-                pieces.append((load, jnp.where(new[None, :], sees_fresh(at, new), sees(at, old))))
-            return finish_part(block, carry, softmax(*pieces))
+            at = block * tiling.keys + jnp.arange(tiling.keys)
+            fresh = at - item["key_end"]
+            old, new = (fresh < 0) & in_window(at), (fresh >= 0) & (fresh < fresh_end)
+            cached = (load_cached(ref, sample, jnp.where(old, at, 0), old) for ref in cache_refs)
+            own = load_fresh(sample_row + jnp.where(new, fresh, 0), new)
+            both = [jnp.where(new[:, None], *pair) for pair in zip(own, cached, strict=True)]
+            visible = jnp.where(new[None, :], sees_fresh(at, new), sees(at, old))
+            return finish_part(block, carry, softmax((both.__getitem__, visible)))
 
         if launch.invariant:
             softmax = functools.partial(_softmax_of_part, query, scale=scale)
