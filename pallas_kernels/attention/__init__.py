@@ -4,9 +4,10 @@ import math
 
 from jax import Array
 
-from pallas_kernels.attention import reference, triton, xla
+from pallas_kernels.attention import reference, triton, xla, xla_parts
 from pallas_kernels.common.implementations import choose
 from pallas_kernels.common.numbers import check_at_least, check_number
+from pallas_kernels.common.numerics import is_invariant
 from pallas_kernels.common.shapes import (
     check_heads,
     check_integers,
@@ -39,6 +40,7 @@ def ragged_attention(
     cache_mask: Array | None = None,  # bool [batch, max_len]
     implementation: str | None = None,
     interpret: bool = False,
+    numerics: str | None = None,
 ) -> Array:  # [rows, heads, head_dim]
     """Segment-indexed attention: every row attends within its own sample only.
 
@@ -92,6 +94,7 @@ def ragged_attention(
             of compute capability 8.0 and newer, XLA elsewhere.
         interpret: run the Triton kernel in interpret mode, on any device; the
             others ignore it.
+        numerics: "fast" or "invariant": see `pallas_kernels.numerics`; None: the context's.
 
     Returns:
         Attention outputs [rows, heads, head_dim] in the query's dtype.
@@ -100,14 +103,24 @@ def ragged_attention(
         ValueError: `implementation` is unknown or the device cannot run it; `scale` is not above
             0; `window` or `max_rows_per_sample` is not an integer of at least 1; only one of key
             and value is None; `heads` is not a multiple of `kv_heads`; an array has another shape
-            than documented, or segment ids, positions or lengths are not integers.
+            than documented, or segment ids, positions or lengths are not integers; `numerics` is
+            unknown, or "invariant" with the reference or a `cache_mask`, which moves keys to places
+            that depend on other samples.
 
     Reference: the unpadded input tokens of EMS-SD, arXiv 2405.07542, section 3; the
     ancestor mask is the tree attention of SpecInfer, arXiv 2305.09781, section 4; heads that share
     keys and values are grouped-query attention, arXiv 2305.13245; the window is that of Mistral 7B,
     arXiv 2310.06825.
     """
-    attention = IMPLEMENTATIONS[choose(implementation, IMPLEMENTATIONS, interpret)]
+    name = choose(implementation, IMPLEMENTATIONS, interpret)
+    invariant = is_invariant(numerics)
+    if invariant and name == "reference":
+        raise ValueError("numerics 'invariant' needs implementation 'triton' or 'xla'")
+    if invariant and cache_mask is not None:
+        raise ValueError(
+            "numerics 'invariant' takes no cache_mask: with it the places of keys depend on other "
+            "samples, and with them the order of sums"
+        )
     if scale is not None:
         scale = check_number("scale", scale, "above 0", lambda x: 0 < x < math.inf)
     if window is not None:
@@ -136,19 +149,11 @@ def ragged_attention(
         check_packed_heads("query", query, kv_heads)
     else:
         check_heads(query.shape[1], kv_heads)
-    return attention(
-        query,
-        key,
-        value,
-        key_cache,
-        value_cache,
-        segment_ids,
-        positions,
-        cache_lengths,
-        max_rows_per_sample=max_rows_per_sample,
-        scale=scale,
-        window=window,
-        ancestors=ancestors,
-        cache_mask=cache_mask,
-        interpret=interpret,
-    )
+    arrays = query, key, value, key_cache, value_cache, segment_ids, positions, cache_lengths
+    options = {"scale": scale, "window": window, "ancestors": ancestors}
+    if invariant and name == "xla":
+        return xla_parts.ragged_attention(*arrays, **options)
+    options |= {"max_rows_per_sample": max_rows_per_sample, "cache_mask": cache_mask}
+    if name == "triton":
+        options["invariant"] = invariant
+    return IMPLEMENTATIONS[name](*arrays, **options, interpret=interpret)

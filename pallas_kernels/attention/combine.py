@@ -108,7 +108,7 @@ def merge(one, other):
     top = jnp.maximum(highest, its_highest)
     shift = jnp.where(top == -jnp.inf, 0, top)
     scale, its_scale = jnp.exp2(highest - shift), jnp.exp2(its_highest - shift)
-    out = out * scale[:, None] + its_out * its_scale[:, None]
+    out = out * scale[..., None] + its_out * its_scale[..., None]
     return out, top, total * scale + its_total * its_scale
 
 

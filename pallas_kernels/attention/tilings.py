@@ -39,7 +39,7 @@ class Launch(NamedTuple):
     invariant: bool = False  # whether a row's bits depend on its own sequence alone
 
 
-PART_KEYS = 64  # keys of a part, whose softmax is computed by itself, where bits are invariant
+PART_KEYS = 64  # keys of a part, where bits do not depend on the rows of a call
 DECODE = Tiling(rows=16, keys=64, num_warps=4, num_stages=3)
 # Heads whose size is not a power of two pad their blocks in shared memory: where there are
 # enough programs to fill the device, more of them fit with smaller blocks.
@@ -56,6 +56,7 @@ ROWS_PER_WARP = 16  # most lanes of a grouped tile for each warp, whose register
 PREFILL = Tiling(rows=64, keys=64, num_warps=4, num_stages=3)
 PREFILL_FLOAT32 = PREFILL._replace(keys=32)  # as many bytes in shared memory
 FEW_ROWS = 16  # rows of a short tile beside long ones: it waits for keys more than it computes
+PROGRAMS_WITH_PARTS = 48  # with parts of keys: the results of each have to be stored and read
 PROGRAMS_WANTED = 128  # about one for each multiprocessor: far fewer, and keys are split
 PROGRAMS_THAT_FILL = 1024
 
@@ -81,6 +82,7 @@ def launch_for(
         item_bytes: bytes of one number of the queries.
         scale: the factor of the scores.
         window: positions that a row sees; None: all.
+        invariant: whether a row's bits depend on its own sequence alone.
     """
     batch, _, kv_heads, head_dim = cache_shape
     group = heads // kv_heads
@@ -93,7 +95,8 @@ def launch_for(
         # With so few rows, more samples than these would have short drafts. Where there are
         # more, keys stay uncut.
         samples = min(batch, pl.cdiv(rows, most))
-        if samples * kv_heads < 3 * PROGRAMS_WANTED // 4:
+        enough = PROGRAMS_WITH_PARTS if invariant else 3 * PROGRAMS_WANTED // 4
+        if samples * kv_heads < enough:
             splits = pl.cdiv(PROGRAMS_WANTED, kv_heads)
     else:
         tiling = PREFILL_FLOAT32 if item_bytes > 2 else PREFILL
@@ -102,10 +105,14 @@ def launch_for(
             tiling, few = tiling.holding(group), few.holding(group)
     max_tiles = pl.cdiv(most, tiling.rows // group)
     if invariant:
-        whole = lambda tiling: tiling._replace(keys=PART_KEYS, num_warps=max(4, tiling.num_warps), num_stages=3)
-        tiling, few = whole(tiling), few and whole(few)
+        tiling, few = _in_parts(tiling), few and _in_parts(few)
     one_block = most <= tiling.rows
     return Launch(tiling, few, group, splits, max_tiles, one_block, scale, window, invariant)
+
+
+def _in_parts(tiling: Tiling) -> Tiling:
+    """The tiling whose blocks are parts, which have one size."""
+    return tiling._replace(keys=PART_KEYS, num_warps=max(4, tiling.num_warps), num_stages=3)
 
 
 def _decode_tiling(head_dim: int, programs: int) -> Tiling:

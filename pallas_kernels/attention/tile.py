@@ -1,0 +1,137 @@
+"""What one program of the attention kernel reads and writes: a tile of rows of one sample.
+
+Axis legend: see `pallas_kernels.attention.triton`.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.attention.confine import confine
+from pallas_kernels.attention.tilings import Launch, Tiling, dims_of
+from pallas_kernels.attention.work_items import FIELDS
+
+
+class Places(NamedTuple):
+    """The program's place in the grid, and the arrays of a launch, as references."""
+
+    head: Array  # the K/V head
+    index: Array  # the work item
+    items: Array  # [7, n]
+    fresh: tuple[Array, ...]  # queries [r, h, d], keys and values [r, k, d]; or one [r, h + 2k, d]
+    cached: tuple[Array, Array]  # keys and values [b, l, k, d]
+    masks: dict[str, Array]  # ancestors [r, f], cache [b, l], positions [r], entries [b, l]
+    outputs: tuple[Array, ...]  # [r, h, d], or shares [n, t, k, d], [n, t, k] x 2
+
+
+class Tile:
+    """The rows of this program's work item, and the keys and values that they may see.
+
+    Attributes:
+        tiling: the tile's sizes.
+        launch: the launch's.
+        places: the launch's arrays.
+        head: the program's K/V head.
+        index: the program's work item.
+        item: the fields of the work item, by name.
+        query: the queries, [t, d].
+        is_used: which lanes hold one, [t].
+    """
+
+    def __init__(self, tiling: Tiling, launch: Launch, places: Places):
+        self.tiling, self.launch, self.places = tiling, launch, places
+        self.head, self.index = places.head, places.index
+        fields = (places.items[i, self.index] for i in range(len(FIELDS)))
+        self.item = item = dict(zip(FIELDS, fields, strict=True))
+        self.kv_heads, self.head_dim = places.cached[0].shape[2:]
+        self.dims = dims_of(self.head_dim)[None, :]
+        self.lane = jnp.arange(tiling.rows)
+        self.sample_row = item["first"] - item["before"]  # the sample's first row
+        num_lanes = item["count"] if launch.group == 1 else item["count"] * launch.group
+        self.is_used, last_lane = self.lane < num_lanes, jnp.minimum(self.lane, last(num_lanes))
+        self.query_row = item["first"] + row_of(last_lane, launch.group)
+        heads = head_of(last_lane, self.head, launch.group)
+        self.query = self.load(places.fresh[0].at[self.query_row[:, None], heads, self.dims])
+        if launch.window is not None:
+            # The lowest position that each lane's row sees, and that any does.
+            positions = plgpu.load(places.masks["positions"].at[self.query_row])
+            self.lowest = positions - launch.window + 1
+            self.first_seen = jnp.min(self.lowest)
+
+    def load(self, place, size: int | None = None, defined=None):
+        """[size, d] at a place, zero where `defined` [size] is given and false."""
+        size = self.tiling.rows if size is None else size
+        if self.dims.shape[1] == self.head_dim and defined is None:
+            return plgpu.load(place)
+        mask = jnp.broadcast_to(self.dims < self.head_dim, (size, self.dims.shape[1]))
+        if defined is not None:
+            mask &= defined[:, None]
+        return plgpu.load(place, mask=mask, other=0)
+
+    def load_fresh(self, row, defined=None):
+        """Keys and values [m, d] of the sample's fresh rows `row` [m], counted from its first."""
+        fresh, first_heads = self.places.fresh[1:], (0, 0)
+        if not fresh:
+            heads = self.kv_heads * self.launch.group
+            fresh, first_heads = self.places.fresh * 2, (heads, heads + self.kv_heads)
+        row = self.sample_row + row
+        places = [
+            ref.at[row[:, None], first + self.head if first else self.head, self.dims]
+            for ref, first in zip(fresh, first_heads, strict=True)
+        ]
+        return confine(*(self.load(place, row.shape[0], defined) for place in places))
+
+    def load_cached(self, which: int, entry, defined=None):
+        """Committed keys (0) or values (1) [m, d] of the entries `entry` [m]."""
+        place = self.places.cached[which].at[
+            self.item["sample"], entry[:, None], self.head, self.dims
+        ]
+        return self.load(place, entry.shape[0], defined)
+
+    def descends(self, fresh):
+        """Whether each lane's row sees the sample's fresh rows `fresh` [m], [t, m]."""
+        ancestors = self.places.masks.get("ancestors")
+        if ancestors is None:
+            row = self.item["before"] + row_of(self.lane, self.launch.group)
+            return fresh[None, :] <= row[:, None]
+        column = jnp.clip(fresh, 0, ancestors.shape[1] - 1)
+        return plgpu.load(ancestors.at[self.query_row[:, None], column[None, :]]) != 0
+
+    def store_rows(self, out):
+        """Stores the results [t, d] of the tile's rows."""
+        (out_ref,) = self.places.outputs
+        row = (self.item["first"] + row_of(self.lane, self.launch.group))[:, None]
+        heads = head_of(self.lane, self.head, self.launch.group)
+        plgpu.store(
+            out_ref.at[row, heads, self.dims], out.astype(out_ref.dtype), mask=self._stored()
+        )
+
+    def store_share(self, place, out, highest, total):
+        """Stores a share's weighted values [t, d], largest scores [t] and sums of weights [t]."""
+        out_ref, highest_ref, total_ref = self.places.outputs
+        at = (place, self.lane, self.head)
+        plgpu.store(
+            out_ref.at[place, self.lane[:, None], self.head, self.dims], out, mask=self._stored()
+        )
+        plgpu.store(highest_ref.at[at], highest, mask=self.is_used)
+        plgpu.store(total_ref.at[at], total, mask=self.is_used)
+
+    def _stored(self):
+        return self.is_used[:, None] & (self.dims < self.head_dim)
+
+
+def row_of(lane, group: int):
+    """The tile's row that a lane holds."""
+    return lane if group == 1 else lane // group
+
+
+def head_of(lane, kv_head, group: int):
+    """The query head that a lane holds; a column for several heads, to lie beside rows."""
+    return kv_head if group == 1 else (kv_head * group + lane % group)[:, None]
+
+
+def last(count):
+    """The last of `count` places; 0 if there are none."""
+    return jnp.maximum(count - 1, 0)
