@@ -11,6 +11,8 @@ from typing import TypeVar
 
 import jax
 
+from pallas_kernels.common.numerics import current_numerics, numerics
+
 Result = TypeVar("Result")
 # Decoding counts in 32 bits, and the bits of other generators depend on the place in the batch.
 NEEDED = {
@@ -22,9 +24,14 @@ NEEDED = {
 
 
 @contextlib.contextmanager
-def own_settings() -> Iterator[None]:
-    """Sets what the library needs, for this thread, and restores the user's settings."""
+def own_settings(chosen: str | None = None) -> Iterator[None]:
+    """Sets what the library needs, for this thread, and restores the user's settings.
+
+    Args:
+        chosen: numerics: see `pallas_kernels.numerics`.
+    """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(numerics(chosen))
         for name, (needed, setting) in NEEDED.items():
             if getattr(jax.config, name) != needed:
                 stack.enter_context(setting(needed))
@@ -32,11 +39,11 @@ def own_settings() -> Iterator[None]:
 
 
 def configured(function: Callable[..., Result]) -> Callable[..., Result]:
-    """The function, run under `own_settings`."""
+    """The function, run under `own_settings`, with the numerics of its argument of that name."""
 
     @functools.wraps(function)
     def run(*args, **options):
-        with own_settings():
+        with own_settings(options.get("numerics")):
             return function(*args, **options)
 
     return run
@@ -45,16 +52,22 @@ def configured(function: Callable[..., Result]) -> Callable[..., Result]:
 def configured_generator(results: Generator[Result, None, None]) -> Generator[Result, None, None]:
     """Yields the results; the generator runs under `own_settings`, its consumer does not.
 
-    Closing it closes `results`.
+    It keeps the numerics of now. Closing it closes `results`.
     """
+    return _configured(results, current_numerics())
+
+
+def _configured(
+    results: Generator[Result, None, None], chosen: str
+) -> Generator[Result, None, None]:
     try:
         while True:
-            with own_settings():
+            with own_settings(chosen):
                 try:
                     result = next(results)
                 except StopIteration:
                     return
             yield result
     finally:
-        with own_settings():
+        with own_settings(chosen):
             results.close()

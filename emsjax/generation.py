@@ -49,6 +49,7 @@ def generate(
     tokenizer: Any = None,
     include_stop: bool = False,
     top_logprobs: int = 0,
+    numerics: str | None = None,
 ) -> GenerateOutput:
     """Completes ragged prompts by batched, unpadded, lossless speculative decoding.
 
@@ -90,6 +91,8 @@ def generate(
             `texts`.
         include_stop: whether a text keeps the stop that ended it.
         top_logprobs: number of likeliest tokens that the output has for each emitted token.
+        numerics: "fast", or "invariant": the bits of a sequence then depend on it alone, whatever
+            is decoded beside it; None: those of `pallas_kernels.numerics` around the call.
 
     It runs with 64-bit types off and JAX's default random generator, whatever else is set, and so
     does code of yours that it calls.
@@ -220,6 +223,7 @@ def init_state(
     stop: Any = None,
     tokenizer: Any = None,
     top_logprobs: int = 0,
+    numerics: str | None = None,
 ) -> DecodeState:
     """Returns the state before the first `step`: prompts are prefilled and nothing is emitted.
 
@@ -267,6 +271,7 @@ def step(
     layout: Layout = UNPADDED,
     num_sequences: int | Int32[Array, ""] | None = None,
     processors: Sequence[LogitsProcessor] = (),
+    numerics: str | None = None,
 ) -> tuple[DecodeState, StepInfo]:
     """Drafts, verifies and commits once for every sample that decodes.
 
@@ -282,6 +287,7 @@ def step(
         num_sequences: sequences per prompt, if some prompts may not be fully cached: the step
             then feeds their tokens too. None: all prompts are cached.
         processors: the same logits processors as for `init_state`.
+        numerics: the same as for `init_state`.
 
     Returns:
         The next state, and the step's `StepInfo`.

@@ -21,6 +21,7 @@ from emsjax.engine.preparation import device_of
 from emsjax.engine.requests import read_prompts
 from emsjax.engine.scores import Scores, score_forest
 from emsjax.values import comparable
+from pallas_kernels.common.numerics import is_invariant
 
 
 @comparable
@@ -49,6 +50,7 @@ def score(
     *,
     batch_size: int | None = None,
     attention_implementation: str | Callable | None = None,
+    numerics: str | None = None,
 ) -> ScoreOutput:
     """Computes log-probabilities of given continuations, unpadded.
 
@@ -65,6 +67,8 @@ def score(
         batch_size: number of continuations scored at a time; None: as many as fit into memory,
             at most 64.
         attention_implementation: as for `emsjax.generate`.
+        numerics: as for `emsjax.generate`. With "invariant", continuations do not share the rows of
+            a prompt, whose keys would lie at other places than in a cache.
 
     Returns:
         A `ScoreOutput` in prompt-major order. Continuations whose logits are not finite have
@@ -151,8 +155,11 @@ def _sequences(name: str, entry: Any) -> Iterator[tuple[str, Any]]:
 def _most_rows(run: Run) -> int:
     """Most rows of a tree: as many as fit into memory in one call, or 0.
 
-    Attention that is not this library's own may not know the mask of a tree.
+    Attention that is not this library's own may not know the mask of a tree, and in a tree keys do
+    not lie at the places of their sequence.
     """
+    if is_invariant():
+        return 0
     rows, device = forest.MOST_ROWS, device_of(run.model)
     while rows >= forest.CALL_ROWS and isinstance(run.kernels.attention, OwnAttention):
         if forest_fits(run.model, rows, device):

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from emsjax.checks import check_at_least, check_flag
-from emsjax.configured import configured, configured_generator
+from emsjax.configured import configured, configured_generator, own_settings
 from emsjax.decode.base import Drafter, DraftLength, Model
 from emsjax.decode.row_counts import round_up
 from emsjax.engine.adapt import make_run
@@ -26,6 +26,7 @@ from emsjax.streaming import (
     is_list,
     longest_sequence,
 )
+from pallas_kernels.common.numerics import current_numerics
 
 
 class Engine:
@@ -35,8 +36,8 @@ class Engine:
     the same as from `emsjax.stream` with the same arguments. One call is served at a time.
 
     Args:
-        model, drafter, draft_length, attention_implementation, devices, processors: as for
-            `emsjax.stream`.
+        model, drafter, draft_length, attention_implementation, devices, processors, numerics: as
+            for `emsjax.stream`.
         batch_size: slots per device.
         max_len: tokens of the longest prompt and its continuation together, which set the size
             of the caches; None: as many as the model has positions for.
@@ -57,6 +58,7 @@ class Engine:
         attention_implementation: str | Callable | None = None,
         devices: Sequence[jax.Device] | None = None,
         processors: Sequence[LogitsProcessor] = (),
+        numerics: str | None = None,
     ):
         run = make_run(
             model,
@@ -70,6 +72,7 @@ class Engine:
                 "a drafter that holds data for each prompt cannot serve other prompts: use "
                 "emsjax.stream"
             )
+        self.numerics = current_numerics()
         self.longest = longest_sequence(run, max_len)
         self.run = with_checked_drafter(run, self.longest - 1)
         requests = check_requests(model.config, **PLACEHOLDER, max_new_tokens=1)
@@ -78,7 +81,6 @@ class Engine:
         self.slots = make_slots(self.run, requests, count, devices)
         self.last_call = lambda: None  # a weak reference to its results
 
-    @configured
     def stream(
         self,
         prompts: Iterable[Sequence[int]],
@@ -98,12 +100,12 @@ class Engine:
             ValueError: as `emsjax.stream`; also if a sequence has more than `max_len` tokens, or
                 if another call's results have not all been read.
         """
-        partial = check_flag("partial", asked.pop("partial", False))
-        options = asked | {
-            "max_new_tokens": max_new_tokens,
-            "sampling": sampling,
-            "num_sequences": num_sequences,
-        }
+        with own_settings(self.numerics):
+            asked |= {"max_new_tokens": max_new_tokens, "sampling": sampling}
+            return self._stream(prompts, asked | {"num_sequences": num_sequences})
+
+    def _stream(self, prompts: Iterable[Sequence[int]], options: dict[str, Any]):
+        partial = check_flag("partial", options.pop("partial", False))
         if is_list(prompts):
             _, requests = check(self.run, prompts, **options)
             if requests.positions >= self.longest:

@@ -68,6 +68,7 @@ def stream(
     include_stop: bool = False,
     top_logprobs: int = 0,
     partial: bool = False,
+    numerics: str | None = None,
 ) -> Iterator[Completion]:
     """Completes any number of prompts, `batch_size` sequences at a time, each as it finishes.
 
@@ -153,6 +154,7 @@ def stream_numbered(
     devices: Sequence[jax.Device] | None = None,
     partial: bool = False,
     variants: Variants = ONE_VARIANT,
+    numerics: str | None = None,
     **options: Any,
 ) -> Iterator[Completion]:
     """`stream` for an iterator of numbered prompts; the numbers decide each sequence's key.

@@ -30,6 +30,7 @@ def generate(
     eos_token_ids: Iterable[int] | None = None,
     attention_implementation: str | Callable | None = None,
     attention_mask: Sequence[Sequence[int]] | None = None,
+    numerics: str | None = None,
 ) -> GenerateOutput:
     """Completes prompts greedily by the vanilla method or one of its two ablations.
 
@@ -44,6 +45,8 @@ def generate(
         unpad_inputs: only real rows are fed, and padding only fills up the row bucket.
         attention_implementation: as for `emsjax.generate`; a user's callable must accept a
             `cache_mask`.
+        numerics: as for `emsjax.generate`; "invariant" needs `unpad_kv_cache`, as gaps move keys to
+            places that depend on other samples.
 
     Other arguments are the same as for `emsjax.generate`. With both ablations this function is
     equivalent to `emsjax.generate`.

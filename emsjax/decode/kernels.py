@@ -1,7 +1,6 @@
 """Selects the kernels of the forward and the commit."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from emsjax.returned import check_alike
 from pallas_kernels.attention import IMPLEMENTATIONS as ATTENTIONS
 from pallas_kernels.cache_update import IMPLEMENTATIONS as UPDATES
 from pallas_kernels.common.implementations import choose
+from pallas_kernels.common.numerics import is_invariant
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +79,7 @@ def attend(
     if visible.mask is not None:
         options["cache_mask"] = visible.mask
     places = (rows.segment_ids, rows.positions, visible.lengths)
-    called = attention.func if isinstance(attention, functools.partial) else attention
+    called = getattr(attention, "func", attention)  # of functools.partial
     if isinstance(called, OwnAttention) or called is pallas_kernels.ragged_attention:
         return attention(qkv, None, None, cached.keys, cached.values, *places, **options)
     kv_heads = cached.keys.shape[2]
@@ -94,7 +94,8 @@ def resolve_kernels(attention_implementation: str | Callable | None) -> Kernels:
     """Resolves a name, None (the device's default) or the user's own attention to kernels.
 
     Raises:
-        ValueError: an unknown name, or one that the device cannot run.
+        ValueError: an unknown name, one that the device cannot run, or the reference if numerics
+            are to be invariant.
     """
     if callable(attention_implementation) and not isinstance(attention_implementation, type):
         return Kernels(attention_implementation, OwnUpdate(None))
@@ -104,4 +105,6 @@ def resolve_kernels(attention_implementation: str | Callable | None) -> Kernels:
         # A kernel called by itself can be interpreted; a run cannot.
         advice = str(error).removesuffix(" or interpret=True")
         raise ValueError(f"attention_{advice}") from None
+    if name == "reference" and is_invariant():
+        raise ValueError("numerics 'invariant' needs attention_implementation 'triton' or 'xla'")
     return Kernels(OwnAttention(name), OwnUpdate(name if name in UPDATES else None))

@@ -15,6 +15,7 @@ from emsjax.decode.kernels import resolve_kernels
 from emsjax.decode.layout import UNPADDED, Layout
 from emsjax.decode.run import Run
 from emsjax.sampling import LogitsProcessor
+from pallas_kernels.common.numerics import is_invariant
 
 MODEL_PARTS = ("config", "dtype", "row_bytes", "logits", "init_cache")
 DRAFTER_PARTS = ("max_draft_tokens", "init", "propose")
@@ -244,6 +245,11 @@ def make_run(
     """
     check_is_model("model", model)
     check_instance("layout", layout, Layout, "an emsjax.decode.layout.Layout")
+    if layout.pad_kv_cache and is_invariant():
+        raise ValueError(
+            "numerics 'invariant' needs unpad_kv_cache=True, a layout without pad_kv_cache: gaps in "
+            "the cache move keys to places that depend on other samples"
+        )
     kernels, policy = resolve_kernels(attention_implementation), as_policy(draft_length)
     drafter = with_policy_limit(as_drafter(drafter), policy, model.config)
     return Run(model, drafter, policy, as_processors(processors), kernels, layout)

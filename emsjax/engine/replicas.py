@@ -13,6 +13,7 @@ from emsjax.configured import own_settings
 from emsjax.decode.run import Run
 from emsjax.engine.requests import Requests
 from emsjax.engine.slots import Entry, Row, Slots
+from pallas_kernels.common.numerics import current_numerics
 
 PUT_SECONDS = 0.2  # between two checks whether rows are still being consumed
 STOP_SECONDS = 60  # the longest wait for a closed call to stop; it stops between device calls
@@ -94,6 +95,7 @@ def rows_of_all(
         yield from slots[None].serve(entries, partial=partial)
         return
     shared, rows = Shared(entries), queue.Queue(ROWS_KEPT * len(slots))
+    chosen = current_numerics()  # other threads begin without this one's
 
     def put(item) -> bool:
         """Returns whether rows are still being consumed."""
@@ -107,7 +109,7 @@ def rows_of_all(
 
     def work(device: jax.Device) -> None:
         try:
-            with own_settings(), jax.default_device(device):
+            with own_settings(chosen), jax.default_device(device):
                 all(map(put, slots[device].serve(shared, partial=partial)))
             put(None)
         except BaseException as error:
