@@ -247,8 +247,8 @@ def make_run(
     check_instance("layout", layout, Layout, "an emsjax.decode.layout.Layout")
     if layout.pad_kv_cache and is_invariant():
         raise ValueError(
-            "numerics 'invariant' needs unpad_kv_cache=True, a layout without pad_kv_cache: gaps in "
-            "the cache move keys to places that depend on other samples"
+            "numerics 'invariant' needs unpad_kv_cache=True, a layout without pad_kv_cache: gaps "
+            "in the cache move keys to places that depend on other samples"
         )
     kernels, policy = resolve_kernels(attention_implementation), as_policy(draft_length)
     drafter = with_policy_limit(as_drafter(drafter), policy, model.config)

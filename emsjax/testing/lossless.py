@@ -42,8 +42,8 @@ class Lossless:
 
     Attributes:
         output: output of the drafter's run; `output.stats` has its acceptance.
-        near_ties: differences from plain decoding that 16-bit rounding explains; none in float32, and
-            none with invariant numerics.
+        near_ties: differences from plain decoding that 16-bit rounding explains; none in float32
+            and with invariant numerics.
     """
 
     output: GenerateOutput
@@ -175,7 +175,8 @@ def _explain(of: Divergence, prompt_tokens: int, greedy: bool, exact: bool) -> s
         return f"{where}, drawn under the same key"
     allowed = f"Up to {NEAR_TIE:.2%} is a near-tie, which 16-bit rounding may decide."
     if exact:
-        allowed = "No difference is allowed here: this is a defect and not rounding."
+        where_exact = "With invariant numerics" if is_invariant() else "In float32"
+        allowed = f"{where_exact} no difference is allowed: this is a defect and not rounding."
     first, second = of.likeliest
     verdicts = {
         of.expected: "float32 agrees with plain decoding: check what the other run's attention "
