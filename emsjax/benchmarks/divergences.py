@@ -1,21 +1,26 @@
 """`emsjax bench divergences`: where 16-bit speculative decoding differs from plain decoding.
 
 Models with real margins between tokens decode greedily in bfloat16: the embedded pair, and random
-weights of a model's shape, whose tokens are often nearly tied. The benchmark lists the first
-difference of each sequence from plain decoding, with the margin between the two tokens in float32.
-The exit code is 1 if one of them is more than a near-tie (see `emsjax.testing.divergence`).
+weights of a model's shape, whose tokens are often nearly tied. With invariant numerics no token may
+differ. With fast ones the benchmark lists the first difference of each sequence from plain
+decoding, with the margin between the two tokens in float32. The exit code is 1 if a token differs
+with invariant numerics, or if a difference is more than a near-tie (see
+`emsjax.testing.divergence`).
 
+Plain decoding completes all prompts of the largest batch size. Smaller batches have the first ones.
 There are three drafters: prompt lookup, a draft model, and a replay of plain decoding's own tokens
-with wrong ones among them, which has many drafts accepted where the two others find nothing.
+with wrong ones among them, which has many drafts accepted where the two others find nothing. Prompt
+lookup decodes in refilled slots as well.
 
-The JSON file has one of the `entries` for each model, batch size and drafter: the mean acceptance
-length and the `divergences`, each with its `share` of the largest margin of a near-tie.
+The JSON file has one of the `entries` for each model, kind of numerics, batch size and drafter: the
+number of `tokens`, the mean acceptance length and the `divergences`, each with its `share` of the
+largest margin of a near-tie.
 """
 
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -28,11 +33,15 @@ from emsjax.benchmarks.runs import random_model
 from emsjax.benchmarks.scripted import CopyAcceptance, replay
 from emsjax.benchmarks.workloads import EmbeddedModels, ScriptedModels
 from emsjax.drafters import DraftModel, PromptLookup
+from emsjax.engine.output import GenerateOutput
 from emsjax.generation import generate
 from emsjax.models.decoder import Decoder
+from emsjax.streaming import stream
+from emsjax.terminal.options import NUMERICS
 from emsjax.testing.divergence import NEAR_TIE, first_divergences
 
 DTYPE = jnp.bfloat16
+SLOTS_OF = 3  # sequences for each slot, where slots are refilled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,45 +64,77 @@ def find_pair(name: str, draft_shape: str, new_tokens: int) -> ModelPair:
     return ModelPair(model, draft, lambda batch: models.prompts(batch, new_tokens))
 
 
-def measure(pair: ModelPair, batch: int, new_tokens: int, say) -> list[dict[str, Any]]:
-    """Measure the entry of each drafter."""
-    model, prompts = pair.model, pair.prompts(batch)
-    decode = lambda drafter: generate(
-        model, prompts, drafter, max_new_tokens=new_tokens, eos_token_ids=()
-    )
-    plain = decode(None)
-    outputs = [np.concatenate([p, of]) for p, of in zip(prompts, plain.tokens, strict=True)]
-    width = max(map(len, outputs))
-    texts = [np.pad(text, (0, width - len(text))) for text in outputs]
-    vocab = model.config.vocab_size
-    drafters = {
-        "prompt-lookup": PromptLookup(search_generated=True),
-        "draft-model": DraftModel(pair.draft_model),
-        "own-tokens": replay(CopyAcceptance(), texts, batch, vocab_size=vocab, seed=0),
-    }
-    entries = []
-    for name, drafter in drafters.items():
-        out = decode(drafter)
-        found = first_divergences(model, prompts, plain, out)
+class Bench:
+    """All drafters beside plain decoding, with one kind of numerics.
+
+    Args:
+        pair: the models and prompts.
+        most: the largest batch size.
+        new_tokens: of each sequence.
+        numerics: see `pallas_kernels.numerics`.
+    """
+
+    def __init__(self, pair: ModelPair, most: int, new_tokens: int, numerics: str):
+        self.pair, self.numerics = pair, numerics
+        self.prompts, self.new_tokens = pair.prompts(most), new_tokens
+        self.options = {"max_new_tokens": new_tokens, "eos_token_ids": (), "numerics": numerics}
+        self.plain = generate(pair.model, self.prompts, **self.options)
+
+    def measure(self, batch: int, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+        """Yields the entry of each drafter."""
+        prompts = self.prompts[:batch]
+        fields = {name: getattr(self.plain, name)[:batch] for name in ("tokens", "lengths")}
+        plain = dataclasses.replace(self.plain, **fields)
+        for name, drafter in self.drafters(prompts, plain).items():
+            out = generate(self.pair.model, prompts, drafter, **self.options)
+            yield self.compare(batch, name, prompts, plain, out, say)
+        found = stream(
+            self.pair.model,
+            prompts,
+            PromptLookup(search_generated=True),
+            batch_size=max(1, batch // SLOTS_OF),
+            **self.options,
+        )
+        tokens = {one.prompt: one.tokens for one in found}
+        tokens = np.stack([tokens[i] for i in range(batch)])
+        out = dataclasses.replace(plain, tokens=tokens, stats=None)
+        yield self.compare(batch, "prompt-lookup, refilled slots", prompts, plain, out, say)
+
+    def drafters(self, prompts, plain: GenerateOutput) -> dict[str, Any]:
+        """The drafters by name."""
+        outputs = [np.concatenate([p, of]) for p, of in zip(prompts, plain.tokens, strict=True)]
+        width = max(map(len, outputs))
+        texts = [np.pad(text, (0, width - len(text))) for text in outputs]
+        vocab = self.pair.model.config.vocab_size
+        own = replay(CopyAcceptance(), texts, len(prompts), vocab_size=vocab, seed=0)
+        return {
+            "prompt-lookup": PromptLookup(search_generated=True),
+            "draft-model": DraftModel(self.pair.draft_model),
+            "own-tokens": own,
+        }
+
+    def compare(self, batch: int, name: str, prompts, plain, out, say) -> dict[str, Any]:
+        """The entry of one run."""
+        found = first_divergences(self.pair.model, prompts, plain, out)
         divergences = [
             dataclasses.asdict(one) | {"share": one.margin / (NEAR_TIE * one.largest)}
             for one in found
         ]
-        entry = {
+        worst = max((of["share"] for of in divergences), default=0)
+        say(
+            f"{self.numerics}, batch {batch}, {name}: {len(found)} of {batch} sequences diverge, "
+            f"at margins up to {worst:.2f} of a near-tie's"
+        )
+        length = None if out.stats is None else out.stats.mean_acceptance_length
+        return {
+            "numerics": self.numerics,
             "batch": batch,
             "drafter": name,
-            "mean_acceptance_length": out.stats.mean_acceptance_length,
+            "tokens": batch * self.new_tokens,
+            "mean_acceptance_length": length,
             "near_ties_alone": all(one.is_near_tie for one in found),
             "divergences": divergences,
         }
-        entries.append(entry)
-        worst = max((of["share"] for of in divergences), default=0)
-        say(
-            f"batch {batch}, {name}: {len(found)} sequences diverge, at margins up to "
-            f"{worst:.2f} of a near-tie's; mean acceptance length "
-            f"{entry['mean_acceptance_length']:.2f}"
-        )
-    return entries
 
 
 def run(options: argparse.Namespace, command: str) -> int:
@@ -101,11 +142,20 @@ def run(options: argparse.Namespace, command: str) -> int:
     results = begin(options, command, settings)
     for name in options.models:
         pair = find_pair(name, options.draft_shape, options.max_new_tokens)
-        for batch in options.batch_sizes:
+        for numerics in NUMERICS[::-1]:
+            bench = Bench(pair, max(options.batch_sizes), options.max_new_tokens, numerics)
             print(f"{name}:")
-            for entry in measure(pair, batch, options.max_new_tokens, print):
-                add_entry({"model": name, **entry}, results, options.output)
-    return 0 if all(entry["near_ties_alone"] for entry in results["entries"]) else 1
+            for batch in options.batch_sizes:
+                for entry in bench.measure(batch, print):
+                    add_entry({"model": name, **entry}, results, options.output)
+    return 0 if all(map(is_right, results["entries"])) else 1
+
+
+def is_right(entry: dict[str, Any]) -> bool:
+    """Whether an entry has no differences that it must not have."""
+    if entry["numerics"] == "invariant":
+        return not entry["divergences"]
+    return entry["near_ties_alone"]
 
 
 if __name__ == "__main__":

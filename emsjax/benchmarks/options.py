@@ -8,6 +8,7 @@ from emsjax.benchmarks.shapes import MODELS
 from emsjax.terminal.options import (
     DEFAULT_DTYPE,
     DTYPES,
+    add_numerics,
     count,
     names,
     positive_float,
@@ -188,6 +189,7 @@ def add_ems_sd_options(parser: argparse.ArgumentParser) -> None:
         help="draft-model: probability that a draft token is right (default: 0.8)",
     )
     add_batch_sizes(parser, shown="1 to 64")
+    add_numerics(parser)
     add("--methods", type=names, metavar="NAME,NAME,...", help="default: all")
     add(
         "--read-rate",
@@ -218,6 +220,7 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
     add("--layers", **NUMBER, help="another depth; the floor is that model's")
     add_context(parser)
     add_attention(parser)
+    add_numerics(parser)
     rate = "for the floor (default: an H200's, %(default)g)"
     add("--read-rate", type=positive_float, default=H200.read / 1e12, help=f"TB/s {rate}")
     add("--matmul-rate", type=positive_float, default=H200.matmul / 1e12, help=f"TFLOP/s {rate}")

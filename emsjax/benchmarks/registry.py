@@ -40,8 +40,11 @@ class Benchmark:
         Args:
             command: the command line, for the results.
         """
+        from pallas_kernels.common.numerics import numerics  # imports JAX
+
         module = importlib.import_module(f"emsjax.benchmarks.{self.module}")
-        return module.run(argparse.Namespace(**vars(options), resumes=self.resumes), command)
+        with numerics(getattr(options, "numerics", None)):
+            return module.run(argparse.Namespace(**vars(options), resumes=self.resumes), command)
 
     @property
     def program(self) -> list[str]:

@@ -30,6 +30,8 @@ def begin(
         ValueError: the file to resume belongs to another run.
         OSError: the file cannot be written.
     """
+    if getattr(options, "numerics", None) == "invariant":
+        settings = {**settings, "numerics": options.numerics}
     results = {"command": command, **surroundings(options.commit, *packages)}
     if options.resumes:
         resume(settings, results, options.output)

@@ -35,6 +35,7 @@ from emsjax.models.config import DecoderConfig
 from emsjax.models.decoder import Decoder
 from emsjax.policies.lengths import FixedLength
 from emsjax.sampling import Sampling
+from pallas_kernels.common.numerics import current_numerics, numerics
 
 SHORT, LONG = 3, 13  # steps of the two runs whose difference is timed
 REPETITIONS = 7
@@ -43,8 +44,14 @@ MAX_NEW_TOKENS = 128  # the cache has room for a whole completion, as in real us
 
 def at_once(function: Callable, arguments: Iterable[Any]) -> list[Any]:
     """The function's values, computed in threads: compilation takes most of their time."""
+    chosen = current_numerics()  # other threads begin without this one's
+
+    def call(argument: Any) -> Any:
+        with numerics(chosen):
+            return function(argument)
+
     with ThreadPoolExecutor() as pool:
-        return list(pool.map(function, arguments))
+        return list(pool.map(call, arguments))
 
 
 @jax.tree_util.register_dataclass

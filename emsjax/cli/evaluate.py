@@ -40,7 +40,13 @@ def run(options: argparse.Namespace, command: str) -> None:
         raise ValueError(f"--tasks: there is no task {', '.join(unknown)}")
     model, tokenizer, drafter = load(options)
     evaluated = lm_eval.simple_evaluate(
-        EmsjaxLM(model, tokenizer, drafter, batch_size=options.batch_size),
+        EmsjaxLM(
+            model,
+            tokenizer,
+            drafter,
+            batch_size=options.batch_size,
+            numerics=options.numerics,
+        ),
         tasks=list(itertools.chain(*tasks.values())),
         num_fewshot=options.num_fewshot,
         limit=options.limit,

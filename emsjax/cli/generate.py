@@ -103,7 +103,7 @@ def run(
         with make_progress(console) as progress:
             task = progress.add_task("", total=left, speed="")
             run = model, drafter, policy, processors
-            requests = requested.arguments(missing)
+            requests = requested.arguments(missing) | {"numerics": options.numerics}
             for completion in completions(run, missing, longest, options.batch_size, requests):
                 record = missing.record_of(completion)
                 error = record.error or completion.error

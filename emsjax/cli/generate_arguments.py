@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from emsjax.cli.sampling_arguments import add_sampling_arguments, check_sampling
-from emsjax.terminal.options import add_model_arguments, flag, positive_int, seed, token_ids
+from emsjax.terminal.options import (
+    add_model_arguments,
+    add_numerics,
+    flag,
+    positive_int,
+    seed,
+    token_ids,
+)
 
 POLICIES = ("auto", "bass", "goodput")  # values of --draft-length other than numbers
 OWN_POLICY = {"draft_length": "auto", "profile": None}  # options of every drafter except none
@@ -35,6 +42,7 @@ class RunOptions:
     model: str
     revision: str | None
     dtype: str
+    numerics: str
     drafter: str
     draft_length: str | None
     max_draft_tokens: int | None
@@ -83,6 +91,7 @@ def draft_length(text: str) -> str:
 
 def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
+    add_numerics(parser)
     add = parser.add_argument
     add(
         "--input",

@@ -18,6 +18,7 @@ from emsjax.generation import generate
 from emsjax.models.pretrained import from_pretrained
 from emsjax.scoring import score
 from emsjax.terminal.models import load_tokenizer
+from pallas_kernels.common.numerics import check_numerics
 
 try:
     from lm_eval import utils
@@ -53,6 +54,10 @@ class EmsjaxLM(TemplateLM):
             configured.
         prefix_token_id: the token before a text without context; None: the tokenizer's start
             token, or its end token if there is none.
+        numerics: as for `emsjax.generate`.
+
+    Raises:
+        ValueError: a size is out of range, or the numerics are unknown.
     """
 
     def __init__(
@@ -65,6 +70,7 @@ class EmsjaxLM(TemplateLM):
         max_length: int | None = None,
         add_bos_token: bool | None = None,
         prefix_token_id: int | None = None,
+        numerics: str | None = None,
     ):
         super().__init__()
         limit = model.config.max_position_embeddings
@@ -72,6 +78,8 @@ class EmsjaxLM(TemplateLM):
         self.batch_size = batch_size and check_at_least("batch_size", batch_size, 1)
         self.max_length = check_at_least("max_length", max_length or limit, 1, limit)
         self.add_bos_token, self._prefix_token_id = add_bos_token, prefix_token_id
+        check_numerics(numerics)
+        self.numerics = numerics
         self._num_calls = 0  # of sampled generation, each of which draws from other keys
 
     @classmethod
@@ -115,7 +123,7 @@ class EmsjaxLM(TemplateLM):
         }
         if given.get("batch_size") == "auto":
             del given["batch_size"]
-        own = ("batch_size", "max_length", "add_bos_token", "prefix_token_id")
+        own = ("batch_size", "max_length", "add_bos_token", "prefix_token_id", "numerics")
         if unknown := sorted(given.keys() - set(own)):
             raise ValueError(f"model_args: {', '.join(unknown)} is no argument of the model emsjax")
         given = {name: int(x) if name == "batch_size" else x for name, x in given.items()}
@@ -189,7 +197,11 @@ class EmsjaxLM(TemplateLM):
                 own = [places[context] for context in contexts]
                 continuations = [[pairs[place][1] for place in group] for group in own]
                 out = score(
-                    self.model, _unpadded(contexts), continuations, batch_size=self.batch_size
+                    self.model,
+                    _unpadded(contexts),
+                    continuations,
+                    batch_size=self.batch_size,
+                    numerics=self.numerics,
                 )
                 scored = [place for group in own for place in group]
                 for place, total, greedy in zip(scored, out.totals, out.is_greedy, strict=True):
@@ -290,6 +302,7 @@ class EmsjaxLM(TemplateLM):
             batch_size=self.batch_size or AT_ONCE,
             eos_token_ids=self._end_token_ids(options.until),
             key=key,
+            numerics=self.numerics,
         )
         tokens = [row[:length] for row, length in zip(out.tokens, out.lengths, strict=True)]
         texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)

@@ -5,6 +5,7 @@ import math
 import re
 from typing import NoReturn
 
+NUMERICS = ("fast", "invariant")  # see `pallas_kernels.numerics`; the first is the default
 DTYPES = ("float32", "bfloat16", "float16")
 DEFAULT_DTYPE = "default: float32 on a CPU, bfloat16 on GPUs that support it, otherwise float16"
 DISTILLATION_LOSSES = {"forward-kl": 0.9, "cross-entropy": 0.1}  # the default of `emsjax distil`
@@ -94,6 +95,17 @@ def loss_weights(text: str) -> dict[str, float]:
 def names(text: str) -> tuple[str, ...]:
     """The names in "llma,poor", for example, without duplicates."""
     return tuple(dict.fromkeys(text.split(",")))
+
+
+def add_numerics(parser: argparse.ArgumentParser) -> None:
+    """Adds the option for the order of sums."""
+    parser.add_argument(
+        "--numerics",
+        choices=NUMERICS,
+        default=NUMERICS[0],
+        help="invariant: a sequence's bits do not depend on what is decoded beside it "
+        "(default: %(default)s)",
+    )
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
