@@ -37,12 +37,19 @@ TILINGS = {
     name: value for name, value in vars(tilings).items() if isinstance(value, tilings.Tiling)
 }
 every_number_of_splits = pytest.mark.parametrize("programs", [1, 64], ids=["whole", "split"])
-# Only Triton's kernel splits keys.
-every_implementation_and_split = pytest.mark.parametrize(
-    ("implementation", "programs"),
-    [("reference", 64), ("xla", 64), ("triton", 1), ("triton", 64)],
-    ids=["reference", "xla", "triton-whole", "triton-split"],
-)
+# Only Triton's kernel splits keys. Invariant numerics take keys in parts.
+KINDS = {
+    "reference": ("reference", 64),
+    "xla": ("xla", 64),
+    "triton-whole": ("triton", 1),
+    "triton-split": ("triton", 64),
+    "xla-parts": ("xla invariant", 64),
+    "triton-parts-whole": ("triton invariant", 1),
+    "triton-parts-split": ("triton invariant", 64),
+}
+of_kinds = functools.partial(pytest.mark.parametrize, ("implementation", "programs"))
+every_kind = of_kinds(list(KINDS.values()), ids=list(KINDS))
+every_implementation_and_split = of_kinds(list(KINDS.values())[:4], ids=list(KINDS)[:4])
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -56,6 +63,9 @@ def small_blocks():
             patch.setattr(tilings, name, tiling)
         if not COMPILED:
             patch.setattr(tilings, "FEW_ROWS", 2)
+            patch.setattr(combine, "MERGED_PARTS", 2)
+        for module in (tilings, attention.xla_parts):
+            patch.setattr(module, "PART_KEYS", BLOCK)
         patch.setattr(tilings, "DECODE_TILES", 2)  # so that ROWS rows are a prefill
         patch.setattr(attention.xla, "MAX_DECODE_ROWS", 10)
         patch.setattr(attention.xla, "TILE", 10)
@@ -67,10 +77,13 @@ def compiled(implementation, max_rows_per_sample, programs=64, scale=None, windo
     def attention(*args, **kwargs):
         with pytest.MonkeyPatch.context() as patch:  # the number is read while tracing
             patch.setattr(tilings, "PROGRAMS_WANTED", programs)
+            patch.setattr(tilings, "PROGRAMS_WITH_PARTS", programs)
+            name, _, numerics = implementation.partition(" ")
             return pallas_kernels.ragged_attention(
                 *args,
                 **kwargs,
-                implementation=implementation,
+                implementation=name,
+                numerics=numerics or None,
                 max_rows_per_sample=max_rows_per_sample,
                 scale=scale,
                 window=window,
@@ -106,7 +119,7 @@ def check(
     np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=rtol, atol=rtol * 4)
 
 
-@every_implementation_and_split
+@every_kind
 @pytest.mark.parametrize("bound", [10, None], ids=["decode", "unbounded"])
 @settings(max_examples=12)
 @given(
@@ -124,13 +137,15 @@ def test_equals_the_float64_oracle_and_reads_no_nan(
     check(implementation, case(counts, lengths, order), bound, programs=programs)
 
 
-@every_implementation_and_split
+@every_kind
 @pytest.mark.parametrize("bound", [10, None], ids=["decode", "unbounded"])
 def test_a_cache_may_have_no_entry(implementation, programs, bound):
     inputs = case([9, 0, 2, 1], [0] * BATCH)
     inputs = tuple(x[:, :0] if x.ndim == 4 else x for x in inputs)
     check(implementation, inputs, bound, programs=programs)
-    check(implementation, inputs, bound, programs=programs, cache_mask=np.zeros((BATCH, 0), bool))
+    if "invariant" not in implementation:  # it takes no mask
+        mask = np.zeros((BATCH, 0), bool)
+        check(implementation, inputs, bound, programs=programs, cache_mask=mask)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +172,7 @@ def test_samples_that_leave_no_room_may_have_many_rows(
     compiled.cache_clear()
 
 
-@every_implementation_and_split
+@every_kind
 @pytest.mark.parametrize("bound", [10, None], ids=["decode", "unbounded"])
 @settings(max_examples=8)
 @given(
@@ -200,7 +215,7 @@ def test_masked_entries_of_the_cache_are_not_read(
     check(implementation, inputs, bound, programs=programs, cache_mask=mask)
 
 
-@every_implementation_and_split
+@every_kind
 @pytest.mark.parametrize("bound", [10, None], ids=["decode", "unbounded"])
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 def test_a_row_that_is_not_finite_reaches_only_rows_that_see_it(
@@ -230,7 +245,7 @@ def test_a_row_that_is_not_finite_reaches_only_rows_that_see_it(
 every_window = pytest.mark.parametrize("window", [1, 5, BLOCK + 3])
 
 
-@every_implementation_and_split
+@every_kind
 @every_window
 @pytest.mark.parametrize("bound", [10, None], ids=["decode", "unbounded"])
 @settings(max_examples=8)
@@ -382,7 +397,7 @@ def test_long_segments_are_tiled_correctly(implementation, tile, group, monkeypa
     compiled.cache_clear()
 
 
-@every_implementation_and_split
+@every_kind
 @pytest.mark.parametrize(("group", "lanes"), [(1, 64), (2, 16), (8, 64)])
 @pytest.mark.parametrize("counts", [(20, 0, 17, 2), (16, 1, 3, 20), (2, 3, 0, 1)])
 def test_a_sample_may_have_a_few_decoding_tiles(
@@ -474,7 +489,7 @@ def random_masks(inputs):
     }
 
 
-@every_implementation_and_split
+@every_kind
 @pytest.mark.parametrize("bound", [10, None], ids=["decode", "unbounded"])
 @pytest.mark.parametrize("group", [2, 4, 7, 8])
 def test_query_heads_share_keys_and_values_in_groups(implementation, programs, bound, group):
@@ -484,7 +499,9 @@ def test_query_heads_share_keys_and_values_in_groups(implementation, programs, b
         inputs = case(counts, lengths, [2, 3, 1, 0], group=group)
         check_here(inputs)
     masks = random_masks(inputs)
-    for cache in inputs[3:5]:
+    if "invariant" in implementation:
+        del masks["cache_mask"]
+    for cache in inputs[3:5] if "cache_mask" in masks else ():
         cache[~masks["cache_mask"]] = np.nan
     check_here(inputs, **masks)
 
@@ -570,7 +587,7 @@ def test_errors_name_arrays_of_other_shapes_and_dtypes(implementation, name):
             attend(np.float32(right[name]))
 
 
-@every_implementation_and_split
+@every_kind
 @pytest.mark.parametrize("bound", [10, None], ids=["decode", "unbounded"])
 def test_scores_are_multiplied_by_the_scale(implementation, programs, bound):
     inputs = case([3, 0, 10, 1], [BLOCK + 3, 4, 0, 2 * BLOCK])
@@ -637,6 +654,20 @@ def test_the_triton_attention_of_grouped_heads_lowers_for_cuda(
     group, batch, bound, masks, monkeypatch
 ):
     lower_attention("bfloat16", 128 if group < 8 else 80, batch, bound, masks, group, monkeypatch)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize(
+    ("batch", "bound", "masks", "window"),
+    [(24, 8, (), None), (1, 1, (), 512), (3, None, (), 512), (3, None, ("ancestors",), None)],
+)
+def test_the_triton_attention_in_parts_lowers_for_cuda(
+    group, head_dim, batch, bound, masks, window, monkeypatch
+):
+    monkeypatch.setattr(tilings, "PART_KEYS", 64)
+    static = {"window": window, "invariant": True}
+    lower_attention("bfloat16", head_dim, batch, bound, masks, group, monkeypatch, **static)
 
 
 @pytest.mark.parametrize("group", [1, 4])
