@@ -22,11 +22,11 @@ from emsjax.models.layers import (
     DecoderLayer,
     Norm,
     new_linear,
+    project,
     residual_stream,
     run_layer,
 )
 from emsjax.models.rotary import angles
-from pallas_kernels.common.implementations import matmul_precision, with_gradient_of
 from pallas_kernels.common.indexing import take
 
 
@@ -125,7 +125,7 @@ class Decoder(nnx.Module):
         # `nnx.Embed` is not called, as it fills in values for ids and positions out of range.
         token_ids = jnp.clip(token_ids, 0, a.vocab_size - 1)
         x, y = take(self.embed_tokens.embedding[...], token_ids), None
-        x = x if self.project_in is None else self.project_in(x)
+        x = x if self.project_in is None else project(self.project_in, x)
         if self.embed_positions is not None:
             places = jnp.minimum(positions, a.max_positions - 1) + a.position_offset
             y = Addend(take(self.embed_positions.embedding[...], places))
@@ -139,14 +139,9 @@ class Decoder(nnx.Module):
         a = self.architecture
         x = hidden if self.final_norm is None else self.final_norm(hidden)
         x = x.astype(self.dtype)
-        x = x if self.project_out is None else self.project_out(x)
-        precision = matmul_precision(self.dtype)
-        product = functools.partial(jnp.einsum, "rw,vw->rv", precision=precision)
-        narrow = lambda x, table: product(x, table).astype(jnp.float32)
-        wide = functools.partial(product, preferred_element_type=jnp.float32)
+        x = x if self.project_out is None else project(self.project_out, x)
         table = (self.lm_head or self.embed_tokens).embedding[...]
-        # Otherwise the gradient's matrix products would have float32 factors.
-        logits = with_gradient_of(narrow, wide)(x, table)
+        logits = pallas_kernels.linear_sums(x, table, transposed=True)
         if self.lm_head_bias is not None:
             logits += self.lm_head_bias[...].astype(jnp.float32)
         return logits if a.logit_cap is None else a.logit_cap * jnp.tanh(logits / a.logit_cap)

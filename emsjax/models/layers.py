@@ -32,6 +32,7 @@ from emsjax.models.architecture import (
 )
 from pallas_kernels.add_norm import xla as plain
 from pallas_kernels.common.implementations import matmul_precision
+from pallas_kernels.common.numerics import is_invariant
 
 Angles = tuple[Float[Array, "r p"], Float[Array, "r p"]]  # cosines and sines
 
@@ -125,6 +126,11 @@ def linear(
     weight, bias = weight_and_bias(module)
     options = {"activation": activation, "gated": gated}
     return pallas_kernels.linear(x, weight.values, bias, **options)
+
+
+def project(module: nnx.Linear, x: Float[Array, "r i"]):
+    """Applies a linear layer outside of the decoder layers to rows. [r, o]"""
+    return linear(module, x) if is_invariant() else module(x)
 
 
 def linear_addend(module: nnx.Linear, norm: Norm | None, x: Float[Array, "r i"]) -> Addend:

@@ -8,6 +8,8 @@ from jax import lax
 
 from pallas_kernels.common.numbers import check_flag
 
+MOSAIC_JAX = (0, 11)  # the first version whose Pallas Mosaic GPU has what the kernels use
+
 
 def choose(implementation: str | None, available: Collection[str], interpret: bool = False) -> str:
     """The requested implementation, or the best one of `available` for the default device.
@@ -34,13 +36,18 @@ def choose(implementation: str | None, available: Collection[str], interpret: bo
 
 def check_mosaic(interpret: bool) -> None:
     """Raises ValueError unless this jax and the default device run Pallas Mosaic GPU kernels."""
-    if jax.__version_info__ < (0, 11):
+    if jax.__version_info__ < MOSAIC_JAX:
         raise ValueError(f"implementation 'mosaic' needs jax 0.11, and this is {jax.__version__}")
-    if not interpret and _compute_capability() != 9.0:
+    if not (interpret or runs_mosaic()):
         raise ValueError(
             "implementation 'mosaic' needs an NVIDIA GPU of compute capability 9.0, and the "
             f"default device is {default_device().device_kind}: use 'xla' or interpret=True"
         )
+
+
+def runs_mosaic() -> bool:
+    """Whether this jax and the default device run Pallas Mosaic GPU kernels."""
+    return jax.__version_info__ >= MOSAIC_JAX and _compute_capability() == 9.0
 
 
 def runs_triton() -> bool:

@@ -8,7 +8,13 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.common.implementations import choose, runs_triton, with_gradient_of
+from pallas_kernels.common.implementations import (
+    choose,
+    runs_mosaic,
+    runs_triton,
+    with_gradient_of,
+)
+from pallas_kernels.common.numerics import is_invariant
 from pallas_kernels.matmul import xla
 from pallas_kernels.matmul.activations import ACTIVATIONS, FUSED
 
@@ -31,6 +37,7 @@ def linear(
     activation: str | None = None,
     gated: bool = False,
     implementation: str | None = None,
+    numerics: str | None = None,
     interpret: bool = False,
 ) -> Array:
     """activation(x @ weight + bias), or a gated product.
@@ -51,15 +58,21 @@ def linear(
             compute capability 9.0), "xla", or None: Triton if the device runs it
             and it is faster (few rows of 16-bit numbers, sizes that are multiples of its tiles),
             otherwise XLA.
+        numerics: "fast"; "invariant": the bits of a row depend on that row and the weight alone,
+            not on the number of rows or the row's place among them; None: as in the context of
+            `pallas_kernels.numerics`. If invariant, both kernels take any number of rows, and
+            Triton weights of any sizes. Triton or Mosaic, which have the same bits, are then the
+            default for all 16-bit and 32-bit numbers if the device runs them, and XLA
+            computes a fixed number of rows at a time.
         interpret: run the kernel in interpret mode, on any device.
 
     Returns:
         [rows, outputs] in x's dtype.
 
     Raises:
-        ValueError: the activation is unknown; `gated` and an odd number of columns;
-            `implementation` is unknown or the device cannot run it; or it names a kernel
-            that does not take so many rows or weights of these sizes.
+        ValueError: the activation is unknown; `gated` and an odd number of columns; `numerics` is
+            unknown; `implementation` is unknown or the device cannot run it; or it names a
+            kernel that does not take so many rows or weights of these sizes.
 
     Reference: gated products as feed-forward layers, arXiv 2002.05202.
     """
@@ -68,82 +81,141 @@ def linear(
         raise ValueError(f"activation must be None or one of {known}, not {activation!r}")
     if gated and weight.shape[1] % 2:
         raise ValueError(f"a gated product needs an even number of columns, not {weight.shape[1]}")
-    kernel = _kernel_for(x, weight, implementation, interpret, gated=gated)
+    invariant = is_invariant(numerics)
+    kernel = _kernel_for(x, weight, implementation, interpret, invariant=invariant, gated=gated)
     reference = functools.partial(xla.linear, activation=activation, gated=gated)
+    if kernel is None and invariant:
+        return with_gradient_of(reference, xla.in_row_blocks(reference))(x, weight, bias)
     if kernel is None:
         return reference(x, weight, bias)
-    module, tiling = kernel
     if activation not in (None, *FUSED):
-        product = linear(x, weight, bias, implementation=implementation, interpret=interpret)
-        return xla.activate(product, activation, gated)
+        options = {"implementation": implementation, "numerics": numerics, "interpret": interpret}
+        return xla.activate(linear(x, weight, bias, **options), activation, gated)
     epilogue = {"activation": activation, "gated": gated}
-    launch = functools.partial(
-        module.launch, tiling=tiling, dtype=x.dtype, interpret=interpret, **epilogue
-    )
-    return with_gradient_of(reference, launch)(x, weight, bias)
+    product = functools.partial(launch, kernel, dtype=x.dtype, interpret=interpret, **epilogue)
+    return with_gradient_of(reference, product)(x, weight, bias)
 
 
 def linear_sums(
     x: Array,  # [rows, inputs]
     weight: Array,  # [inputs, outputs]
     *,
+    transposed: bool = False,
     implementation: str | None = None,
+    numerics: str | None = None,
     interpret: bool = False,
 ) -> Array:
     """x @ weight as partial sums, for a consumer that adds them up in float32 anyway.
 
     If the weight has too few columns to keep the device busy, the contracted axis is split
-    into shares. Arguments and errors are those of `linear`.
+    into shares. Arguments and errors are those of `linear`, and:
+
+    Args:
+        transposed: the weight is [outputs, inputs], such as a table of embeddings that computes
+            logits. The product is then never split, and by default fast numerics take XLA.
 
     Returns:
         The product [rows, outputs] in float32, or shares [shares, rows, outputs]. Shares are
         bfloat16 if x is, otherwise float32: rounding every share costs about as much accuracy
-        as rounding the product, unless shares cancel each other.
+        as rounding the product, unless shares cancel each other. Invariant numerics have the same
+        number of shares for any number of rows.
     """
-    kernel = _kernel_for(x, weight, implementation, interpret, split=True)
+    invariant = is_invariant(numerics)
+    kind = {"invariant": invariant, "transposed": transposed, "split": not transposed}
+    kernel = _kernel_for(x, weight, implementation, interpret, **kind)
+    reference = functools.partial(xla.widened_dot, transposed=transposed)
     if kernel is not None:
-        module, tiling = kernel
-        dtype = xla.sums_dtype(x.dtype, tiling.splits)
-        options = {"tiling": tiling, "dtype": dtype, "interpret": interpret}
-        launch = lambda x, weight: module.launch(x, weight, None, **options)
-        in_shares = functools.partial(xla.dot_in_shares, shares=tiling.splits)
-        reference = in_shares if tiling.splits > 1 else xla.widened_dot
-        return with_gradient_of(reference, launch)(x, weight)
-    if implementation is None and _shares_pay(x, weight):
+        splits = kernel[1].splits
+        options = {"dtype": xla.sums_dtype(x.dtype, splits), "interpret": interpret}
+        options |= {"transposed": True} if transposed else {}
+        product = lambda x, weight: launch(kernel, x, weight, None, **options)
+        if splits > 1:
+            reference = functools.partial(xla.dot_in_shares, shares=splits)
+        return with_gradient_of(reference, product)(x, weight)
+    wide = functools.partial(xla.dot, dtype=jnp.float32, transposed=transposed)
+    if invariant:
+        return with_gradient_of(reference, xla.in_row_blocks(wide))(x, weight)
+    if implementation is None and not transposed and _shares_pay(x, weight):
         return xla.dot_in_shares(x, weight, XLA_SHARES)
-    wide = functools.partial(xla.dot, dtype=jnp.float32)
-    return with_gradient_of(xla.widened_dot, wide)(x, weight)
+    return with_gradient_of(reference, wide)(x, weight)
+
+
+def launch(kernel: tuple[ModuleType, Any], x, weight, bias, **options) -> Array:
+    """The product of a kernel, with rows padded to a multiple of those that it takes."""
+    module, tiling = kernel
+    rows = x.shape[0]
+    padding = -rows % module.ROW_MULTIPLE
+    if not padding:
+        return module.launch(x, weight, bias, tiling=tiling, **options)
+    x = jnp.pad(x, ((0, padding), (0, 0)))
+    return module.launch(x, weight, bias, tiling=tiling, **options)[..., :rows, :]
 
 
 def _kernel_for(
-    x, weight, implementation, interpret: bool, *, split: bool = False, gated: bool = False
+    x,
+    weight,
+    implementation,
+    interpret: bool,
+    *,
+    invariant: bool = False,
+    transposed: bool = False,
+    split: bool = False,
+    gated: bool = False,
 ) -> tuple[ModuleType, Any] | None:
     """The module of the kernel to launch and the sizes of the launch; None: XLA.
 
     Raises:
         ValueError: see `linear`.
     """
-    rows, (inputs, outputs) = x.shape[0], weight.shape
     default = implementation is None
-    if default:
-        implementation = "triton" if x.dtype.itemsize == 2 and runs_triton() else "xla"
-    name = choose(implementation, (*KERNELS, "xla"), interpret)
-    if name == "xla":
-        return None
-    module = importlib.import_module(f"pallas_kernels.matmul.{name}")
-    tiling = module.tiling_for(rows, inputs, outputs, split=split, gated=gated)
-    multiples = tiling.multiples
-    fits = all(size % unit == 0 for size, unit in zip(weight.shape, multiples, strict=True))
-    fits &= rows % module.ROW_MULTIPLE == 0 and rows <= (module.MAX_ROWS or rows)
-    fits &= x.dtype.itemsize in module.ITEM_BYTES
-    if fits:
-        return module, tiling
-    if default:
-        return None
+    names = _defaults(x, invariant, transposed) if default else (implementation,)
+    sizes = weight.shape[::-1] if transposed else weight.shape
+    kind = {"split": split, "gated": gated}
+    if invariant and names != ("xla",):
+        kind["splits"] = _module("triton").shares_of(*sizes, split=split)
+    for name in names:
+        if choose(name, (*KERNELS, "xla"), interpret) == "xla":
+            return None
+        module = _module(name)
+        tiling = module.tiling_for(x.shape[0], *sizes, **kind)
+        if _takes(module, tiling, x, sizes, invariant=invariant, transposed=transposed):
+            one_depth = invariant and x.dtype.itemsize == 4
+            return module, tiling._replace(depth=module.FLOAT32_DEPTH) if one_depth else tiling
     raise ValueError(
         f"implementation {name!r} takes {module.TAKES} and weights whose sizes are multiples of "
-        f"{multiples}, not {rows} rows of {x.dtype} and weights {weight.shape}"
+        f"{tiling.multiples}, not {x.shape[0]} rows of {x.dtype} and weights {weight.shape}"
     )
+
+
+def _defaults(x, invariant: bool, transposed: bool) -> tuple[str, ...]:
+    """The implementations of which the first that takes the arrays is used if none is named."""
+    if not runs_triton():
+        return ("xla",)
+    if not invariant:
+        return ("triton", "xla") if x.dtype.itemsize == 2 and not transposed else ("xla",)
+    triton = _module("triton")
+    if x.dtype.itemsize not in triton.ITEM_BYTES:
+        return ("xla",)
+    many = x.shape[0] > triton.MAX_ROWS
+    return ("mosaic", "triton") if many and runs_mosaic() else ("triton",)
+
+
+def _takes(module: ModuleType, tiling, x, sizes, *, invariant: bool, transposed: bool) -> bool:
+    """Whether a kernel takes these rows and a weight of these inputs and outputs."""
+    rows = x.shape[0]
+    takes = x.dtype.itemsize in module.ITEM_BYTES
+    takes &= module.TAKES_ANY_WEIGHT or not transposed
+    if not invariant:
+        takes &= rows % module.ROW_MULTIPLE == 0 and rows <= (module.MAX_ROWS or rows)
+    if not (invariant and module.TAKES_ANY_WEIGHT):
+        units = tiling.multiples
+        takes &= all(size % unit == 0 for size, unit in zip(sizes, units, strict=True))
+    return takes
+
+
+def _module(name: str) -> ModuleType:
+    """An implementation's module, imported when it is used."""
+    return importlib.import_module(f"pallas_kernels.matmul.{name}")
 
 
 def _shares_pay(x, weight) -> bool:

@@ -36,6 +36,7 @@ DELAY = 1  # blocks whose products may still be computed while the next block's 
 MULTIPROCESSORS = 132
 MAX_ROWS, ROW_MULTIPLE = None, 8  # any multiple of 8 rows
 ITEM_BYTES = (2,)  # bytes of a number
+TAKES_ANY_WEIGHT = False
 TAKES = f"16-bit numbers, rows in multiples of {ROW_MULTIPLE}"
 
 
@@ -57,17 +58,25 @@ class Tiling(NamedTuple):
 
 
 def tiling_for(
-    rows: int, inputs: int, outputs: int, *, split: bool = False, gated: bool = False
+    rows: int,
+    inputs: int,
+    outputs: int,
+    *,
+    split: bool = False,
+    gated: bool = False,
+    splits: int | None = None,
 ) -> Tiling:
     """The tiling with the least work for one multiprocessor.
 
-    `split` tells whether sums may be left in shares. If the sizes are multiples of no tile's, the
-    smallest tile is returned.
+    `split` tells whether sums may be left in shares; `splits` is the number of shares, if it must
+    not depend on the number of rows. If the sizes are multiples of no tile's, the smallest tile is
+    returned.
     """
     of_rows = tile_rows(rows)
+    every_splits = (SPLITS if split else SPLITS[:1]) if splits is None else (splits,)
     candidates = [
         (splits, columns)
-        for splits in (SPLITS if split else SPLITS[:1])
+        for splits in every_splits
         for columns in (COLUMNS_GATED if gated else COLUMNS)
         if inputs % (DEPTH * splits) == 0 and outputs % columns == 0 and fits(of_rows, columns)
     ]
@@ -77,7 +86,7 @@ def tiling_for(
         tiles = outputs // columns * pl.cdiv(rows, of_rows) * splits
         return pl.cdiv(tiles, MULTIPROCESSORS) * columns / splits
 
-    splits, columns = min(candidates, key=work, default=(SPLITS[0], COLUMNS[-1]))
+    splits, columns = min(candidates, key=work, default=(every_splits[0], COLUMNS[-1]))
     cluster = 2 if outputs // columns % 2 == 0 else 1
     warpgroups = warpgroups_of(of_rows, columns)
     stages = stages_that_fit(of_rows, columns, warpgroups)

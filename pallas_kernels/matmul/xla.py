@@ -1,8 +1,11 @@
 """Products in XLA operations, whole or in shares of the contracted axis."""
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.common.blocks import in_blocks
 from pallas_kernels.common.implementations import matmul_precision
 from pallas_kernels.matmul.activations import ACTIVATIONS
 
@@ -31,15 +34,26 @@ def activate(y: Array, activation: str | None, gated: bool) -> Array:
     return (out * up).astype(y.dtype)
 
 
-def dot(x: Array, weight: Array, dtype=None) -> Array:
-    """The product, in this dtype or in that of its factors."""
+def dot(x: Array, weight: Array, dtype=None, *, transposed: bool = False) -> Array:
+    """The product, in this dtype or in that of its factors.
+
+    If it is `transposed`, the weight is [outputs, inputs].
+    """
     options = {} if dtype is None else {"preferred_element_type": dtype}
-    return jnp.dot(x, weight, precision=matmul_precision(x.dtype), **options)
+    options["precision"] = matmul_precision(x.dtype)
+    if transposed:
+        return jnp.einsum("rw,vw->rv", x, weight, **options)
+    return jnp.dot(x, weight, **options)
 
 
-def widened_dot(x: Array, weight: Array) -> Array:
+def widened_dot(x: Array, weight: Array, *, transposed: bool = False) -> Array:
     """The product in float32, whose gradient is computed from factors in x's dtype."""
-    return dot(x, weight).astype(jnp.float32)
+    return dot(x, weight, transposed=transposed).astype(jnp.float32)
+
+
+def in_row_blocks(product: Callable[..., Array]) -> Callable[..., Array]:
+    """product(x, ...), computed for a fixed number of rows of x at a time."""
+    return lambda x, *rest: in_blocks(lambda block: product(block, *rest), x)
 
 
 def dot_in_shares(x: Array, weight: Array, shares: int) -> Array:

@@ -1,0 +1,205 @@
+"""Products whose bits do not depend on the number of rows, by every implementation."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from kernel_cases import lower_for_cuda
+from test_linear import ACTIVATIONS_IN_NUMPY, close, random
+
+import pallas_kernels
+from emsjax.benchmarks.shapes import MODELS
+from emsjax.models.decoder import Decoder
+from emsjax.models.families import OPTConfig
+from pallas_kernels import matmul
+from pallas_kernels.matmul import mosaic, triton
+
+CAPABILITY = "pallas_kernels.common.implementations._compute_capability"
+INVARIANT = {"numerics": "invariant"}
+TRITON = {**INVARIANT, "implementation": "triton", "interpret": True}
+IS_OLD = jax.__version_info__ < (0, 11)
+needs_mosaic = pytest.mark.skipif(IS_OLD, reason="jax 0.11 is the first to run it")
+both_dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+
+
+def products(inputs, outputs, dtype, options):
+    """Each kind of product of rows with weights of these sizes."""
+    weight, wide = (random(inputs, n, dtype=dtype, seed=n) / 4 for n in (outputs, 2 * outputs))
+    bias, both = (random(n, dtype=dtype, seed=n + 1) for n in (outputs, 2 * outputs))
+    linear = functools.partial(pallas_kernels.linear, **options)
+    sums = functools.partial(pallas_kernels.linear_sums, **options)
+    gated = functools.partial(linear, activation="silu", gated=True)
+    return {
+        "biased": (lambda x: linear(x, weight, bias), weight, bias, None),
+        "gelu": (lambda x: linear(x, weight, activation="gelu"), weight, None, "gelu"),
+        "gated": (lambda x: gated(x, wide, both), wide, both, "silu"),
+        "sums": (lambda x: sums(x, weight), weight, None, None),
+        "transposed": (lambda x: sums(x, weight.T, transposed=True), weight, None, None),
+    }
+
+
+KINDS = ("biased", "gelu", "gated", "sums", "transposed")
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def differing(product, counts, x, first=37):
+    """The numbers of rows that have other bits than the same rows of a larger product."""
+    product = jax.jit(product)
+    whole = np.asarray(product(x))
+    part = lambda n: np.asarray(product(x[first : first + n]))
+    return [n for n in counts if part(n).tobytes() != whole[first : first + n].tobytes()]
+
+
+COUNTS = (1, 2, 3, 15, 16, 17, 33, 130)
+
+
+@both_dtypes
+@every_kind
+def test_rows_have_the_same_bits_in_calls_of_any_number_of_rows(kind, dtype):
+    product = products(512, 1536, dtype, INVARIANT)[kind][0]
+    assert differing(product, COUNTS, random(300, 512, dtype=dtype)) == []
+
+
+def test_rows_of_fast_products_have_other_bits_in_calls_of_other_numbers_of_rows():
+    """Otherwise the test above could not fail."""
+    product = products(512, 1536, "float32", {"numerics": "fast"})["sums"][0]
+    assert differing(product, COUNTS, random(300, 512))
+
+
+@both_dtypes
+@every_kind
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs"),
+    # The last is of two tiles of columns, and its sums are in shares of whole blocks.
+    [(1, 32, 61), (3, 100, 150), (130, 100, 61), (300, 512, 70)],
+)
+def test_interpreted_triton_kernels_take_any_sizes(rows, inputs, outputs, kind, dtype):
+    x = random(rows, inputs, dtype=dtype)
+    product, weight, bias, activation = products(inputs, outputs, dtype, TRITON)[kind]
+    actual = np.float64(product(x))
+    actual = actual.sum(axis=0) if actual.ndim == 3 else actual
+    expected = np.float64(x) @ np.float64(weight) + (0 if bias is None else np.float64(bias))
+    expected, up = np.split(expected, 2, axis=1) if kind == "gated" else (expected, 1)
+    close(actual, ACTIVATIONS_IN_NUMPY[activation](expected) * up, dtype, scale=20)
+
+
+def weights(config):
+    """The inputs and outputs of a model's products, and the kind of each."""
+    a, split, transposed = config.architecture, {"split": True}, {"transposed": True}
+    yield a.width, sum(a.columns), {}
+    yield a.width, sum(a.columns), split
+    yield a.heads * a.head_dim, a.width, split
+    yield a.width, (1 + a.gated) * a.ffn_size, {"gated": a.gated}
+    yield a.ffn_size, a.width, split
+    yield a.embedding_width or a.width, a.vocab_size, transposed
+
+
+def kernel_for(rows, inputs, outputs, *, transposed=False, dtype="bfloat16", **kind):
+    shape = (outputs, inputs) if transposed else (inputs, outputs)
+    x, weight = (jax.ShapeDtypeStruct(n, jnp.dtype(dtype)) for n in ((rows, inputs), shape))
+    return matmul._kernel_for(x, weight, None, False, transposed=transposed, **kind)
+
+
+ROWS = (1, 2, 16, 17, 32, 33, 40, 64, 65, 100, 128, 129, 200, 256, 300, 392, 500, 512, 800, 1024)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_shares_depend_on_the_weight_alone(name, monkeypatch):
+    monkeypatch.setattr(CAPABILITY, lambda: 9.0)
+    for inputs, outputs, kind in weights(MODELS[name]):
+        invariant = functools.partial(kernel_for, invariant=True, **kind)
+        kernels = {rows: invariant(rows, inputs, outputs) for rows in ROWS}
+        assert len({tiling.splits for _, tiling in kernels.values()}) == 1
+        for rows, (module, tiling) in kernels.items():
+            assert inputs % tiling.multiples[0] == 0 or tiling.splits == 1
+            is_mosaic = rows > 128 and outputs % 64 == inputs % 64 == 0 and not IS_OLD
+            assert module is (mosaic if is_mosaic and not kind.get("transposed") else triton)
+            if module is triton:
+                programs = -(-rows // 128) * (outputs // tiling.columns) * tiling.splits
+                assert programs >= triton.PROGRAMS_WANTED or tiling.columns == 32
+            else:
+                assert outputs % (tiling.columns * tiling.cluster) == 0
+                assert mosaic.fits(tiling.rows, tiling.columns)
+        fast = kernel_for(1, inputs, outputs, **kind)
+        assert fast in (None, kernels[1])
+        of_float32 = {invariant(rows, inputs, outputs, dtype="float32") for rows in ROWS}
+        assert {module for module, _ in of_float32} == {triton}
+        assert len({(tiling.splits, tiling.depth) for _, tiling in of_float32}) == 1
+
+
+@needs_mosaic
+@pytest.mark.parametrize("rows", [131, 136])
+def test_many_rows_take_mosaic_where_the_device_runs_it(rows, monkeypatch):
+    monkeypatch.setattr(CAPABILITY, lambda: 9.0)
+    launches, launch = [], mosaic.launch
+    record = lambda x, *rest, **options: launches.append(x.shape) or launch(x, *rest, **options)
+    monkeypatch.setattr(mosaic, "launch", record)
+    x, weight = random(rows, 512, dtype="bfloat16"), random(512, 128, dtype="bfloat16", seed=1)
+    options = {**INVARIANT, "interpret": True}
+    sums = pallas_kernels.linear_sums(x, weight, **options)
+    assert launches == [(136, 512)]
+    few = pallas_kernels.linear_sums(x[:8], weight, **options)
+    assert launches == [(136, 512)]
+    assert (sums.shape[1:], sums.shape[0], sums.dtype) == ((rows, 128), few.shape[0], few.dtype)
+    expected = np.float64(x) @ np.float64(weight)
+    close(np.float64(sums).sum(axis=0), expected, "bfloat16", scale=40)
+    product = pallas_kernels.linear(x, weight, activation="relu", **options)
+    close(product, np.maximum(expected, 0), "bfloat16", scale=20)
+
+
+@pytest.mark.parametrize("capability", [8.0, 9.0])
+@pytest.mark.parametrize("rows", [3, 16, 200])
+def test_the_launches_lower_for_cuda(rows, capability, monkeypatch):
+    monkeypatch.setattr(CAPABILITY, lambda: capability)
+    linear = functools.partial(pallas_kernels.linear, activation="silu", **INVARIANT)
+    sums = functools.partial(pallas_kernels.linear_sums, **INVARIANT)
+    many = rows > 128 and capability == 9.0 and not IS_OLD
+    for dtype in ("bfloat16", "float32"):
+        x, odd = (rows, 1024, dtype), (rows, 100, dtype)
+        backend = "mosaic_gpu" if many and dtype == "bfloat16" else "triton"
+        lower_for_cuda(sums, x, (1024, 1024, dtype), backend=backend)
+        gated = functools.partial(linear, gated=True)
+        lower_for_cuda(gated, x, (1024, 6144, dtype), (6144, dtype), backend=backend)
+        lower_for_cuda(linear, odd, (100, 61, dtype), (61, dtype))
+        lower_for_cuda(gated, odd, (100, 122, dtype), (122, dtype))
+        lower_for_cuda(sums, odd, (100, 61, dtype))
+        head = functools.partial(sums, transposed=True)
+        lower_for_cuda(head, x, (50272, 1024, dtype))
+        lower_for_cuda(head, odd, (61, 100, dtype))
+
+
+@every_kind
+@pytest.mark.parametrize("options", [INVARIANT, TRITON], ids=["xla", "triton"])
+def test_gradients_equal_those_of_fast_products(kind, options):
+    x, fast = random(19, 100), products(100, 61, "float32", {"implementation": "xla"})
+    loss = lambda product: lambda x: jnp.sum(jnp.sin(product(x)))
+    actual = jax.grad(loss(products(100, 61, "float32", options)[kind][0]))(x)
+    close(actual, jax.grad(loss(fast[kind][0]))(x), "float32", scale=100)
+
+
+def test_logits_and_embeddings_of_a_row_do_not_depend_on_other_rows():
+    config = OPTConfig(
+        vocab_size=1536,
+        hidden_size=512,
+        word_embed_proj_dim=256,
+        ffn_dim=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+    )
+    model = Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.float32)
+    model.final_norm = None  # only products are tested here
+    embed = lambda ids: model.embed(ids, 0 * ids)[0]
+    x, ids = random(300, 512), jnp.arange(300)
+    assert differing(model.logits, COUNTS[::2], x)
+    with pallas_kernels.numerics("invariant"):
+        assert differing(model.logits, COUNTS[::2], x) == []
+        assert differing(embed, COUNTS[::2], ids) == []
+
+
+@pytest.mark.parametrize("operation", [pallas_kernels.linear, pallas_kernels.linear_sums])
+def test_other_numerics_raise_an_error(operation):
+    with pytest.raises(ValueError, match="numerics must be 'fast' or 'invariant'"):
+        operation(random(2, 64), random(64, 64), numerics="exact")
