@@ -14,6 +14,7 @@ from pallas_kernels.cache_update import update_kv_cache, update_kv_caches
 from pallas_kernels.common import dialect
 from pallas_kernels.common.numerics import numerics
 from pallas_kernels.cutoff import sampling_cutoff
+from pallas_kernels.logsumexp import log_sum_exp
 from pallas_kernels.matmul import linear, linear_sums
 from pallas_kernels.rotary import rotate_heads
 
@@ -25,6 +26,7 @@ __all__ = [
     "confine",
     "linear",
     "linear_sums",
+    "log_sum_exp",
     "numerics",
     "ragged_attention",
     "reference",

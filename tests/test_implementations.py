@@ -22,6 +22,7 @@ pytestmark = pytest.mark.gpu
         ("attention", "ragged_attention"),
         ("cache_update", "update_kv_caches"),
         ("cutoff", "sampling_cutoff"),
+        ("logsumexp", "log_sum_exp"),
         ("add_norm", "add_norm"),
         ("rotary", "rotate"),
     ],
@@ -48,6 +49,7 @@ CALLS = [
     functools.partial(pallas_kernels.add_rms_norm, X, X, *[None] * 2, epsilon=1e-5),
     functools.partial(pallas_kernels.rotate_heads, HEADS, None, X[:, :2], X[:, :2], kv_heads=1),
     functools.partial(pallas_kernels.sampling_cutoff, X, None, None),
+    functools.partial(pallas_kernels.log_sum_exp, X),
 ]
 
 

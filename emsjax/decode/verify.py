@@ -13,15 +13,17 @@ from jaxtyping import Array, Bool, Float, Int32
 from emsjax.decode.base import Draft
 from emsjax.decode.pack import AcceptedPath, PackedRows
 from emsjax.decode.run import Run
-from emsjax.sampling import RandomBits, Sampling, draw, warp
+from emsjax.sampling import RandomBits, Sampling, draw, log_softmax, softmax, warp
 from emsjax.sampling.processors import Processing
 from emsjax.verification import (
     acceptance_probability,
     accepted_counts,
     first_end,
     residual_distribution,
+    residual_weights,
 )
 from pallas_kernels.common.indexing import take, take_in_rows
+from pallas_kernels.common.numerics import is_invariant
 
 
 class End(enum.IntEnum):
@@ -145,7 +147,7 @@ def judge(
             accepted = tokens == drafted
         else:
             accepted, tokens = _reject(logits, rows, draft, drafted, bits, sampling)
-    scores = jax.nn.log_softmax(logits)
+    scores = log_softmax(logits)
     log_probs = take_in_rows(scores, tokens[:, None])[:, 0]
     top_logprobs, top_tokens = jax.lax.top_k(scores, top)
     accepted &= jnp.isfinite(log_probs)
@@ -162,11 +164,12 @@ def _reject(logits, rows, draft: Draft, drafted, bits: RandomBits, sampling):
     missing = logits.shape[1] - q.shape[2]
     q = rows.gather(jnp.pad(q, ((0, 0), (0, 1), (0, missing))))  # [r, v]
     has_draft = rows.gather(_with_one_more(has_draft))
-    p = jax.nn.softmax(logits)
+    p = softmax(logits)
     of_drafted = take_in_rows(acceptance_probability(p, q), drafted[:, None])[:, 0]
     accepted = has_draft & (rows.gather(bits.uniforms) < of_drafted)
 
-    instead = jnp.where(has_draft[:, None], jnp.log(residual_distribution(p, q)), logits)
+    residual = residual_weights if is_invariant() else residual_distribution
+    instead = jnp.where(has_draft[:, None], jnp.log(residual(p, q)), logits)
     drawn = draw(instead, sampling.temperature, rows.gather(bits.keys))
     greedy = sampling.temperature <= 0
     likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)

@@ -16,7 +16,7 @@ from emsjax.decode.pack import AcceptedPath, pack
 from emsjax.decode.prefill import prefill
 from emsjax.device import tree_bytes
 from emsjax.engine.adapt import check_is_model
-from emsjax.sampling import Purpose, draw, position_keys, warp
+from emsjax.sampling import Purpose, draw, position_keys, softmax, warp
 from emsjax.sampling.processors import Processing
 from pallas_kernels.common.indexing import take
 
@@ -167,7 +167,7 @@ class DraftModel(Drafter):
                 logits = warp(logits, sampling)
                 step_keys = position_keys(keys, lengths + step, Purpose.DRAFT)
                 token = draw(logits, sampling.temperature, step_keys)
-                probs = probs.at[:, step].set(jax.nn.softmax(logits))
+                probs = probs.at[:, step].set(softmax(logits))
             at = jnp.where(active, lengths + step, tokens.shape[1])
             tokens = tokens.at[jnp.arange(batch), at].set(
                 token, mode="drop", wrap_negative_indices=False

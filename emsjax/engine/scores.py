@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
+import pallas_kernels
 from emsjax.decode.base import ModelOutput
 from emsjax.decode.cache import KVCache
 from emsjax.decode.kernels import Kernels
@@ -218,4 +219,4 @@ def _scores_of(model: Any, hidden: Float[Array, "n e"], targets: Int32[Array, "n
     # The target is the first of the largest ones: in one pass, which argmax is not.
     earlier = jnp.arange(logits.shape[1]) < targets[:, None]
     is_greedy = jnp.all(jnp.where(earlier, logits < at_target, logits <= at_target), axis=1)
-    return Scores(at_target[:, 0] - jax.nn.logsumexp(logits, axis=1), is_greedy)
+    return Scores(at_target[:, 0] - pallas_kernels.log_sum_exp(logits), is_greedy)

@@ -81,6 +81,8 @@ class Norm(nnx.Module):
         self.bias = parameter(0) if kind.centred else None
 
     def __call__(self, x: Float[Array, "r e"]) -> Float[Array, "r e"]:
+        if is_invariant():
+            return add_norm(self, x, Addend(jnp.zeros_like(x)))[1]
         return plain.normalise(x, *scale_and_bias(self), self.plain)
 
     @property
@@ -162,6 +164,9 @@ def residual_stream(norm: NormKind, x: Float[Array, "r e"], y: Addend | None):
     """Returns x + y; `norm` is the kind of the model's norms."""
     if y is None:
         return x
+    if is_invariant():
+        options = {"epsilon": norm.epsilon, "offset": norm.offset}
+        return pallas_kernels.add_rms_norm(x, y.sums, y.bias, None, y.scale, **options)[0]
     vectors = {"y_bias": y.bias, "y_scale": y.scale}
     vectors = {name: vector for name, vector in vectors.items() if vector is not None}
     return plain.add_norm(
@@ -172,9 +177,14 @@ def residual_stream(norm: NormKind, x: Float[Array, "r e"], y: Addend | None):
 def add_addends(one: Addend, other: Addend) -> Addend:
     """Returns the sum of two terms that are not normalised."""
     sums = (term.sums.astype(jnp.float32) for term in (one, other))
-    sums = (term.sum(axis=0) if term.ndim == 3 else term for term in sums)
+    sums = (add_shares(term) if term.ndim == 3 else term for term in sums)
     biases = [term.bias for term in (one, other) if term.bias is not None]
     return Addend(sum(sums), sum(bias.astype(jnp.float32) for bias in biases) if biases else None)
+
+
+def add_shares(shares: Float[Array, "s r e"]) -> Float[Array, "r e"]:
+    """Returns the sum of a product's shares, in their order where numerics are invariant."""
+    return functools.reduce(jnp.add, shares) if is_invariant() else shares.sum(axis=0)
 
 
 class DecoderLayer(nnx.Module):

@@ -1,5 +1,6 @@
 """How the next token is chosen: settings, logits processors, random bits and draws."""
 
+from emsjax.sampling.distributions import log_softmax, softmax
 from emsjax.sampling.draws import Purpose, RandomBits, draw, position_keys, random_bits, warp
 from emsjax.sampling.processors import LogitsContext, LogitsProcessor
 from emsjax.sampling.settings import Controls, Sampling, Settings
@@ -13,7 +14,9 @@ __all__ = [
     "Sampling",
     "Settings",
     "draw",
+    "log_softmax",
     "position_keys",
     "random_bits",
+    "softmax",
     "warp",
 ]

@@ -6,7 +6,9 @@ from jax import Array, lax
 
 from pallas_kernels.add_norm import triton, xla
 from pallas_kernels.add_norm.xla import Norm
+from pallas_kernels.common.blocks import in_blocks
 from pallas_kernels.common.implementations import choose, with_gradient_of
+from pallas_kernels.common.numerics import is_invariant
 
 IMPLEMENTATIONS = {"triton": triton.add_norm, "xla": xla.add_norm}
 
@@ -22,6 +24,7 @@ def add_layer_norm(
     dtype=None,
     implementation: str | None = None,
     interpret: bool = False,
+    numerics: str | None = None,
 ) -> tuple[Array, Array]:
     """x + y + y_bias in x's dtype, and its layer normalisation, each [rows, size].
 
@@ -39,15 +42,16 @@ def add_layer_norm(
         implementation: "triton" (one launch), "xla", or None: Triton on NVIDIA GPUs of
             compute capability 8.0 and newer, XLA elsewhere.
         interpret: run the Triton kernel in interpret mode, on any device.
+        numerics: "fast" or "invariant": see `pallas_kernels.numerics`; None: the context's.
 
     Raises:
-        ValueError: `implementation` is unknown or the device cannot run it.
+        ValueError: `implementation` or `numerics` is unknown, or the device cannot run it.
 
     Reference: layer normalisation, arXiv 1607.06450.
     """
     vectors = {"y_bias": y_bias, "scale": scale, "bias": bias}
     norm = Norm(epsilon, dtype or x.dtype, centred=True)
-    return _add_norm(x, y, vectors, norm, implementation, interpret)
+    return _add_norm(x, y, vectors, norm, implementation, interpret, numerics)
 
 
 def add_rms_norm(
@@ -62,6 +66,7 @@ def add_rms_norm(
     dtype=None,
     implementation: str | None = None,
     interpret: bool = False,
+    numerics: str | None = None,
 ) -> tuple[Array, Array]:
     """x + y + y_bias in x's dtype, and its RMS normalisation, each [rows, size].
 
@@ -71,27 +76,37 @@ def add_rms_norm(
     as in layers that normalise both the input and the output of each part.
 
     Args:
-        x, y, y_bias, dtype, implementation, interpret: as in `add_layer_norm`.
+        x, y, y_bias, dtype, implementation, interpret, numerics: as in `add_layer_norm`.
         scale: the scale of the normalisation, [size]; None: 1 - offset.
         y_scale: the scale of the addend's normalisation, [size]; None: it is not normalised.
         epsilon: added to the mean square.
         offset: added to both scales: 1 for weights that are stored as differences from 1.
 
     Raises:
-        ValueError: `implementation` is unknown or the device cannot run it.
+        ValueError: `implementation` or `numerics` is unknown, or the device cannot run it.
 
     Reference: RMS normalisation, arXiv 1910.07467.
     """
     vectors = {"y_bias": y_bias, "scale": scale, "y_scale": y_scale}
     norm = Norm(epsilon, dtype or x.dtype, centred=False, offset=offset)
-    return _add_norm(x, y, vectors, norm, implementation, interpret)
+    return _add_norm(x, y, vectors, norm, implementation, interpret, numerics)
 
 
-def _add_norm(x, y, vectors: dict[str, Array | None], norm: Norm, implementation, interpret):
+def _add_norm(
+    x, y, vectors: dict[str, Array | None], norm: Norm, implementation, interpret, numerics
+):
     vectors = {name: vector for name, vector in vectors.items() if vector is not None}
-    reference = functools.partial(xla.add_norm, norm=norm)
-    if choose(implementation, IMPLEMENTATIONS, interpret) == "xla":
+    invariant, reference = is_invariant(numerics), functools.partial(xla.add_norm, norm=norm)
+    if choose(implementation, IMPLEMENTATIONS, interpret) == "triton":
+        kernel = functools.partial(triton.add_norm, norm=norm, interpret=interpret)
+    elif invariant:
+        kernel = functools.partial(_in_blocks, reference)
+    else:
         # Without the barrier XLA would recompute x, a sum itself, in each fusion that reads it.
         return reference(lax.optimization_barrier(x), y, vectors)
-    kernel = functools.partial(triton.add_norm, norm=norm, interpret=interpret)
     return with_gradient_of(reference, kernel)(x, y, vectors)
+
+
+def _in_blocks(function, x, y, vectors: dict[str, Array]):
+    """function(x, y, vectors), computed for a fixed number of rows at a time."""
+    return in_blocks(lambda x, y: function(x, y, vectors), x, y, axes=(0, -2))

@@ -4,7 +4,7 @@ A compiled operation adds up in one order for one shape. Where every call has th
 bits of a row do not depend on the number of rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,24 +14,42 @@ from jax.experimental import pallas as pl
 ROWS = 16
 
 
-def in_blocks(function: Callable[..., Array], *arrays: Array, size: int = ROWS) -> Array:
+def in_blocks(
+    function: Callable, *arrays: Array, size: int = ROWS, axes: Sequence[int] | None = None
+):
     """function(*arrays), computed for `size` rows at a time.
 
+    It has no gradient, as the length of its loop is hidden from the compiler.
+
     Args:
-        function: from arrays [size, ...] to an array [size, ...], each row from the same row.
-        arrays: [rows, ...] each.
+        function: from arrays of `size` rows to an array [size, ...] or a pytree of such arrays,
+            each row from the same row.
+        arrays: the arrays, with as many rows each.
         size: the number of rows of one call.
+        axes: the axis of each array's rows; None: the first one of all.
     """
-    rows = arrays[0].shape[0]
-    blocks = pl.cdiv(rows, size)
-    pad = lambda x: jnp.pad(x, [(0, blocks * size - rows)] + [(0, 0)] * (x.ndim - 1))
-    arrays = tuple(map(pad, arrays))
-    block = lambda i: [lax.dynamic_slice_in_dim(x, i * size, size) for x in arrays]
-    like = jax.eval_shape(lambda: function(*block(0)))
-    out = jnp.zeros((blocks * size, *like.shape[1:]), like.dtype)
+    axes = (0,) * len(arrays) if axes is None else axes
+    rows = arrays[0].shape[axes[0]]
+    blocks = max(1, pl.cdiv(rows, size))
+    arrays = [_pad(x, blocks * size - rows, axis) for x, axis in zip(arrays, axes, strict=True)]
+
+    def block(i):
+        part = lambda x, axis: lax.dynamic_slice_in_dim(x, i * size, size, axis)
+        return function(*map(part, arrays, axes))
 
     def add(i, out):
-        return lax.dynamic_update_slice_in_dim(out, function(*block(i)), i * size, 0)
+        put = lambda old, new: lax.dynamic_update_slice_in_dim(old, new, i * size, 0)
+        return jax.tree.map(put, out, block(i))
 
+    empty = lambda x: jnp.zeros((blocks * size, *x.shape[1:]), x.dtype)
+    out = jax.tree.map(empty, jax.eval_shape(lambda: block(0)))
     # A loop whose length the compiler knows to be one would be no loop, and its body another one.
-    return lax.fori_loop(0, lax.optimization_barrier(jnp.int32(blocks)), add, out)[:rows]
+    out = lax.fori_loop(0, lax.optimization_barrier(jnp.int32(blocks)), add, out)
+    return jax.tree.map(lambda x: x[:rows], out)
+
+
+def _pad(x: Array, count: int, axis: int) -> Array:
+    """The array with `count` rows of zeros after its own."""
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, count)
+    return jnp.pad(x, widths)

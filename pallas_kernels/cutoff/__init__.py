@@ -2,7 +2,9 @@
 
 from jax import Array
 
+from pallas_kernels.common.blocks import in_blocks
 from pallas_kernels.common.implementations import choose
+from pallas_kernels.common.numerics import is_invariant
 from pallas_kernels.cutoff import triton, xla
 
 IMPLEMENTATIONS = {"triton": triton.sampling_cutoff, "xla": xla.sampling_cutoff}
@@ -15,6 +17,7 @@ def sampling_cutoff(
     *,
     implementation: str | None = None,
     interpret: bool = False,
+    numerics: str | None = None,
 ) -> Array:  # float32 [rows]
     """The least logit of each row that may be sampled; logits equal to it are kept as well.
 
@@ -28,14 +31,29 @@ def sampling_cutoff(
         implementation: "triton" (one launch), "xla", or None: Triton on NVIDIA GPUs of
             compute capability 8.0 and newer, XLA elsewhere.
         interpret: run the Triton kernel in interpret mode, on any device.
+        numerics: "fast" or "invariant": see `pallas_kernels.numerics`; None: the context's.
 
     Returns:
         The cutoffs, float32 [rows]; -inf where all logits are kept.
 
     Raises:
-        ValueError: `implementation` is unknown or the device cannot run it.
+        ValueError: `implementation` or `numerics` is unknown, or the device cannot run it.
 
     Reference: nucleus sampling, arXiv 1904.09751.
     """
-    cutoff = IMPLEMENTATIONS[choose(implementation, IMPLEMENTATIONS, interpret)]
-    return cutoff(logits, top_k, top_p, interpret=interpret)
+    invariant = is_invariant(numerics)
+    chosen = choose(implementation, IMPLEMENTATIONS, interpret)
+    if chosen == "xla" and invariant:
+        return _in_blocks(logits, {"top_k": top_k, "top_p": top_p})
+    return IMPLEMENTATIONS[chosen](logits, top_k, top_p, interpret=interpret)
+
+
+def _in_blocks(logits: Array, limits: dict[str, Array | None]) -> Array:
+    """The cutoffs in XLA operations, of a fixed number of rows at a time."""
+    given = {name: limit for name, limit in limits.items() if limit is not None}
+    left_out = dict.fromkeys(limits.keys() - given.keys())
+
+    def cutoff(logits, *values):
+        return xla.sampling_cutoff(logits, **left_out, **dict(zip(given, values, strict=True)))
+
+    return in_blocks(cutoff, logits, *given.values())

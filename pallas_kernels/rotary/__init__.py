@@ -4,7 +4,9 @@ import functools
 
 from jax import Array
 
+from pallas_kernels.common.blocks import in_blocks
 from pallas_kernels.common.implementations import choose, with_gradient_of
+from pallas_kernels.common.numerics import is_invariant
 from pallas_kernels.common.shapes import check_packed_heads, check_shapes
 from pallas_kernels.rotary import triton, xla
 
@@ -25,6 +27,7 @@ def rotate_heads(
     dtype=None,
     implementation: str | None = None,
     interpret: bool = False,
+    numerics: str | None = None,
 ) -> Array:  # [rows, heads + 2 * kv_heads, head_dim]
     """Rotates the queries and keys of packed rows by their positions; values are not rotated.
 
@@ -51,10 +54,11 @@ def rotate_heads(
         implementation: "triton" (one launch), "xla", or None: Triton on NVIDIA GPUs of
             compute capability 8.0 and newer, XLA elsewhere.
         interpret: run the Triton kernel in interpret mode, on any device.
+        numerics: "fast" or "invariant": see `pallas_kernels.numerics`; None: the context's.
 
     Raises:
-        ValueError: `implementation` is unknown or the device cannot run it; an array has another
-            shape than documented; only one of the scales is None.
+        ValueError: `implementation` or `numerics` is unknown, or the device cannot run it; an array
+            has another shape than documented; only one of the scales is None.
 
     Reference: rotary positions, arXiv 2104.09864; normalised queries and keys, arXiv 2010.04245.
     """
@@ -79,8 +83,18 @@ def rotate_heads(
     options = {"kv_heads": kv_heads, "epsilon": epsilon, "offset": offset}
     options["dtype"] = dtype or qkv.dtype
     reference = functools.partial(xla.rotate, **options)
+    invariant = is_invariant(numerics)
     # Kernels do not take arrays without numbers.
-    if choose(implementation, IMPLEMENTATIONS, interpret) == "xla" or not cos.size:
+    if choose(implementation, IMPLEMENTATIONS, interpret) == "triton" and cos.size:
+        kernel = functools.partial(triton.rotate, interpret=interpret, **options)
+    elif invariant:
+        kernel = functools.partial(_in_blocks, reference)
+    else:
         return reference(qkv, vectors, cos, sin)
-    kernel = functools.partial(triton.rotate, interpret=interpret, **options)
     return with_gradient_of(reference, kernel)(qkv, vectors, cos, sin)
+
+
+def _in_blocks(function, qkv, vectors: dict[str, Array], cos, sin) -> Array:
+    """function(qkv, vectors, cos, sin), computed for a fixed number of rows at a time."""
+    rotate = lambda qkv, cos, sin: function(qkv, vectors, cos, sin)
+    return in_blocks(rotate, qkv, cos, sin, axes=(-3, 0, 0))
