@@ -6,6 +6,7 @@ such as a drafter's methods or an iterator of prompts.
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Generator, Iterator
 from typing import TypeVar
 
@@ -41,9 +42,12 @@ def own_settings(chosen: str | None = None) -> Iterator[None]:
 def configured(function: Callable[..., Result]) -> Callable[..., Result]:
     """The function, run under `own_settings`, with the numerics of its argument of that name."""
 
+    asked = inspect.signature(function).parameters.get("numerics")
+    default = None if asked is None else asked.default
+
     @functools.wraps(function)
     def run(*args, **options):
-        with own_settings(options.get("numerics")):
+        with own_settings(options.get("numerics", default)):
             return function(*args, **options)
 
     return run

@@ -23,7 +23,7 @@ from emsjax.engine.adapt import make_run
 from emsjax.engine.output import GenerateOutput
 from emsjax.engine.preparation import check
 from emsjax.generation import generate
-from emsjax.sampling.distributions import log_softmax
+from emsjax.sampling import log_softmax
 from emsjax.streaming import stream
 from emsjax.testing.lossless import check_comparable
 from emsjax.values import comparable
