@@ -44,21 +44,6 @@ def residual_distribution(
     return jnp.where(total > 0, excess / jnp.where(total > 0, total, 1), target_probs)
 
 
-def residual_weights(
-    target_probs: Float[Array, "*n v"], draft_probs: Float[Array, "*n v"]
-) -> Float[Array, "*n v"]:
-    """`residual_distribution` up to a factor of each row, without a sum over the vocabulary.
-
-    A sum's rounding may depend on the number of rows, and that of the largest number does not.
-
-    >>> p, q = jnp.array([0.5, 0.5, 0.0]), jnp.array([0.25, 0.5, 0.25])
-    >>> print(residual_weights(p, q))
-    [0.25 0.   0.  ]
-    """
-    excess = jnp.maximum(target_probs - draft_probs, 0)
-    return jnp.where(jnp.max(excess, axis=-1, keepdims=True) > 0, excess, target_probs)
-
-
 def is_distribution(probs: Float[Array, "*n v"]) -> Bool[Array, "*n"]:
     """Whether the numbers are probabilities: none is negative, and they sum to 1.
 

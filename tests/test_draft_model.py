@@ -355,7 +355,7 @@ def test_a_policy_learns_nothing_about_the_next_token_from_a_rejected_draft():
 
 @pytest.mark.usefixtures("two_row_counts")
 def test_the_chi_square_test_rejects_a_verifier_without_the_residual(monkeypatch):
-    monkeypatch.setattr("emsjax.decode.verify.residual_distribution", lambda p, q: p)
+    monkeypatch.setattr("emsjax.decode.verify.residual", lambda p, q: p)
     drafter = emsjax.DraftModel(four_tokens(1), 1)  # not compiled by another test
     statistic, bound = chi_square(four_tokens(0), drafter, SEQUENCES // 5)
     assert statistic > 2 * bound

@@ -1,8 +1,6 @@
 """Invariant numerics: the bits of a row do not depend on the number of rows, nor on its place."""
 
-import dataclasses
 import functools
-import operator
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +8,10 @@ import numpy as np
 import pytest
 from test_linear import close, every_implementation, random
 
-import emsjax
 import pallas_kernels
-from emsjax.decode.base import Draft
-from emsjax.decode.pack import pack
-from emsjax.decode.verify import judge
 from emsjax.models.architecture import NormKind
 from emsjax.models.layers import Addend, Norm, add_addends, add_norm, residual_stream
-from emsjax.sampling import log_softmax, random_bits, softmax
+from emsjax.sampling import log_softmax, softmax
 from pallas_kernels.common.implementations import runs_triton
 
 pytestmark = pytest.mark.gpu
@@ -146,44 +140,3 @@ def test_invariant_operations_have_gradients(operation, options):
 def test_unknown_numerics_raise_an_error(operation):
     with pytest.raises(ValueError, match=r"numerics must be .*, not 'exact'"):
         operation(random(2, SIZE), random(2, SIZE), numerics="exact")
-
-
-LIMITS = {"top_k": np.int32(40), "top_p": np.float32(0.9), "min_p": np.float32(0.01)}
-NAMES = [field.name for field in dataclasses.fields(emsjax.Sampling)]
-SAMPLES = 100
-
-
-def samples(limits, drawn):
-    """Likely logits of two draft tokens each, of which some are missing, and of what follows."""
-    logits = 3 * random(SAMPLES, 3, SIZE)
-    draft_logits = logits[:, :2] + random(SAMPLES, 2, SIZE, seed=1)
-    sampling = {"temperature": np.float32(np.arange(SAMPLES) % 4 / 2)}
-    sampling |= {name: np.full(SAMPLES, limit) for name, limit in limits.items()}
-    tokens = jnp.argmax(draft_logits, axis=2).astype(jnp.int32)
-    probs = jax.nn.softmax(draft_logits) if drawn else None
-    draft = Draft(tokens, jnp.arange(SAMPLES, dtype=jnp.int32) % 3, probs)
-    sampling = emsjax.Sampling(**(dict.fromkeys(NAMES) | sampling))
-    return logits, draft, sampling, jax.random.split(jax.random.key(0), SAMPLES)
-
-
-@jax.jit
-def verdicts(logits, draft, sampling, keys):
-    """The verdicts on three rows of each sample, [samples, 3, ...]."""
-    batch = len(logits)
-    rows = pack(jnp.zeros(batch, jnp.int32), jnp.full(batch, 3, jnp.int32), 3 * batch)
-    positions = jnp.tile(jnp.arange(3, dtype=jnp.int32), (batch, 1))
-    bits = random_bits(keys, positions, draft.counts, drawn=draft.probs is not None)
-    return rows.scatter(judge(logits.reshape(-1, SIZE), rows, draft, bits, sampling, top=3), 3)
-
-
-@pytest.mark.parametrize("drawn", [False, True], ids=["deterministic", "drawn"])
-@pytest.mark.parametrize("limits", [{}, LIMITS], ids=["unlimited", "limited"])
-def test_the_verdict_on_a_row_does_not_depend_on_the_batch(limits, drawn):
-    arguments = samples(limits, drawn)
-    with pallas_kernels.numerics("invariant"):
-        all_of_them = verdicts(*arguments)
-        assert 40 < np.sum(all_of_them.accepted[:, :2]) < 160
-        for places in (np.s_[:1], np.s_[31:33], np.s_[50:67]):
-            part = functools.partial(jax.tree.map, operator.itemgetter(places))
-            found = verdicts(*part(arguments))
-            jax.tree.map(np.testing.assert_array_equal, found, part(all_of_them))

@@ -13,17 +13,14 @@ from jaxtyping import Array, Bool, Float, Int32
 from emsjax.decode.base import Draft
 from emsjax.decode.pack import AcceptedPath, PackedRows
 from emsjax.decode.run import Run
-from emsjax.sampling import RandomBits, Sampling, draw, log_softmax, softmax, warp
+from emsjax.sampling import RandomBits, Sampling, draw, log_softmax, residual, softmax, warp
 from emsjax.sampling.processors import Processing
 from emsjax.verification import (
     acceptance_probability,
     accepted_counts,
     first_end,
-    residual_distribution,
-    residual_weights,
 )
 from pallas_kernels.common.indexing import take, take_in_rows
-from pallas_kernels.common.numerics import is_invariant
 
 
 class End(enum.IntEnum):
@@ -168,7 +165,6 @@ def _reject(logits, rows, draft: Draft, drafted, bits: RandomBits, sampling):
     of_drafted = take_in_rows(acceptance_probability(p, q), drafted[:, None])[:, 0]
     accepted = has_draft & (rows.gather(bits.uniforms) < of_drafted)
 
-    residual = residual_weights if is_invariant() else residual_distribution
     instead = jnp.where(has_draft[:, None], jnp.log(residual(p, q)), logits)
     drawn = draw(instead, sampling.temperature, rows.gather(bits.keys))
     greedy = sampling.temperature <= 0
