@@ -192,7 +192,7 @@ class Feeder:
         if any(starts):
             before = jnp.asarray(starts, jnp.int32)
             plain = {"attention": self.run.kernels.attention, "bound": None}
-            cache = feed(cache, counts=before, num_rows=sum(starts), **plain)[1]
+            cache = feed(cache, counts=before, num_rows=round_up_length(sum(starts)), **plain)[1]
         self.attention.results.clear()
         values, _ = feed(
             cache,

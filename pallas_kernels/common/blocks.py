@@ -30,8 +30,10 @@ def in_blocks(
     """
     axes = (0,) * len(arrays) if axes is None else axes
     rows = arrays[0].shape[axes[0]]
-    blocks = max(1, pl.cdiv(rows, size))
-    arrays = [_pad(x, blocks * size - rows, axis) for x, axis in zip(arrays, axes, strict=True)]
+    blocks = pl.cdiv(rows, size)
+    # A part that is the whole array would not be cut out, and be computed outside of the loop.
+    held = max(2, blocks) * size
+    arrays = [_pad(x, held - rows, axis) for x, axis in zip(arrays, axes, strict=True)]
 
     def block(i):
         part = lambda x, axis: lax.dynamic_slice_in_dim(x, i * size, size, axis)
@@ -41,7 +43,7 @@ def in_blocks(
         put = lambda old, new: lax.dynamic_update_slice_in_dim(old, new, i * size, 0)
         return jax.tree.map(put, out, block(i))
 
-    empty = lambda x: jnp.zeros((blocks * size, *x.shape[1:]), x.dtype)
+    empty = lambda x: jnp.zeros((held, *x.shape[1:]), x.dtype)
     out = jax.tree.map(empty, jax.eval_shape(lambda: block(0)))
     # A loop whose length the compiler knows to be one would be no loop, and its body another one.
     out = lax.fori_loop(0, lax.optimization_barrier(jnp.int32(blocks)), add, out)

@@ -1,0 +1,209 @@
+"""`emsjax bench invariance`: whether a row has the same bits whatever is computed beside it.
+
+One sequence is fed whole. Its rows are then computed again: in calls of every number of rows, and in
+batches of samples that are beginnings of the sequence, of random lengths and with random numbers
+of rows. Compared are the inputs of the layers, queries, keys and values in all layers, the
+output of the last layer, logits and log-probabilities. The weights are random. The exit code is 1
+unless all bits are the same with invariant numerics.
+
+The JSON file has one of the `entries` for each model and kind of numerics: how many `rows` were
+compared in how many `calls`, and how many of them differ.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32
+
+from emsjax.benchmarks.registry import BENCHMARKS
+from emsjax.benchmarks.results import add_entry, begin
+from emsjax.benchmarks.runs import at_once, random_model
+from emsjax.benchmarks.shapes import MODELS
+from emsjax.decode.base import Model
+from emsjax.decode.cache import KVCache
+from emsjax.decode.kernels import resolve_kernels
+from emsjax.decode.pack import PackedRows, pack
+from emsjax.sampling import log_softmax
+from emsjax.terminal.options import NUMERICS
+from pallas_kernels.common.indexing import take
+from pallas_kernels.common.numerics import numerics
+
+DTYPE = jnp.bfloat16
+DRAFT_ROWS = 8  # most rows of a sample in a random batch
+LOGIT_ROWS = 128  # rows whose logits are compared at once
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call: how many tokens of each sample are cached, and how many rows it has.
+
+    Attributes:
+        starts: cached tokens of each sample.
+        counts: rows of each sample.
+        num_rows: rows of the call, padding included.
+        bounded: whether the call knows a bound of a sample's rows, as in decoding.
+    """
+
+    starts: tuple[int, ...]
+    counts: tuple[int, ...]
+    num_rows: int
+    bounded: bool
+
+
+def cases(length: int, row_counts: list[int], batches: int, seed: int = 0) -> list[Case]:
+    """Every number of rows, after no cached tokens and after some, and random batches."""
+    rng = np.random.default_rng(seed)
+    found = [Case((0,), (n,), n, False) for n in row_counts]
+    later = [n for n in row_counts if n <= 64]
+    found += [Case((int(rng.integers(1, length - n)),), (n,), n, True) for n in later]
+    for _ in range(batches):
+        batch = int(rng.integers(1, 65))
+        counts = rng.integers(1, DRAFT_ROWS + 1, batch)
+        starts = rng.integers(0, length - DRAFT_ROWS, batch)
+        num_rows = -(-int(counts.sum()) // 8) * 8
+        found.append(Case(tuple(starts.tolist()), tuple(counts.tolist()), num_rows, True))
+    return found
+
+
+def computed(model: Model, tokens, rows: PackedRows, cache: KVCache, bound: int | None):
+    """What the layers compute for the rows, and the final hidden states."""
+    out = model(
+        take(tokens, rows.positions),
+        rows,
+        cache,
+        attention=resolve_kernels(None).attention,
+        max_rows_per_sample=bound,
+        taps=tuple(range(len(cache.layers) + 1)),
+    )
+    return {"inputs": out.taps, "fresh": out.fresh}, out.hidden
+
+
+def scores(model: Model, hidden) -> dict[str, Array]:
+    """Logits and log-probabilities."""
+    logits = model.logits(hidden)
+    return {"logits": logits, "log-probabilities": log_softmax(logits)}
+
+
+@jax.jit
+def feed_whole(model: Model, tokens: Int32[Array, "t"]):
+    """What is computed for the whole sequence, alone."""
+    rows = pack(jnp.zeros(1, jnp.int32), jnp.full(1, len(tokens), jnp.int32), len(tokens))
+    return computed(model, tokens, rows, model.init_cache(1, len(tokens)), None)
+
+
+def differing(whole, found, positions) -> Array:
+    """Which rows have other bits than the same positions of the whole sequence, bool [r]."""
+    same = lambda x, y: jnp.all((take(x, positions) == y).reshape(len(positions), -1), axis=1)
+    alike = jax.tree.leaves(jax.tree.map(same, whole, found))
+    return ~jnp.all(jnp.stack(alike), axis=0)
+
+
+@jax.jit
+def compare_scores(model: Model, hidden, own_hidden, positions, is_real) -> Array:
+    """The number of rows whose logits or log-probabilities have other bits."""
+    whole = scores(model, take(hidden, positions))
+    differs = differing(whole, scores(model, own_hidden), jnp.arange(len(positions)))
+    return jnp.sum(differs & is_real)
+
+
+class Comparison:
+    """One model's sequence, and calls that compute its rows again."""
+
+    def __init__(self, model: Model, length: int):
+        self.model, vocab = model, model.config.vocab_size
+        self.tokens = jnp.asarray(np.random.default_rng(1).integers(5, vocab - 1, length), jnp.int32)
+        self.whole, self.hidden = feed_whole(model, self.tokens)
+
+    def program(self, case: Case) -> Callable[[], Any]:
+        """The compiled call, which returns the number of differing rows and the hidden states."""
+        bound = max(case.counts) if case.bounded else None
+
+        @jax.jit
+        def call(model, tokens, whole, starts, counts):
+            cache = cache_of(model, whole["fresh"], starts, len(tokens))
+            rows = pack(starts, counts, case.num_rows)
+            found, hidden = computed(model, tokens, rows, cache, bound)
+            is_real = rows.segment_ids < len(case.counts)
+            return jnp.sum(differing(whole, found, rows.positions) & is_real), hidden
+
+        numbers = (jnp.asarray(x, jnp.int32) for x in (case.starts, case.counts))
+        arguments = (self.model, self.tokens, self.whole, *numbers)
+        compiled = call.lower(*arguments).compile()
+        return lambda: compiled(*arguments)
+
+    def run(self, case: Case, program: Callable) -> int:
+        """The number of rows with other bits anywhere."""
+        differs, hidden = program()
+        rows = pack(*(jnp.asarray(x, jnp.int32) for x in (case.starts, case.counts)), case.num_rows)
+        if case.num_rows <= LOGIT_ROWS:
+            is_real = rows.segment_ids < len(case.counts)
+            arguments = (self.model, self.hidden, hidden, rows.positions, is_real)
+            differs = jnp.maximum(differs, compare_scores(*arguments))
+        return int(differs)
+
+
+def cache_of(model: Model, fresh, starts, length: int) -> KVCache:
+    """A cache whose samples hold the first `starts` tokens of the sequence."""
+    cache = model.init_cache(len(starts), length)
+    layers = []
+    for layer, qkv in zip(cache.layers, fresh, strict=True):
+        kv_heads = layer.keys.shape[2]
+        keys, values = qkv[:, -2 * kv_heads : -kv_heads], qkv[:, -kv_heads:]
+        fill = lambda x, like: jnp.broadcast_to(x, like.shape).astype(like.dtype)
+        filled = {"keys": fill(keys, layer.keys), "values": fill(values, layer.values)}
+        layers.append(dataclasses.replace(layer, **filled))
+    return dataclasses.replace(cache, layers=tuple(layers), lengths=starts)
+
+
+def measure(model: Model, options: argparse.Namespace) -> dict[str, int]:
+    """Compares all calls; the numbers of the entry."""
+    comparison = Comparison(model, options.context)
+    calls = cases(options.context, row_counts(options.row_counts), options.batches)
+    programs = at_once(comparison.program, calls)
+    differing = [comparison.run(*pair) for pair in zip(calls, programs, strict=True)]
+    return {
+        "calls": len(calls),
+        "rows": sum(sum(call.counts) for call in calls),
+        "differing_calls": sum(number > 0 for number in differing),
+        "differing_rows": sum(differing),
+    }
+
+
+def row_counts(text: str) -> list[int]:
+    """All numbers of "1-64,72,128": ranges and single numbers."""
+    found = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return found
+
+
+def run(options: argparse.Namespace, command: str) -> int:
+    settings = {
+        name: getattr(options, name) for name in ("layers", "context", "row_counts", "batches")
+    }
+    results = begin(options, command, settings | {"dtype": jnp.dtype(DTYPE).name})
+    for name in options.models:
+        config = dataclasses.replace(MODELS[name], num_hidden_layers=options.layers)
+        model = random_model(config, DTYPE)
+        for kind in NUMERICS[::-1]:
+            with numerics(kind):
+                entry = {"model": name, "numerics": kind, **measure(model, options)}
+            print(
+                f"{name}, {kind}: {entry['differing_rows']} of {entry['rows']} rows differ, in "
+                f"{entry['differing_calls']} of {entry['calls']} calls",
+                flush=True,
+            )
+            add_entry(entry, results, options.output)
+    wrong = [of["differing_rows"] for of in results["entries"] if of["numerics"] == "invariant"]
+    return int(any(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(BENCHMARKS["invariance"].main())
