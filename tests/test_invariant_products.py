@@ -1,6 +1,7 @@
 """Products whose bits do not depend on the number of rows, by every implementation."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from pallas_kernels import matmul
 from pallas_kernels.matmul import mosaic, triton
 
 CAPABILITY = "pallas_kernels.common.implementations._compute_capability"
+NAN = float("nan")
 INVARIANT = {"numerics": "invariant"}
 TRITON = {**INVARIANT, "implementation": "triton", "interpret": True}
 IS_OLD = jax.__version_info__ < (0, 11)
@@ -69,13 +71,35 @@ def test_rows_of_fast_products_have_other_bits_in_calls_of_other_numbers_of_rows
     assert differing(product, COUNTS, random(300, 512))
 
 
+@pytest.fixture
+def poison_outside(monkeypatch):
+    """What an interpreted kernel reads or writes outside of its arrays makes its results NaN."""
+
+    def poisoned(values, ref, mask):
+        sizes, places = ref.ref.shape, ref.transforms[0].indices
+        inside = True if mask is None else ~mask
+        fit = [(place >= 0) & (place < size) for place, size in zip(places, sizes, strict=True)]
+        return values + jnp.where(jnp.all(inside | functools.reduce(jnp.logical_and, fit)), 0, NAN)
+
+    load, store = triton.plgpu.load, triton.plgpu.store
+    read = lambda ref, mask=None, **rest: poisoned(load(ref, mask=mask, **rest), ref, mask)
+    write = lambda ref, values, mask: store(ref, poisoned(values, ref, mask), mask=mask)
+    monkeypatch.setattr(triton, "plgpu", SimpleNamespace(**vars(triton.plgpu)))
+    monkeypatch.setattr(triton.plgpu, "load", read)
+    monkeypatch.setattr(triton.plgpu, "store", write)
+    triton.launch.clear_cache()
+    yield
+    triton.launch.clear_cache()
+
+
 @both_dtypes
 @every_kind
 @pytest.mark.parametrize(
     ("rows", "inputs", "outputs"),
-    # The last is of two tiles of columns, and its sums are in shares of whole blocks.
-    [(1, 32, 61), (3, 100, 150), (130, 100, 61), (300, 512, 70)],
+    # The last has three whole tiles of rows, and its sums are in shares of whole blocks.
+    [(1, 32, 61), (3, 100, 150), (130, 100, 61), (384, 512, 70)],
 )
+@pytest.mark.usefixtures("poison_outside")
 def test_interpreted_triton_kernels_take_any_sizes(rows, inputs, outputs, kind, dtype):
     x = random(rows, inputs, dtype=dtype)
     product, weight, bias, activation = products(inputs, outputs, dtype, TRITON)[kind]
