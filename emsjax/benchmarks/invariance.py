@@ -117,7 +117,9 @@ class Comparison:
 
     def __init__(self, model: Model, length: int):
         self.model, vocab = model, model.config.vocab_size
-        self.tokens = jnp.asarray(np.random.default_rng(1).integers(5, vocab - 1, length), jnp.int32)
+        self.tokens = jnp.asarray(
+            np.random.default_rng(1).integers(5, vocab - 1, length), jnp.int32
+        )
         self.whole, self.hidden = feed_whole(model, self.tokens)
 
     def program(self, case: Case) -> Callable[[], Any]:
@@ -190,7 +192,7 @@ def run(options: argparse.Namespace, command: str) -> int:
     }
     results = begin(options, command, settings | {"dtype": jnp.dtype(DTYPE).name})
     for name in options.models:
-        config = dataclasses.replace(MODELS[name], num_hidden_layers=options.layers)
+        config = MODELS[name].resized(layers=options.layers)
         model = random_model(config, DTYPE)
         for kind in NUMERICS[::-1]:
             with numerics(kind):

@@ -278,6 +278,21 @@ def add_divergences_options(parser: argparse.ArgumentParser) -> None:
     add_result_options(parser, resumes=False)
 
 
+def add_invariance_options(parser: argparse.ArgumentParser) -> None:
+    shown = ["opt-125m", "opt-1.3b", "opt-2.7b", "opt-6.7b", "qwen3-8b"]
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=shown, metavar="NAME")
+    add_number(parser, "--layers", 2)
+    add_number(parser, "--context", 2048, "tokens of the sequence")
+    parser.add_argument(
+        "--row-counts",
+        default="1-160,168-512",
+        metavar="N-N,N,...",
+        help=f"numbers of rows of the calls ({SHOWN})",
+    )
+    add_number(parser, "--batches", 10, "random batches")
+    add_result_options(parser, resumes=False)
+
+
 def add_training_options(parser: argparse.ArgumentParser) -> None:
     add_model(parser, "opt-125m")
     add_model(parser, "opt-1.3b", "--target")

@@ -131,6 +131,13 @@ BENCHMARKS = {
         "margin between the two tokens in float32. Exit code 1 if one is more than a near-tie.",
         of.add_divergences_options,
     ),
+    "invariance": Benchmark(
+        "invariance",
+        "whether a row has the same bits whatever is computed beside it",
+        "Computes the rows of one sequence in calls of every number of rows and in random batches, "
+        "and compares bits in all layers. Exit code 1 if any differ with invariant numerics.",
+        of.add_invariance_options,
+    ),
     "training": Benchmark(
         "training",
         "a training step beside a large matrix product",
