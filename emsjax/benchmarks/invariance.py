@@ -1,10 +1,10 @@
 """`emsjax bench invariance`: whether a row has the same bits whatever is computed beside it.
 
-One sequence is fed whole. Its rows are then computed again: in calls of every number of rows, and in
-batches of samples that are beginnings of the sequence, of random lengths and with random numbers
-of rows. Compared are the inputs of the layers, queries, keys and values in all layers, the
-output of the last layer, logits and log-probabilities. The weights are random. The exit code is 1
-unless all bits are the same with invariant numerics.
+One sequence is fed whole. Its rows are then computed again: in calls of every number of rows, and
+in batches of samples that are beginnings of the sequence, of random lengths and with random numbers
+of rows. Compared are the inputs of the layers, queries, keys and values in all layers, the output
+of the last layer, logits and log-probabilities. The weights are random. The exit code is 1 unless
+all bits are the same with invariant numerics.
 
 The JSON file has one of the `entries` for each model and kind of numerics: how many `rows` were
 compared in how many `calls`, and how many of them differ.
@@ -91,7 +91,7 @@ def scores(model: Model, hidden) -> dict[str, Array]:
 
 
 @jax.jit
-def feed_whole(model: Model, tokens: Int32[Array, "t"]):
+def feed_whole(model: Model, tokens: Int32[Array, " t"]):
     """What is computed for the whole sequence, alone."""
     rows = pack(jnp.zeros(1, jnp.int32), jnp.full(1, len(tokens), jnp.int32), len(tokens))
     return computed(model, tokens, rows, model.init_cache(1, len(tokens)), None)

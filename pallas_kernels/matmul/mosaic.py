@@ -15,7 +15,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.matmul.activations import ACTIVATIONS
+from pallas_kernels.matmul.activations import IN_KERNELS
 
 WARPGROUP_THREADS = 128
 REGISTERS = 512  # for one thread of each warpgroup, together
@@ -199,7 +199,7 @@ def _kernel(
     def finish(sums, staged):
         values, *gated_values = map(with_bias, sums, parts)
         if activation is not None:
-            values = ACTIVATIONS[activation](values)
+            values = IN_KERNELS[activation](values)
         for factor in gated_values:
             values *= factor
         values = values.astype(out_ref.dtype)

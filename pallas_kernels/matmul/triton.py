@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.common.implementations import matmul_precision, stages_that_fit
-from pallas_kernels.matmul.activations import ACTIVATIONS
+from pallas_kernels.matmul.activations import IN_KERNELS
 
 
 class Tiling(NamedTuple):
@@ -211,7 +211,7 @@ def _kernel(
         load = lambda columns: plgpu.load(bias_ref.at[columns], mask=is_column)
         biases = (load(columns).astype(jnp.float32) for columns in parts)
         totals = tuple(total + bias[None, :] for total, bias in zip(totals, biases, strict=True))
-    out = totals[0] if activation is None else ACTIVATIONS[activation](totals[0])
+    out = totals[0] if activation is None else IN_KERNELS[activation](totals[0])
     out = out * totals[1] if gated else out
     mask = _all(out.shape, is_row, _along(is_column, 1))
     place = (row[:, None], column[None, :])
