@@ -154,7 +154,6 @@ def stream_numbered(
     devices: Sequence[jax.Device] | None = None,
     partial: bool = False,
     variants: Variants = ONE_VARIANT,
-    numerics: str | None = None,
     **options: Any,
 ) -> Iterator[Completion]:
     """`stream` for an iterator of numbered prompts; the numbers decide each sequence's key.

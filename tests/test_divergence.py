@@ -128,11 +128,13 @@ def test_the_benchmark_lists_every_drafter(tmp_path, capsys, monkeypatch):
         assert bench(path, "--commit", "abc") == 0
         results = json.loads(path.read_bytes())
         assert (results["commit"], results["settings"]["dtype"]) == ("abc", "bfloat16")
-        drafters = ["prompt-lookup", "draft-model", "own-tokens"]
-        assert [entry["drafter"] for entry in results["entries"]] == drafters
-        own = results["entries"][-1]
-        assert own["mean_acceptance_length"] > 1.5
-        assert len(capsys.readouterr().out.splitlines()) == 1 + len(drafters)
+        drafters = ["prompt-lookup", "draft-model", "own-tokens", "prompt-lookup, refilled slots"]
+        entries = results["entries"]
+        assert [entry["drafter"] for entry in entries] == 2 * drafters
+        assert [entry["numerics"] for entry in entries] == ["invariant"] * 4 + ["fast"] * 4
+        assert all(entry["tokens"] == 16 for entry in entries)
+        assert entries[2]["mean_acceptance_length"] > 1.5
+        assert len(capsys.readouterr().out.splitlines()) == 2 * (1 + len(drafters))
 
         far = Divergence(0, 3, 5, 6, margin=1.0, largest=32.0, likeliest=(5, 6), lead=1.0)
         monkeypatch.setattr(divergences, "first_divergences", lambda *args: [far])

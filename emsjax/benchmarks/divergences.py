@@ -87,7 +87,7 @@ class Bench:
         plain = dataclasses.replace(self.plain, **fields)
         for name, drafter in self.drafters(prompts, plain).items():
             out = generate(self.pair.model, prompts, drafter, **self.options)
-            yield self.compare(batch, name, prompts, plain, out, say)
+            yield self.compare(batch, name, plain, out, say)
         found = stream(
             self.pair.model,
             prompts,
@@ -97,8 +97,9 @@ class Bench:
         )
         tokens = {one.prompt: one.tokens for one in found}
         tokens = np.stack([tokens[i] for i in range(batch)])
-        out = dataclasses.replace(plain, tokens=tokens, stats=None)
-        yield self.compare(batch, "prompt-lookup, refilled slots", prompts, plain, out, say)
+        out = dataclasses.replace(plain, tokens=tokens)
+        entry = self.compare(batch, "prompt-lookup, refilled slots", plain, out, say)
+        yield entry | {"mean_acceptance_length": None}
 
     def drafters(self, prompts, plain: GenerateOutput) -> dict[str, Any]:
         """The drafters by name."""
@@ -113,9 +114,9 @@ class Bench:
             "own-tokens": own,
         }
 
-    def compare(self, batch: int, name: str, prompts, plain, out, say) -> dict[str, Any]:
+    def compare(self, batch: int, name: str, plain, out, say) -> dict[str, Any]:
         """The entry of one run."""
-        found = first_divergences(self.pair.model, prompts, plain, out)
+        found = first_divergences(self.pair.model, self.prompts[:batch], plain, out)
         divergences = [
             dataclasses.asdict(one) | {"share": one.margin / (NEAR_TIE * one.largest)}
             for one in found
@@ -125,13 +126,12 @@ class Bench:
             f"{self.numerics}, batch {batch}, {name}: {len(found)} of {batch} sequences diverge, "
             f"at margins up to {worst:.2f} of a near-tie's"
         )
-        length = None if out.stats is None else out.stats.mean_acceptance_length
         return {
             "numerics": self.numerics,
             "batch": batch,
             "drafter": name,
             "tokens": batch * self.new_tokens,
-            "mean_acceptance_length": length,
+            "mean_acceptance_length": out.stats.mean_acceptance_length,
             "near_ties_alone": all(one.is_near_tie for one in found),
             "divergences": divergences,
         }

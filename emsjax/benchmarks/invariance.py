@@ -194,7 +194,7 @@ def run(options: argparse.Namespace, command: str) -> int:
     for name in options.models:
         config = MODELS[name].resized(layers=options.layers)
         model = random_model(config, DTYPE)
-        for kind in NUMERICS[::-1]:
+        for kind in NUMERICS[1:] if options.skip_fast else NUMERICS[::-1]:
             with numerics(kind):
                 entry = {"model": name, "numerics": kind, **measure(model, options)}
             print(

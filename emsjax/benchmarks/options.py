@@ -290,6 +290,7 @@ def add_invariance_options(parser: argparse.ArgumentParser) -> None:
         help=f"numbers of rows of the calls ({SHOWN})",
     )
     add_number(parser, "--batches", 10, "random batches")
+    parser.add_argument("--skip-fast", action="store_true", help="invariant numerics only")
     add_result_options(parser, resumes=False)
 
 

@@ -85,6 +85,7 @@ def run(
         resolved = read_resolved(output_path)
     else:
         resolved = resolve(options, config, profile_path)
+    import pallas_kernels
     from emsjax.models.pretrained import from_pretrained
 
     # The drafter is loaded first: it is small, and may turn out not to suit the model.
@@ -103,8 +104,10 @@ def run(
         with make_progress(console) as progress:
             task = progress.add_task("", total=left, speed="")
             run = model, drafter, policy, processors
-            requests = requested.arguments(missing) | {"numerics": options.numerics}
-            for completion in completions(run, missing, longest, options.batch_size, requests):
+            requests = requested.arguments(missing)
+            with pallas_kernels.numerics(options.numerics):
+                found = completions(run, missing, longest, options.batch_size, requests)
+            for completion in found:
                 record = missing.record_of(completion)
                 error = record.error or completion.error
                 if error is not None and not options.skip_invalid:

@@ -12,7 +12,6 @@ from emsjax.returned import check_alike
 from pallas_kernels.attention import IMPLEMENTATIONS as ATTENTIONS
 from pallas_kernels.cache_update import IMPLEMENTATIONS as UPDATES
 from pallas_kernels.common.implementations import choose
-from pallas_kernels.common.numerics import is_invariant
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +93,7 @@ def resolve_kernels(attention_implementation: str | Callable | None) -> Kernels:
     """Resolves a name, None (the device's default) or the user's own attention to kernels.
 
     Raises:
-        ValueError: an unknown name, one that the device cannot run, or the reference if numerics
-            are to be invariant.
+        ValueError: an unknown name, or one that the device cannot run.
     """
     if callable(attention_implementation) and not isinstance(attention_implementation, type):
         return Kernels(attention_implementation, OwnUpdate(None))
@@ -105,6 +103,4 @@ def resolve_kernels(attention_implementation: str | Callable | None) -> Kernels:
         # A kernel called by itself can be interpreted; a run cannot.
         advice = str(error).removesuffix(" or interpret=True")
         raise ValueError(f"attention_{advice}") from None
-    if name == "reference" and is_invariant():
-        raise ValueError("numerics 'invariant' needs attention_implementation 'triton' or 'xla'")
     return Kernels(OwnAttention(name), OwnUpdate(name if name in UPDATES else None))

@@ -241,7 +241,8 @@ def make_run(
 
     Raises:
         ValueError: an argument is not a model, drafter, policy or sequence of logits processors, or
-            the attention does not exist or cannot run on this device.
+            the attention does not exist or cannot run on this device; the layout pads the cache, or
+            the attention is the reference, with invariant numerics.
     """
     check_is_model("model", model)
     check_instance("layout", layout, Layout, "an emsjax.decode.layout.Layout")
@@ -250,6 +251,8 @@ def make_run(
             "numerics 'invariant' needs unpad_kv_cache=True, a layout without pad_kv_cache: gaps "
             "in the cache move keys to places that depend on other samples"
         )
+    if is_invariant() and attention_implementation == "reference":
+        raise ValueError("numerics 'invariant' needs attention_implementation 'triton' or 'xla'")
     kernels, policy = resolve_kernels(attention_implementation), as_policy(draft_length)
     drafter = with_policy_limit(as_drafter(drafter), policy, model.config)
     return Run(model, drafter, policy, as_processors(processors), kernels, layout)

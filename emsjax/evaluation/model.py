@@ -18,7 +18,6 @@ from emsjax.generation import generate
 from emsjax.models.pretrained import from_pretrained
 from emsjax.scoring import score
 from emsjax.terminal.models import load_tokenizer
-from pallas_kernels.common.numerics import check_numerics
 
 try:
     from lm_eval import utils
@@ -55,9 +54,6 @@ class EmsjaxLM(TemplateLM):
         prefix_token_id: the token before a text without context; None: the tokenizer's start
             token, or its end token if there is none.
         numerics: as for `emsjax.generate`.
-
-    Raises:
-        ValueError: a size is out of range, or the numerics are unknown.
     """
 
     def __init__(
@@ -78,7 +74,6 @@ class EmsjaxLM(TemplateLM):
         self.batch_size = batch_size and check_at_least("batch_size", batch_size, 1)
         self.max_length = check_at_least("max_length", max_length or limit, 1, limit)
         self.add_bos_token, self._prefix_token_id = add_bos_token, prefix_token_id
-        check_numerics(numerics)
         self.numerics = numerics
         self._num_calls = 0  # of sampled generation, each of which draws from other keys
 
@@ -196,13 +191,8 @@ class EmsjaxLM(TemplateLM):
             for contexts in _portions(sorted(places, key=longest, reverse=True)):
                 own = [places[context] for context in contexts]
                 continuations = [[pairs[place][1] for place in group] for group in own]
-                out = score(
-                    self.model,
-                    _unpadded(contexts),
-                    continuations,
-                    batch_size=self.batch_size,
-                    numerics=self.numerics,
-                )
+                options = {"batch_size": self.batch_size, "numerics": self.numerics}
+                out = score(self.model, _unpadded(contexts), continuations, **options)
                 scored = [place for group in own for place in group]
                 for place, total, greedy in zip(scored, out.totals, out.is_greedy, strict=True):
                     answers[place] = (float(total), bool(greedy))

@@ -98,7 +98,7 @@ def assert_invariant(
     return Invariant(num_rows, num_tokens)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # a cached program would write to another list
 class Recording:
     """Attention that copies its results to the host, in the order of the layers.
 
@@ -108,7 +108,7 @@ class Recording:
     """
 
     func: Callable
-    results: list[np.ndarray] = dataclasses.field(default_factory=list, compare=False)
+    results: list[np.ndarray] = dataclasses.field(default_factory=list)
 
     def __call__(self, *args, **options) -> Array:
         out = self.func(*args, **options)

@@ -4,7 +4,7 @@ import math
 
 from jax import Array
 
-from pallas_kernels.attention import reference, triton, xla, xla_parts
+from pallas_kernels.attention import reference, triton, xla
 from pallas_kernels.common.implementations import choose
 from pallas_kernels.common.numbers import check_at_least, check_number
 from pallas_kernels.common.numerics import is_invariant
@@ -150,10 +150,13 @@ def ragged_attention(
     else:
         check_heads(query.shape[1], kv_heads)
     arrays = query, key, value, key_cache, value_cache, segment_ids, positions, cache_lengths
-    options = {"scale": scale, "window": window, "ancestors": ancestors}
-    if invariant and name == "xla":
-        return xla_parts.ragged_attention(*arrays, **options)
-    options |= {"max_rows_per_sample": max_rows_per_sample, "cache_mask": cache_mask}
-    if name == "triton":
-        options["invariant"] = invariant
-    return IMPLEMENTATIONS[name](*arrays, **options, interpret=interpret)
+    return IMPLEMENTATIONS[name](
+        *arrays,
+        max_rows_per_sample=max_rows_per_sample,
+        scale=scale,
+        window=window,
+        ancestors=ancestors,
+        cache_mask=cache_mask,
+        invariant=invariant,
+        interpret=interpret,
+    )

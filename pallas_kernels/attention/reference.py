@@ -26,14 +26,15 @@ def ragged_attention(
     window: int | None = None,
     ancestors: Array | None = None,  # bool [r, f]
     cache_mask: Array | None = None,  # bool [b, l]
+    invariant: bool = False,
     interpret: bool = False,
 ) -> Array:  # [r, h, d]
     """Attention of packed rows, in float32: see `pallas_kernels.ragged_attention`.
 
     It gathers each row's whole cache, so memory grows with rows x cache length.
-    `max_rows_per_sample` and `interpret` concern the other implementations.
+    `max_rows_per_sample`, `invariant` and `interpret` concern the other implementations.
     """
-    del max_rows_per_sample, interpret
+    del max_rows_per_sample, invariant, interpret
     batch, max_len, kv_heads = key_cache.shape[:3]
     if key is None:
         heads = query.shape[1] - 2 * kv_heads

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from pallas_kernels.attention import xla_parts
 from pallas_kernels.attention.confine import confine
 from pallas_kernels.attention.work_items import extents
 from pallas_kernels.common.implementations import matmul_precision
@@ -39,10 +40,15 @@ def ragged_attention(
     window: int | None = None,
     ancestors: Array | None = None,  # bool [r, f]
     cache_mask: Array | None = None,  # bool [b, l]
+    invariant: bool = False,
     interpret: bool = False,
 ) -> Array:  # [r, h, d]
     """See `pallas_kernels.ragged_attention`."""
     del interpret  # it concerns the Triton kernel
+    if invariant:
+        arrays = query, key, value, key_cache, value_cache, segment_ids, positions, cache_lengths
+        options = {"scale": scale, "window": window, "ancestors": ancestors}
+        return xla_parts.ragged_attention(*arrays, **options)
     rows, (batch, max_len, kv_heads) = query.shape[0], key_cache.shape[:3]
     if key is None:
         heads = query.shape[1] - 2 * kv_heads
