@@ -140,6 +140,7 @@ def divergences(results: Results) -> list[str]:
         rows.append(
             [
                 of["model"],
+                of.get("numerics", "fast"),
                 of["batch"],
                 of["drafter"],
                 number(of["mean_acceptance_length"]),
@@ -148,7 +149,8 @@ def divergences(results: Results) -> list[str]:
             ]
         )
     settings = results["settings"]
-    head = ["model", "batch", "drafts", "mean acceptance length", "sequences that differ"]
+    head = ["model", "numerics", "batch", "drafts", "mean acceptance length"]
+    head.append("sequences that differ")
     return [
         f"{settings['dtype']}, {settings['max_new_tokens']} new tokens.",
         table([*head, "largest margin / near-tie margin"], rows),

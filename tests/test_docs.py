@@ -373,7 +373,7 @@ NOT_YET = {  # results of kinds that may have no committed file, as their writer
                 for name, shares in (("draft-model", ()), ("own-tokens", (0.125, 0.5)))
             ],
         },
-        ["| embedded | 8 | draft-model | 2.50 | 0 |  |", "own-tokens | 2.50 | 2 | 0.50 |"],
+        ["| embedded | fast | 8 | draft-model | 2.50 | 0 |  |", "own-tokens | 2.50 | 2 | 0.50 |"],
     ),
     "python -m emsjax.benchmarks.training": (
         {
