@@ -12,6 +12,7 @@ compared in how many `calls`, and how many of them differ.
 
 import argparse
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Int32
 
 from emsjax.benchmarks.registry import BENCHMARKS
@@ -31,12 +33,13 @@ from emsjax.decode.kernels import resolve_kernels
 from emsjax.decode.pack import PackedRows, pack
 from emsjax.sampling import log_softmax
 from emsjax.terminal.options import NUMERICS
+from pallas_kernels.common.blocks import in_blocks
 from pallas_kernels.common.indexing import take
 from pallas_kernels.common.numerics import numerics
 
 DTYPE = jnp.bfloat16
 DRAFT_ROWS = 8  # most rows of a sample in a random batch
-LOGIT_ROWS = 128  # rows whose logits are compared at once
+SCORED_ROWS = 128  # rows of the whole sequence whose logits are computed at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,19 +100,21 @@ def feed_whole(model: Model, tokens: Int32[Array, " t"]):
     return computed(model, tokens, rows, model.init_cache(1, len(tokens)), None)
 
 
+@jax.jit
+def score_whole(model: Model, hidden) -> dict[str, Array]:
+    """The scores of the whole sequence, some rows at a time."""
+    return in_blocks(functools.partial(scores, model), hidden, size=SCORED_ROWS)
+
+
 def differing(whole, found, positions) -> Array:
     """Which rows have other bits than the same positions of the whole sequence, bool [r]."""
-    same = lambda x, y: jnp.all((take(x, positions) == y).reshape(len(positions), -1), axis=1)
+
+    def same(x, y):
+        x, y = (lax.bitcast_convert_type(of, f"uint{8 * y.dtype.itemsize}") for of in (x, y))
+        return jnp.all((take(x, positions) == y).reshape(len(positions), -1), axis=1)
+
     alike = jax.tree.leaves(jax.tree.map(same, whole, found))
     return ~jnp.all(jnp.stack(alike), axis=0)
-
-
-@jax.jit
-def compare_scores(model: Model, hidden, own_hidden, positions, is_real) -> Array:
-    """The number of rows whose logits or log-probabilities have other bits."""
-    whole = scores(model, take(hidden, positions))
-    differs = differing(whole, scores(model, own_hidden), jnp.arange(len(positions)))
-    return jnp.sum(differs & is_real)
 
 
 class Comparison:
@@ -120,10 +125,12 @@ class Comparison:
         self.tokens = jnp.asarray(
             np.random.default_rng(1).integers(5, vocab - 1, length), jnp.int32
         )
-        self.whole, self.hidden = feed_whole(model, self.tokens)
+        self.whole, hidden = feed_whole(model, self.tokens)
+        # The scores of other calls are computed with other numbers of rows.
+        self.whole |= score_whole(model, hidden)
 
     def program(self, case: Case) -> Callable[[], Any]:
-        """The compiled call, which returns the number of differing rows and the hidden states."""
+        """The compiled call, which returns the number of rows with other bits anywhere."""
         bound = max(case.counts) if case.bounded else None
 
         @jax.jit
@@ -131,23 +138,14 @@ class Comparison:
             cache = cache_of(model, whole["fresh"], starts, len(tokens))
             rows = pack(starts, counts, case.num_rows)
             found, hidden = computed(model, tokens, rows, cache, bound)
+            found |= scores(model, hidden)
             is_real = rows.segment_ids < len(case.counts)
-            return jnp.sum(differing(whole, found, rows.positions) & is_real), hidden
+            return jnp.sum(differing(whole, found, rows.positions) & is_real)
 
         numbers = (jnp.asarray(x, jnp.int32) for x in (case.starts, case.counts))
         arguments = (self.model, self.tokens, self.whole, *numbers)
         compiled = call.lower(*arguments).compile()
         return lambda: compiled(*arguments)
-
-    def run(self, case: Case, program: Callable) -> int:
-        """The number of rows with other bits anywhere."""
-        differs, hidden = program()
-        rows = pack(*(jnp.asarray(x, jnp.int32) for x in (case.starts, case.counts)), case.num_rows)
-        if case.num_rows <= LOGIT_ROWS:
-            is_real = rows.segment_ids < len(case.counts)
-            arguments = (self.model, self.hidden, hidden, rows.positions, is_real)
-            differs = jnp.maximum(differs, compare_scores(*arguments))
-        return int(differs)
 
 
 def cache_of(model: Model, fresh, starts, length: int) -> KVCache:
@@ -168,7 +166,7 @@ def measure(model: Model, options: argparse.Namespace) -> dict[str, int]:
     comparison = Comparison(model, options.context)
     calls = cases(options.context, row_counts(options.row_counts), options.batches)
     programs = at_once(comparison.program, calls)
-    differing = [comparison.run(*pair) for pair in zip(calls, programs, strict=True)]
+    differing = [int(program()) for program in programs]
     return {
         "calls": len(calls),
         "rows": sum(sum(call.counts) for call in calls),

@@ -204,7 +204,7 @@ class Feeder:
         inputs, fresh, *scores = jax.device_get(values)
         jax.effects_barrier()
         results = self.attention.results
-        layers = zip(inputs, fresh, results, strict=False)
+        layers = zip(inputs[:-1], fresh, results, strict=True)
         rows = [_bits(x) for layer in layers for x in layer] + [_bits(inputs[-1])]
         of, first = {}, 0
         for place, (sequence, start) in enumerate(zip(sequences, starts, strict=True)):
