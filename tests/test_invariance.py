@@ -13,7 +13,8 @@ import emsjax
 import pallas_kernels
 from emsjax.benchmarks.registry import BENCHMARKS
 from emsjax.decode.layout import Layout
-from emsjax.testing import assert_invariant, assert_lossless, invariant
+from emsjax.testing import assert_invariant, assert_lossless, invariant, lossless
+from emsjax.testing.divergence import Divergence
 from pallas_kernels.common.numerics import current_numerics
 
 pytestmark = pytest.mark.usefixtures("few_row_counts")
@@ -21,6 +22,17 @@ PROMPTS, NEW = ragged_prompts([5, 14, 3]), 6
 LOOKUP = emsjax.PromptLookup(match_length=1, search_generated=True)
 SAMPLED = {"sampling": emsjax.Sampling(temperature=0.9, top_p=0.8), "key": jax.random.key(3)}
 every_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_parts():
+    """Parts so small that the short sequences here have several."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (pallas_kernels.attention.tilings, pallas_kernels.attention.xla_parts):
+            patch.setattr(module, "PART_KEYS", 8)
+        jax.clear_caches()
+        yield
+    jax.clear_caches()
 
 
 def keys_of(count):
@@ -118,6 +130,18 @@ def test_bfloat16_is_lossless_without_near_ties():
         **SAMPLED,
     )
     assert found.near_ties == ()
+
+
+def test_a_near_tie_is_a_fault_if_numerics_are_invariant(monkeypatch):
+    tie = Divergence(0, 3, 5, 6, margin=0.01, largest=32.0, likeliest=(5, 6), lead=0.01)
+    assert tie.is_near_tie
+    monkeypatch.setattr(lossless, "first_divergences", lambda *arguments: [tie])
+    check = functools.partial(
+        assert_lossless, tiny_model().astype("bfloat16"), LOOKUP, PROMPTS, max_new_tokens=NEW
+    )
+    assert check().near_ties == (tie,)
+    with pytest.raises(AssertionError, match="With invariant numerics no difference is allowed"):
+        check(numerics="invariant")
 
 
 def seen_numerics():
