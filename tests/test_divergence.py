@@ -121,24 +121,33 @@ def bench(path, *options):
     )
 
 
+@pytest.fixture
+def standard_promotion():
+    """A benchmark may promote dtypes, in its threads as well."""
+    strict = jax.config.jax_numpy_dtype_promotion
+    jax.config.update("jax_numpy_dtype_promotion", "standard")
+    yield
+    jax.config.update("jax_numpy_dtype_promotion", strict)
+
+
+@pytest.mark.usefixtures("standard_promotion")
 def test_the_benchmark_lists_every_drafter(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("emsjax.benchmarks.workloads.PROMPT_TOKENS", (8, 12))
     path = tmp_path / "divergences.json"
-    with jax.numpy_dtype_promotion("standard"):
-        assert bench(path, "--commit", "abc") == 0
-        results = json.loads(path.read_bytes())
-        assert (results["commit"], results["settings"]["dtype"]) == ("abc", "bfloat16")
-        drafters = ["prompt-lookup", "draft-model", "own-tokens", "prompt-lookup, refilled slots"]
-        entries = results["entries"]
-        assert [entry["drafter"] for entry in entries] == 2 * drafters
-        assert [entry["numerics"] for entry in entries] == ["invariant"] * 4 + ["fast"] * 4
-        assert all(entry["tokens"] == 16 for entry in entries)
-        assert entries[2]["mean_acceptance_length"] > 1.5
-        assert len(capsys.readouterr().out.splitlines()) == 2 * (1 + len(drafters))
+    assert bench(path, "--commit", "abc") == 0
+    results = json.loads(path.read_bytes())
+    assert (results["commit"], results["settings"]["dtype"]) == ("abc", "bfloat16")
+    drafters = ["prompt-lookup", "draft-model", "own-tokens", "prompt-lookup, refilled slots"]
+    entries = results["entries"]
+    assert [entry["drafter"] for entry in entries] == 2 * drafters
+    assert [entry["numerics"] for entry in entries] == ["invariant"] * 4 + ["fast"] * 4
+    assert all(entry["tokens"] == 16 for entry in entries)
+    assert entries[2]["mean_acceptance_length"] > 1.5
+    assert len(capsys.readouterr().out.splitlines()) == 2 * (1 + len(drafters))
 
-        far = Divergence(0, 3, 5, 6, margin=1.0, largest=32.0, likeliest=(5, 6), lead=1.0)
-        monkeypatch.setattr(divergences, "first_divergences", lambda *args: [far])
-        assert bench(path) == 1
+    far = Divergence(0, 3, 5, 6, margin=1.0, largest=32.0, likeliest=(5, 6), lead=1.0)
+    monkeypatch.setattr(divergences, "first_divergences", lambda *args: [far])
+    assert bench(path) == 1
     (found,) = json.loads(path.read_bytes())["entries"][0]["divergences"]
     assert found["share"] == 1 / 32 / NEAR_TIE
     assert found["position"] == 3

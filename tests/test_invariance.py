@@ -227,7 +227,7 @@ def test_what_cannot_be_invariant_is_refused():
 def test_the_benchmark_finds_rows_with_other_bits(capsys, monkeypatch):
     run = BENCHMARKS["invariance"].main
     sizes = ["--row-counts", "1-3,17", "--batches", "1", "--context", "40"]
-    assert run(["--models", "tiny", *sizes]) == 0
+    assert run(["--models", "tiny", *sizes, "--processes", "2"]) == 0
     told = capsys.readouterr().out.splitlines()
     assert told[0].startswith("tiny, invariant: 0 of ")
     assert len(told) == 2

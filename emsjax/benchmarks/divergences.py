@@ -19,6 +19,7 @@ largest margin of a near-tie.
 
 import argparse
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -29,7 +30,7 @@ import numpy as np
 from emsjax.benchmarks.options import EMBEDDED
 from emsjax.benchmarks.registry import BENCHMARKS
 from emsjax.benchmarks.results import add_entry, begin
-from emsjax.benchmarks.runs import random_model
+from emsjax.benchmarks.runs import at_once, random_model
 from emsjax.benchmarks.scripted import CopyAcceptance, replay
 from emsjax.benchmarks.workloads import EmbeddedModels, ScriptedModels
 from emsjax.drafters import DraftModel, PromptLookup
@@ -81,25 +82,34 @@ class Bench:
         self.plain = generate(pair.model, self.prompts, **self.options)
 
     def measure(self, batch: int, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
-        """Yields the entry of each drafter."""
+        """Yields the entry of each drafter. All of them decode at once."""
         prompts = self.prompts[:batch]
         fields = {name: getattr(self.plain, name)[:batch] for name in ("tokens", "lengths")}
         plain = dataclasses.replace(self.plain, **fields)
-        for name, drafter in self.drafters(prompts, plain).items():
-            out = generate(self.pair.model, prompts, drafter, **self.options)
-            yield self.compare(batch, name, plain, out, say)
+        runs = {
+            name: functools.partial(generate, self.pair.model, prompts, drafter, **self.options)
+            for name, drafter in self.drafters(prompts, plain).items()
+        }
+        runs["prompt-lookup, refilled slots"] = functools.partial(self.refilled, prompts, plain)
+        outs = at_once(lambda run: run(), runs.values())
+        for name, out in zip(runs, outs, strict=True):
+            entry = self.compare(batch, name, plain, out, say)
+            # Refilled slots have the statistics of plain decoding, which say nothing of their own.
+            known = out.stats is not plain.stats
+            yield entry | ({} if known else {"mean_acceptance_length": None})
+
+    def refilled(self, prompts, plain: GenerateOutput) -> GenerateOutput:
+        """The tokens of prompt lookup in slots that are refilled, with plain decoding's rest."""
         found = stream(
             self.pair.model,
             prompts,
             PromptLookup(search_generated=True),
-            batch_size=max(1, batch // SLOTS_OF),
+            batch_size=max(1, len(prompts) // SLOTS_OF),
             **self.options,
         )
         tokens = {one.prompt: one.tokens for one in found}
-        tokens = np.stack([tokens[i] for i in range(batch)])
-        out = dataclasses.replace(plain, tokens=tokens)
-        entry = self.compare(batch, "prompt-lookup, refilled slots", plain, out, say)
-        yield entry | {"mean_acceptance_length": None}
+        tokens = np.stack([tokens[i] for i in range(len(prompts))])
+        return dataclasses.replace(plain, tokens=tokens)
 
     def drafters(self, prompts, plain: GenerateOutput) -> dict[str, Any]:
         """The drafters by name."""

@@ -11,11 +11,16 @@ compared in how many `calls`, and how many of them differ.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
+import itertools
+import multiprocessing
+import os
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +44,7 @@ from pallas_kernels.common.numerics import numerics
 
 DTYPE = jnp.bfloat16
 DRAFT_ROWS = 8  # most rows of a sample in a random batch
+CALLS_OF_TASK = 32  # compiled at once by one process
 SCORED_ROWS = 128  # rows of the whole sequence whose logits are computed at once
 
 
@@ -161,12 +167,33 @@ def cache_of(model: Model, fresh, starts, length: int) -> KVCache:
     return dataclasses.replace(cache, layers=tuple(layers), lengths=starts)
 
 
-def measure(model: Model, options: argparse.Namespace) -> dict[str, int]:
-    """Compares all calls; the numbers of the entry."""
-    comparison = Comparison(model, options.context)
-    calls = cases(options.context, row_counts(options.row_counts), options.batches)
-    programs = at_once(comparison.program, calls)
-    differing = [int(program()) for program in programs]
+class Task(NamedTuple):
+    """Calls of one model that a process compares."""
+
+    model: str
+    layers: int
+    context: int
+    numerics: str
+    calls: tuple[Case, ...]
+
+
+@functools.lru_cache(maxsize=1)
+def comparison_of(model: str, layers: int, context: int, kind: str) -> Comparison:
+    """The model's sequence. A process keeps the one of its last task."""
+    with numerics(kind):
+        config = MODELS[model].resized(layers=layers)
+        return Comparison(random_model(config, DTYPE), context)
+
+
+def compare(task: Task) -> list[int]:
+    """The number of rows with other bits in each call."""
+    comparison = comparison_of(task.model, task.layers, task.context, task.numerics)
+    with numerics(task.numerics):
+        return [int(program()) for program in at_once(comparison.program, task.calls)]
+
+
+def entry_of(calls: Sequence[Case], differing: Sequence[int]) -> dict[str, Any]:
+    """The numbers of one model."""
     return {
         "calls": len(calls),
         "rows": sum(sum(call.counts) for call in calls),
@@ -188,19 +215,35 @@ def run(options: argparse.Namespace, command: str) -> int:
     settings = {
         name: getattr(options, name) for name in ("layers", "context", "row_counts", "batches")
     }
+    if options.processes > 1:  # they share the device's memory
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     results = begin(options, command, settings | {"dtype": jnp.dtype(DTYPE).name})
-    for name in options.models:
-        config = MODELS[name].resized(layers=options.layers)
-        model = random_model(config, DTYPE)
-        for kind in NUMERICS[1:] if options.skip_fast else NUMERICS[::-1]:
-            with numerics(kind):
-                entry = {"model": name, "numerics": kind, **measure(model, options)}
+    calls = cases(options.context, row_counts(options.row_counts), options.batches)
+    starts = range(0, len(calls), CALLS_OF_TASK)
+    parts = [tuple(calls[at : at + CALLS_OF_TASK]) for at in starts]
+    kinds = NUMERICS[1:] if options.skip_fast else NUMERICS[::-1]
+    subjects = list(itertools.product(options.models, kinds))
+    tasks = [
+        Task(name, options.layers, options.context, kind, part)
+        for name, kind in subjects
+        for part in parts
+    ]
+    with contextlib.ExitStack() as stack:
+        mapped = map
+        if options.processes > 1:
+            spawn = multiprocessing.get_context("spawn")
+            mapped = stack.enter_context(ProcessPoolExecutor(options.processes, spawn)).map
+        found = iter(mapped(compare, tasks))
+        for name, kind in subjects:
+            differing = list(itertools.chain(*itertools.islice(found, len(parts))))
+            entry = {"model": name, "numerics": kind, **entry_of(calls, differing)}
             print(
                 f"{name}, {kind}: {entry['differing_rows']} of {entry['rows']} rows differ, in "
                 f"{entry['differing_calls']} of {entry['calls']} calls",
                 flush=True,
             )
             add_entry(entry, results, options.output)
+    comparison_of.cache_clear()
     wrong = [of["differing_rows"] for of in results["entries"] if of["numerics"] == "invariant"]
     return int(any(wrong))
 

@@ -285,11 +285,12 @@ def add_invariance_options(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--context", 2048, "tokens of the sequence")
     parser.add_argument(
         "--row-counts",
-        default="1-160,168-512",
+        default="1-512",
         metavar="N-N,N,...",
         help=f"numbers of rows of the calls ({SHOWN})",
     )
     add_number(parser, "--batches", 10, "random batches")
+    add_number(parser, "--processes", 1, "processes that trace and compile, on one device")
     parser.add_argument("--skip-fast", action="store_true", help="invariant numerics only")
     add_result_options(parser, resumes=False)
 
