@@ -490,9 +490,18 @@ def random_masks(inputs):
 
 
 @every_kind
-@pytest.mark.parametrize("bound", [10, None], ids=["decode", "unbounded"])
+@pytest.mark.parametrize(
+    ("bound", "shared_bytes"),
+    [(10, 2**27), (10, 0), (None, 0)],
+    ids=["small-tiles", "decode", "unbounded"],
+)
 @pytest.mark.parametrize("group", [2, 4, 7, 8])
-def test_query_heads_share_keys_and_values_in_groups(implementation, programs, bound, group):
+def test_query_heads_share_keys_and_values_in_groups(
+    implementation, programs, bound, shared_bytes, group, monkeypatch, request
+):
+    monkeypatch.setattr(tilings, "SHARED_BYTES", shared_bytes)
+    compiled.cache_clear()
+    request.addfinalizer(compiled.cache_clear)
     check_here = functools.partial(check, implementation, bound=bound, programs=programs)
     lengths = [BLOCK + 3, 4, 0, 2 * BLOCK]
     for counts in ([3, 0, 10, 1], [10, 10, 10, 10], [1, 2, 0, 9]):
@@ -528,6 +537,7 @@ def test_a_tiles_lanes_hold_the_query_heads_of_its_rows(group, most, lanes, tile
     for name, tiling in TILINGS.items():
         monkeypatch.setattr(tilings, name, tiling)
     monkeypatch.setattr(tilings, "DECODE_TILES", 3)
+    monkeypatch.setattr(tilings, "SHARED_BYTES", 0)
     launch = tilings.launch_for(
         4 * group, (8, 64, 4, 128), 8 * most, most, item_bytes=2, scale=1.0, window=None
     )
@@ -537,6 +547,34 @@ def test_a_tiles_lanes_hold_the_query_heads_of_its_rows(group, most, lanes, tile
     assert launch.one_block == (most <= lanes)
     if group == 1 and most <= 48:
         assert launch.tiling == TILINGS["DECODE"]
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize(
+    ("group", "batch", "most", "max_len", "small", "small_in_parts"),
+    [
+        (4, 8, 8, 1024, True, True),
+        (4, 24, 8, 1024, True, False),  # 384 small tiles
+        (4, 64, 8, 1024, False, False),  # 1,024
+        (4, 24, 8, 2048, False, False),  # a long cache
+        (4, 8, 17, 1024, False, False),  # many rows read the keys many times
+        (8, 8, 8, 1024, True, True),
+    ],
+)
+def test_few_programs_have_small_tiles_that_read_the_same_keys(
+    group, batch, most, max_len, small, small_in_parts, invariant, monkeypatch
+):
+    for name, tiling in TILINGS.items():
+        monkeypatch.setattr(tilings, name, tiling)
+    heads, shape = 32, (batch, max_len, 32 // group, 128)
+    options = {"item_bytes": 2, "scale": 1.0, "window": None, "invariant": invariant}
+    launch = tilings.launch_for(heads, shape, batch * most, most, **options)
+    is_small = small_in_parts if invariant else small
+    lanes = 16 if is_small else min(64, group * min(16, most))
+    assert launch.tiling.rows == lanes
+    assert launch.max_tiles == -(-most // (lanes // group))
+    if is_small:
+        assert launch.splits == 1  # a program for each tile
 
 
 @every_implementation

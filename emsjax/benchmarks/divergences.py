@@ -42,6 +42,7 @@ from emsjax.terminal.options import NUMERICS
 from emsjax.testing.divergence import NEAR_TIE, first_divergences
 
 DTYPE = jnp.bfloat16
+SAMPLES_AT_ONCE = 64  # in the caches of all runs together, if one has no more
 SLOTS_OF = 3  # sequences for each slot, where slots are refilled
 
 
@@ -82,7 +83,7 @@ class Bench:
         self.plain = generate(pair.model, self.prompts, **self.options)
 
     def measure(self, batch: int, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
-        """Yields the entry of each drafter. All of them decode at once."""
+        """Yields the entry of each drafter. Several decode at once."""
         prompts = self.prompts[:batch]
         fields = {name: getattr(self.plain, name)[:batch] for name in ("tokens", "lengths")}
         plain = dataclasses.replace(self.plain, **fields)
@@ -91,7 +92,7 @@ class Bench:
             for name, drafter in self.drafters(prompts, plain).items()
         }
         runs["prompt-lookup, refilled slots"] = functools.partial(self.refilled, prompts, plain)
-        outs = at_once(lambda run: run(), runs.values())
+        outs = at_once(lambda run: run(), runs.values(), max(1, SAMPLES_AT_ONCE // batch))
         for name, out in zip(runs, outs, strict=True):
             entry = self.compare(batch, name, plain, out, say)
             # Refilled slots have the statistics of plain decoding, which say nothing of their own.

@@ -42,7 +42,7 @@ REPETITIONS = 7
 MAX_NEW_TOKENS = 128  # the cache has room for a whole completion, as in real use
 
 
-def at_once(function: Callable, arguments: Iterable[Any]) -> list[Any]:
+def at_once(function: Callable, arguments: Iterable[Any], threads: int | None = None) -> list[Any]:
     """The function's values, computed in threads: compilation takes most of their time."""
     chosen = current_numerics()  # other threads begin without this one's
 
@@ -50,7 +50,7 @@ def at_once(function: Callable, arguments: Iterable[Any]) -> list[Any]:
         with numerics(chosen):
             return function(argument)
 
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(call, arguments))
 
 

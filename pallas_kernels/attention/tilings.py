@@ -52,6 +52,12 @@ DECODE_FEW_SMALL = Tiling(rows=16, keys=128, num_warps=4, num_stages=4)
 # sample's keys, and larger tiles read them less often.
 DECODE_TILES = 3
 DECODE_LANES = 64  # most lanes of a tile in decoding, where query heads share a K/V head
+# Tiles of DECODE.rows lanes are faster than that while they are few, although several read the same
+# keys: they do so at about the same time, and all but one find them in the L2 cache. In long caches
+# they drift apart by more than it holds.
+SMALL_TILES = 768
+SMALL_TILES_IN_PARTS = 256  # the same, with parts of keys
+SHARED_BYTES = 2**27  # of a layer's cache, at most, with small tiles
 ROWS_PER_WARP = 16  # most lanes of a grouped tile for each warp, whose registers hold them
 PREFILL = Tiling(rows=64, keys=64, num_warps=4, num_stages=3)
 PREFILL_FLOAT32 = PREFILL._replace(keys=32)  # as many bytes in shared memory
@@ -84,19 +90,27 @@ def launch_for(
         window: positions that a row sees; None: all.
         invariant: whether a row's bits depend on its own sequence alone.
     """
-    batch, _, kv_heads, head_dim = cache_shape
+    batch, max_len, kv_heads, head_dim = cache_shape
     group = heads // kv_heads
     splits, few = 1, None
     if most <= DECODE_TILES * DECODE.rows:
         tiling = _decode_tiling(head_dim, batch * kv_heads)
-        if group > 1:
-            lanes = min(DECODE_LANES, group * min(most, DECODE.rows))
-            tiling = tiling.holding(max(group, lanes))
         # With so few rows, more samples than these would have short drafts. Where there are
         # more, keys stay uncut.
         samples = min(batch, pl.cdiv(rows, most))
+        programs = samples * kv_heads
+        if group > 1:
+            tiling = tiling.holding(group)
+            tiles = programs * pl.cdiv(most, tiling.rows // group)
+            cache_bytes = 2 * batch * max_len * kv_heads * head_dim * item_bytes
+            most_tiles = SMALL_TILES_IN_PARTS if invariant else SMALL_TILES
+            if most <= DECODE.rows and tiles <= most_tiles and cache_bytes <= SHARED_BYTES:
+                programs = tiles
+            else:
+                lanes = min(DECODE_LANES, group * min(most, DECODE.rows))
+                tiling = tiling.holding(max(group, lanes))
         enough = PROGRAMS_WITH_PARTS if invariant else 3 * PROGRAMS_WANTED // 4
-        if samples * kv_heads < enough:
+        if programs < enough:
             splits = pl.cdiv(PROGRAMS_WANTED, kv_heads)
     else:
         tiling = PREFILL_FLOAT32 if item_bytes > 2 else PREFILL
