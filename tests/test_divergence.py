@@ -145,6 +145,14 @@ def test_the_benchmark_lists_every_drafter(tmp_path, capsys, monkeypatch):
     assert entries[2]["mean_acceptance_length"] > 1.5
     assert len(capsys.readouterr().out.splitlines()) == 2 * (1 + len(drafters))
 
+    # A run that was interrupted repeats the batch of which it has a part.
+    path.write_bytes(json.dumps(results | {"entries": entries[:5]}).encode())
+    assert bench(path) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(drafters)
+    again = json.loads(path.read_bytes())["entries"]
+    assert [entry["drafter"] for entry in again] == 2 * drafters
+    path.unlink()
+
     far = Divergence(0, 3, 5, 6, margin=1.0, largest=32.0, likeliest=(5, 6), lead=1.0)
     monkeypatch.setattr(divergences, "first_divergences", lambda *args: [far])
     assert bench(path) == 1

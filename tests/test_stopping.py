@@ -47,7 +47,7 @@ def model(tmp_path_factory):
     table = rng.standard_normal((config["vocab_size"], config["hidden_size"])).astype(np.float32)
     shapes |= dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), table)
     tiny_families.write_checkpoint(folder, config, shapes)
-    return emsjax.from_pretrained(folder)
+    return emsjax.from_pretrained(folder, dtype="float32")
 
 
 def prompts():

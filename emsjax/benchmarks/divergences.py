@@ -18,6 +18,7 @@ largest margin of a near-tie.
 """
 
 import argparse
+import collections
 import dataclasses
 import functools
 import sys
@@ -42,6 +43,12 @@ from emsjax.terminal.options import NUMERICS
 from emsjax.testing.divergence import NEAR_TIE, first_divergences
 
 DTYPE = jnp.bfloat16
+LOOKUP, DRAFT, OWN, REFILLED = DRAFTERS = (
+    "prompt-lookup",
+    "draft-model",
+    "own-tokens",
+    "prompt-lookup, refilled slots",
+)
 SAMPLES_AT_ONCE = 64  # in the caches of all runs together, if one has no more
 SLOTS_OF = 3  # sequences for each slot, where slots are refilled
 
@@ -91,13 +98,12 @@ class Bench:
             name: functools.partial(generate, self.pair.model, prompts, drafter, **self.options)
             for name, drafter in self.drafters(prompts, plain).items()
         }
-        runs["prompt-lookup, refilled slots"] = functools.partial(self.refilled, prompts, plain)
+        runs[REFILLED] = functools.partial(self.refilled, prompts, plain)
         outs = at_once(lambda run: run(), runs.values(), max(1, SAMPLES_AT_ONCE // batch))
         for name, out in zip(runs, outs, strict=True):
             entry = self.compare(batch, name, plain, out, say)
             # Refilled slots have the statistics of plain decoding, which say nothing of their own.
-            known = out.stats is not plain.stats
-            yield entry | ({} if known else {"mean_acceptance_length": None})
+            yield entry | ({"mean_acceptance_length": None} if name == REFILLED else {})
 
     def refilled(self, prompts, plain: GenerateOutput) -> GenerateOutput:
         """The tokens of prompt lookup in slots that are refilled, with plain decoding's rest."""
@@ -120,9 +126,9 @@ class Bench:
         vocab = self.pair.model.config.vocab_size
         own = replay(CopyAcceptance(), texts, len(prompts), vocab_size=vocab, seed=0)
         return {
-            "prompt-lookup": PromptLookup(search_generated=True),
-            "draft-model": DraftModel(self.pair.draft_model),
-            "own-tokens": own,
+            LOOKUP: PromptLookup(search_generated=True),
+            DRAFT: DraftModel(self.pair.draft_model),
+            OWN: own,
         }
 
     def compare(self, batch: int, name: str, plain, out, say) -> dict[str, Any]:
@@ -149,14 +155,26 @@ class Bench:
 
 
 def run(options: argparse.Namespace, command: str) -> int:
-    settings = {"dtype": jnp.dtype(DTYPE).name, "max_new_tokens": options.max_new_tokens}
+    settings = {
+        "dtype": jnp.dtype(DTYPE).name,
+        "max_new_tokens": options.max_new_tokens,
+        "draft_shape": options.draft_shape,
+    }
     results = begin(options, command, settings)
     for name in options.models:
         pair = find_pair(name, options.draft_shape, options.max_new_tokens)
         for numerics in NUMERICS[::-1]:
+            key = lambda entry: tuple(entry[of] for of in ("model", "numerics", "batch"))
+            known = collections.Counter(map(key, results["entries"]))
+            sizes = [n for n in options.batch_sizes if known[name, numerics, n] < len(DRAFTERS)]
+            if not sizes:
+                continue
             bench = Bench(pair, max(options.batch_sizes), options.max_new_tokens, numerics)
             print(f"{name}:")
-            for batch in options.batch_sizes:
+            for batch in sizes:
+                # Entries that an interrupted run has written for a part of the drafters.
+                part = (name, numerics, batch)
+                results["entries"] = [of for of in results["entries"] if key(of) != part]
                 for entry in bench.measure(batch, print):
                     add_entry({"model": name, **entry}, results, options.output)
     return 0 if all(map(is_right, results["entries"])) else 1

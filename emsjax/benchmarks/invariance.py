@@ -222,7 +222,8 @@ def run(options: argparse.Namespace, command: str) -> int:
     starts = range(0, len(calls), CALLS_OF_TASK)
     parts = [tuple(calls[at : at + CALLS_OF_TASK]) for at in starts]
     kinds = NUMERICS[1:] if options.skip_fast else NUMERICS[::-1]
-    subjects = list(itertools.product(options.models, kinds))
+    known = {(entry["model"], entry["numerics"]) for entry in results["entries"]}
+    subjects = [of for of in itertools.product(options.models, kinds) if of not in known]
     tasks = [
         Task(name, options.layers, options.context, kind, part)
         for name, kind in subjects

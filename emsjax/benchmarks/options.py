@@ -275,7 +275,7 @@ def add_divergences_options(parser: argparse.ArgumentParser) -> None:
     add_model(parser, "opt-125m", "--draft-shape")
     add_batch_sizes(parser, (8, 24))
     add_number(parser, "--max-new-tokens", 128)
-    add_result_options(parser, resumes=False)
+    add_result_options(parser, resumes=True)
 
 
 def add_invariance_options(parser: argparse.ArgumentParser) -> None:
@@ -292,7 +292,7 @@ def add_invariance_options(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--batches", 10, "random batches")
     add_number(parser, "--processes", 1, "processes that trace and compile, on one device")
     parser.add_argument("--skip-fast", action="store_true", help="invariant numerics only")
-    add_result_options(parser, resumes=False)
+    add_result_options(parser, resumes=True)
 
 
 def add_training_options(parser: argparse.ArgumentParser) -> None:

@@ -130,6 +130,7 @@ BENCHMARKS = {
         "Greedy decoding in bfloat16, speculative beside plain: every first difference, with the "
         "margin between the two tokens in float32. Exit code 1 if one is more than a near-tie.",
         of.add_divergences_options,
+        resumes=True,
     ),
     "invariance": Benchmark(
         "invariance",
@@ -137,6 +138,7 @@ BENCHMARKS = {
         "Computes the rows of one sequence in calls of every number of rows and in random batches, "
         "and compares bits in all layers. Exit code 1 if any differ with invariant numerics.",
         of.add_invariance_options,
+        resumes=True,
     ),
     "training": Benchmark(
         "training",
