@@ -60,7 +60,7 @@ def golden() -> dict[str, np.ndarray]:
 def llama(tmp_path_factory):
     folder, config = tmp_path_factory.mktemp("llama"), VARIANTS["llama"]
     tiny_families.write_checkpoint(folder, config, tiny_families.tensors(config))
-    return emsjax.from_pretrained(folder)
+    return emsjax.from_pretrained(folder, dtype="float32")
 
 
 def of_prompt(given: dict, index: int) -> dict:

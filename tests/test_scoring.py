@@ -187,7 +187,7 @@ def load(tmp_path_factory):
     def load(variant):
         folder, config = tmp_path_factory.mktemp(variant), VARIANTS[variant]
         tiny_families.write_checkpoint(folder, config, tiny_families.tensors(config))
-        return emsjax.from_pretrained(folder)
+        return emsjax.from_pretrained(folder, dtype="float32")
 
     return load
 
