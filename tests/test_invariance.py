@@ -224,13 +224,16 @@ def test_what_cannot_be_invariant_is_refused():
         pallas_kernels.ragged_attention(*rows, cache_mask=jnp.ones((1, 4), bool), **kind)
 
 
-def test_the_benchmark_finds_rows_with_other_bits(capsys, monkeypatch):
+def test_the_benchmark_finds_rows_with_other_bits(capsys, monkeypatch, tmp_path):
     run = BENCHMARKS["invariance"].main
     sizes = ["--row-counts", "1-3,17", "--batches", "1", "--context", "40"]
-    assert run(["--models", "tiny", *sizes, "--processes", "2"]) == 0
-    told = capsys.readouterr().out.splitlines()
-    assert told[0].startswith("tiny, invariant: 0 of ")
-    assert len(told) == 2
+    output = ["--output", str(tmp_path / "bits.json")]
+    assert run(["--models", "tiny", *sizes, *output, "--processes", "2", "--skip-fast"]) == 0
+    (told,) = capsys.readouterr().out.splitlines()
+    assert told.startswith("tiny, invariant: 0 of ")
+    assert run(["--models", "tiny", *sizes, *output]) == 0  # it continues
+    (told,) = capsys.readouterr().out.splitlines()
+    assert told.startswith("tiny, fast: ")
 
     by_rows = lambda logits: jax.nn.log_softmax(logits) - len(logits) % 2  # of the call
     monkeypatch.setattr("emsjax.benchmarks.invariance.log_softmax", by_rows)

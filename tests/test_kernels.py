@@ -448,7 +448,8 @@ def test_rows_of_a_few_samples_of_a_large_batch(drafted, programs):
 
 
 @pytest.mark.parametrize(
-    ("rows", "kv_heads", "cut"), [(16, 32, True), (64, 32, False), (32, 8, True), (64, 8, False)]
+    ("rows", "kv_heads", "cut"),
+    [(16, 32, True), (64, 32, False), (32, 8, True), (64, 8, False), (192, 8, False)],
 )
 def test_keys_are_cut_where_few_samples_of_a_large_batch_have_rows(
     rows, kv_heads, cut, monkeypatch

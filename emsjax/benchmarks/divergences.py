@@ -161,10 +161,10 @@ def run(options: argparse.Namespace, command: str) -> int:
         "draft_shape": options.draft_shape,
     }
     results = begin(options, command, settings)
+    key = lambda entry: tuple(entry[of] for of in ("model", "numerics", "batch"))
     for name in options.models:
         pair = find_pair(name, options.draft_shape, options.max_new_tokens)
         for numerics in NUMERICS[::-1]:
-            key = lambda entry: tuple(entry[of] for of in ("model", "numerics", "batch"))
             known = collections.Counter(map(key, results["entries"]))
             sizes = [n for n in options.batch_sizes if known[name, numerics, n] < len(DRAFTERS)]
             if not sizes:

@@ -54,7 +54,9 @@ DECODE_TILES = 3
 DECODE_LANES = 64  # most lanes of a tile in decoding, where query heads share a K/V head
 # Tiles of DECODE.rows lanes are faster than that while they are few, although several read the same
 # keys: they do so at about the same time, and all but one find them in the L2 cache. In long caches
-# they drift apart by more than it holds.
+# they drift apart by more than it holds. On an H100, with groups of 4: 42 us in place of 46 for 24
+# samples of 8 rows (384 tiles) and 900 keys, 57 of 64 for 16 rows (768), but 107 of 105 for 64
+# samples (1,024), and 382 of 302 for 24 samples with 8,192 keys.
 SMALL_TILES = 768
 SMALL_TILES_IN_PARTS = 256  # the same, with parts of keys
 SHARED_BYTES = 2**27  # of a layer's cache, at most, with small tiles
