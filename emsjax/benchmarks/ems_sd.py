@@ -124,7 +124,10 @@ class Bench:
         }
         del state  # two caches never exist at once
         steps = int(counters.num_steps.min())
-        state, seconds = self.advance(method, task, self.start(method, task), steps)
+        begin = time.perf_counter()
+        state = self.start(method, task)
+        figures["prefill_seconds"] = time.perf_counter() - begin
+        state, seconds = self.advance(method, task, state, steps)
         ends = np.asarray(state.lengths)
         figures |= {
             "live_seconds": seconds,
@@ -190,6 +193,8 @@ class Bench:
 
         A step's time, floor and utilisation are those of steps with all samples live.
         `memory_bytes` covers the loop's weights and caches, and the temporary memory of a step.
+        `prefill_s` is the median of `emsjax.init_state` for all prompts of a run, host's work
+        included.
         `compile_s` is measured while the other methods compile as well.
         """
         total = {name: sum(run[name] for run in runs) for name in runs[0]}
@@ -210,6 +215,7 @@ class Bench:
                 "inputs": total["padding_rows"] / total["rows"],
                 "kv": total["masked_kv"] / total["tokens"],
             },
+            "prefill_s": float(np.median([run["prefill_seconds"] for run in runs])),
             "step_ms": step,
             "floor_ms": floor,
             "of_floor": floor and step / floor,
