@@ -3,8 +3,9 @@
 Part i of a sequence holds its keys i * PART_KEYS to (i + 1) * PART_KEYS - 1, whether they are
 committed or fresh. A part's softmax is computed by itself, and the parts are merged in their order,
 in one program or, where keys are cut into shares, by a second launch. A matrix unit adds up several
-keys at once: these are the same whether a key is committed or fresh, and the weights are summed as
-integers, for which order does not matter. What a row does not see weighs exactly nothing.
+keys at once, which are the same whether a key is committed or fresh. It computes the weighted
+values and, as a product with ones, the sum of weights. What a row does not see weighs exactly
+nothing.
 
 Axis legend: see `pallas_kernels.attention.triton`.
 """
@@ -13,7 +14,7 @@ import functools
 import math
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.attention.combine import merge
@@ -21,7 +22,7 @@ from pallas_kernels.attention.share import loop
 from pallas_kernels.attention.tile import Tile
 from pallas_kernels.common.implementations import matmul_precision
 
-SUM_UNITS = 2**23  # of a weight of 1: the sum of a part's weights stays below 2**31
+SUMS = 16  # columns of the sums of weights, all alike: the fewest that a product can have
 
 
 def attend_parts(tile: Tile, *, decoding: bool) -> None:
@@ -39,7 +40,8 @@ def attend_parts(tile: Tile, *, decoding: bool) -> None:
     def finish(part, carry, own):
         if merges:
             return merge(carry, own)
-        tile.store_share(place_of(tile, part), *own)
+        out, highest, totals = own
+        tile.store_share(place_of(tile, part), out, highest, _any_of(totals))
         return carry
 
     def in_window(at):
@@ -70,13 +72,12 @@ def attend_parts(tile: Tile, *, decoding: bool) -> None:
         if window is not None:
             is_old &= in_window(at)
         old = committed(jnp.where(is_old, at, 0), is_old)
-        new = tile.load_fresh(jnp.where(is_new, row, 0), is_new)
-        loaded = [jnp.where(is_new[:, None], *pair) for pair in zip(new, old, strict=True)]
+        loaded = tile.load_fresh(jnp.where(is_new, row, 0), is_new, old)
         visible = jnp.where(is_new[None, :], tile.descends(row), is_old[None, :])
         return finish(part, carry, softmax(*loaded, sees(at, visible)))
 
-    zero = jnp.zeros(tile.tiling.rows, jnp.float32)
-    carry = (jnp.zeros((tile.tiling.rows, tile.dims.shape[1]), jnp.float32), zero - jnp.inf, zero)
+    zeros = lambda *width: jnp.zeros((tile.tiling.rows, *width), jnp.float32)
+    carry = (zeros(tile.dims.shape[1]), zeros() - jnp.inf, zeros(SUMS))
     carry = carry if merges else ()
     begin, mixed = item["key_begin"] // keys, key_end // keys
     if window is not None and merges:
@@ -91,8 +92,8 @@ def attend_parts(tile: Tile, *, decoding: bool) -> None:
         carry = loop(whole, jnp.minimum(mixed, end), whole_part, carry, load=fresh)
     carry = _plain_loop(mixed, end, mixed_part, carry)
     if merges:
-        out, _, total = carry
-        tile.store_rows(out / total[:, None])
+        out, _, totals = carry
+        tile.store_rows(out / _any_of(totals)[:, None])
 
 
 def place_of(tile: Tile, part):
@@ -105,7 +106,7 @@ def place_of(tile: Tile, part):
 
 
 def _softmax_of_part(query, keys, values, visible, *, scale):
-    """A part's weighted values, largest score (in powers of two) and sum of weights."""
+    """A part's weighted values, largest score (in powers of two) and sums of weights [t, SUMS]."""
     precision = matmul_precision(query.dtype)
     dot = functools.partial(jnp.dot, precision=precision, preferred_element_type=jnp.float32)
     exponent, scores = scale * math.log2(math.e), dot(query, keys.T)
@@ -114,12 +115,15 @@ def _softmax_of_part(query, keys, values, visible, *, scale):
     highest = jnp.max(scores, axis=1) * exponent
     shift = jnp.where(highest == -jnp.inf, 0, highest)
     weights = jnp.exp2(scores * exponent - shift[:, None])
-    return dot(weights.astype(values.dtype), values), highest, _sum_in_any_order(weights)
+    weights = weights.astype(values.dtype)
+    # Before the other product: Triton divides both among warps as suits the one that comes last.
+    totals = dot(weights, jnp.ones((weights.shape[1], SUMS), weights.dtype))
+    return dot(weights, values), highest, totals
 
 
-def _sum_in_any_order(weights: Array) -> Array:
-    """Sums over the last axis of up to PART_KEYS numbers in [0, 1], added up as integers."""
-    return jnp.sum((weights * SUM_UNITS).astype(jnp.int32), axis=1).astype(jnp.float32) / SUM_UNITS
+def _any_of(totals):
+    """[t], of [t, SUMS] whose columns are alike."""
+    return jnp.max(totals, axis=1)
 
 
 def _plain_loop(begin, end, body, carry):

@@ -60,28 +60,32 @@ class Tile:
             self.lowest = positions - launch.window + 1
             self.first_seen = jnp.min(self.lowest)
 
-    def load(self, place, size: int | None = None, defined=None):
-        """[size, d] at a place, zero where `defined` [size] is given and false."""
+    def load(self, place, size: int | None = None, defined=None, other=0):
+        """[size, d] at a place; `other` where `defined` [size] is given and false."""
         size = self.tiling.rows if size is None else size
         if self.dims.shape[1] == self.head_dim and defined is None:
             return plgpu.load(place)
         mask = jnp.broadcast_to(self.dims < self.head_dim, (size, self.dims.shape[1]))
         if defined is not None:
             mask &= defined[:, None]
-        return plgpu.load(place, mask=mask, other=0)
+        return plgpu.load(place, mask=mask, other=other)
 
-    def load_fresh(self, row, defined=None):
-        """Keys and values [m, d] of the sample's fresh rows `row` [m], counted from its first."""
+    def load_fresh(self, row, defined=None, others=(0, 0)):
+        """Keys and values [m, d] of the sample's fresh rows `row` [m], counted from its first.
+
+        Where `defined` [m] is given and false, they are those of `others`.
+        """
         fresh, first_heads = self.places.fresh[1:], (0, 0)
         if not fresh:
             heads = self.kv_heads * self.launch.group
             fresh, first_heads = self.places.fresh * 2, (heads, heads + self.kv_heads)
         row = self.sample_row + row
-        places = [
-            ref.at[row[:, None], first + self.head if first else self.head, self.dims]
-            for ref, first in zip(fresh, first_heads, strict=True)
-        ]
-        return confine(*(self.load(place, row.shape[0], defined) for place in places))
+        heads = [first + self.head if first else self.head for first in first_heads]
+        loaded = (
+            self.load(ref.at[row[:, None], head, self.dims], row.shape[0], defined, other)
+            for ref, head, other in zip(fresh, heads, others, strict=True)
+        )
+        return confine(*loaded)
 
     def load_cached(self, which: int, entry, defined=None):
         """Committed keys (0) or values (1) [m, d] of the entries `entry` [m]."""

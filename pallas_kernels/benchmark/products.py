@@ -96,9 +96,7 @@ def fitting(rows: int, product: Product) -> Iterator[mosaic.Tiling]:
     unit = mosaic.UNIT_ROWS
     few = -(-rows // unit) * unit
     padded = lambda height: -(-rows // height) * height
-    heights = [
-        h for h in range(unit, mosaic.LARGE_ROWS[0] + 1, unit) if padded(h) <= MOST_PADDED * few
-    ]
+    heights = [h for h in range(unit, max(mosaic.ROWS) + 1, unit) if padded(h) <= MOST_PADDED * few]
     heights = [h for h in heights if h >= min(few, 2 * unit)]
     splits = mosaic.SPLITS if product.split else (1,)
     all_columns = mosaic.COLUMNS_GATED if product.gated else mosaic.COLUMNS

@@ -6,6 +6,7 @@ each its part of the rows. Neighbours in a cluster share the blocks of rows.
 """
 
 import functools
+import itertools
 import math
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ DEPTH = 64  # a swizzled line of 16-bit numbers
 LINE = 128  # bytes of a swizzled line
 UNIT_ROWS = 64  # rows of a matrix instruction
 WARPGROUPS = (2, 3, 1)  # that multiply, in order of preference
-LARGE_ROWS = (384, 256)  # rows of a tile if there are more than max(WARPGROUPS) units
+ROWS = (384, 256, 192, 128, 64)  # of a tile, in order of preference
 COLUMNS = (128, 96, 192, 64)  # of the weights in a tile, in order of preference
 COLUMNS_GATED = (192, 128, 64)  # half of them belong to the gate
 SPLITS = (1, 2, 4, 8)
@@ -34,6 +35,12 @@ SHARED_BYTES = 226 * 1024  # of a thread block's shared memory; the rest is for 
 FEWEST_STAGES, MOST_STAGES = 3, 6
 DELAY = 1  # blocks whose products may still be computed while the next block's begin
 MULTIPROCESSORS = 132
+# What a step of a tile costs, in clocks: a step is as deep as a matrix instruction.
+STEP = 16
+COLUMNS_PER_CLOCK = 2  # of a matrix instruction
+SHARED_BYTES_PER_CLOCK = 128  # that it reads: its rows and columns lie in shared memory
+L2_BYTES_PER_CLOCK = 3140  # of all multiprocessors: 5.5 TB/s, as measured on an H100
+TILE_CLOCKS = 3000  # to begin and to end
 MAX_ROWS, ROW_MULTIPLE = None, 8  # any multiple of 8 rows
 ITEM_BYTES = (2,)  # bytes of a number
 TAKES_ANY_WEIGHT = False
@@ -66,39 +73,59 @@ def tiling_for(
     gated: bool = False,
     splits: int | None = None,
 ) -> Tiling:
-    """The tiling with the least work for one multiprocessor.
+    """The tiling that takes the fewest clocks.
 
     `split` tells whether sums may be left in shares; `splits` is the number of shares, if it must
     not depend on the number of rows. If the sizes are multiples of no tile's, the smallest tile is
     returned.
     """
-    of_rows = tile_rows(rows)
     every_splits = (SPLITS if split else SPLITS[:1]) if splits is None else (splits,)
+    units = pl.cdiv(rows, UNIT_ROWS)
     candidates = [
-        (splits, columns)
-        for splits in every_splits
+        (of_rows, columns, splits)
+        for of_rows, splits in itertools.product(ROWS, every_splits)
         for columns in (COLUMNS_GATED if gated else COLUMNS)
-        if inputs % (DEPTH * splits) == 0 and outputs % columns == 0 and fits(of_rows, columns)
+        if inputs % (DEPTH * splits) == 0
+        and outputs % columns == 0
+        and of_rows <= max(units * UNIT_ROWS, ROWS[-1])
+        and fits(of_rows, columns)
     ]
 
-    def work(candidate):
-        splits, columns = candidate
-        tiles = outputs // columns * pl.cdiv(rows, of_rows) * splits
-        return pl.cdiv(tiles, MULTIPROCESSORS) * columns / splits
+    def cost(candidate):
+        return clocks(rows, inputs, outputs, *candidate, gated=gated)
 
-    splits, columns = min(candidates, key=work, default=(every_splits[0], COLUMNS[-1]))
-    cluster = 2 if outputs // columns % 2 == 0 else 1
+    smallest = ROWS[-1], COLUMNS[-1], every_splits[0]
+    of_rows, columns, splits = min(candidates, key=cost, default=smallest)
     warpgroups = warpgroups_of(of_rows, columns)
     stages = stages_that_fit(of_rows, columns, warpgroups)
-    return Tiling(of_rows, columns, splits, cluster, warpgroups, stages)
+    return Tiling(of_rows, columns, splits, cluster_of(outputs, columns), warpgroups, stages)
 
 
-def tile_rows(rows: int) -> int:
-    """Rows of a tile: all if there are few, otherwise the size with the least padding."""
-    units = pl.cdiv(rows, UNIT_ROWS)
-    if units <= max(WARPGROUPS):
-        return units * UNIT_ROWS
-    return min(LARGE_ROWS, key=lambda tile: pl.cdiv(rows, tile) * tile)
+def cluster_of(outputs: int, columns: int) -> int:
+    """Neighbouring tiles that share blocks of rows."""
+    return 2 if outputs // columns % 2 == 0 else 1
+
+
+def clocks(
+    rows: int, inputs: int, outputs: int, of_rows: int, columns: int, splits: int, *, gated: bool
+) -> float:
+    """An estimate of a launch's clocks.
+
+    The multiprocessors compute as many tiles at a time as there are of them. A step of these takes
+    as long as the matrix instructions, or as reading the blocks from the L2 cache. An instruction
+    with few columns waits for its rows.
+    """
+    tiles = outputs // columns * pl.cdiv(rows, of_rows) * splits
+    parts = 2 if gated else 1
+    width = columns // parts
+    shared_bytes = 2 * STEP * (UNIT_ROWS + width)
+    instruction = max(width / COLUMNS_PER_CLOCK, shared_bytes / SHARED_BYTES_PER_CLOCK)
+    instructions = of_rows // UNIT_ROWS * parts
+    block_bytes = 2 * STEP * (of_rows / cluster_of(outputs, columns) + columns)
+    reading = min(tiles, MULTIPROCESSORS) * block_bytes / L2_BYTES_PER_CLOCK
+    steps = inputs // splits // STEP
+    waves = pl.cdiv(tiles, MULTIPROCESSORS)
+    return waves * (steps * max(instructions * instruction, reading) + TILE_CLOCKS)
 
 
 def fits(rows: int, columns: int) -> bool:
