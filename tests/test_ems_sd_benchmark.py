@@ -122,6 +122,7 @@ def test_figures_follow_from_the_runs(source, entry):
         assert figures["of_floor"] == pytest.approx(figures["step_ms"] / figures["floor_ms"])
         assert figures["memory_bytes"] > 0
         assert figures["compile_s"] > 0
+        assert figures["prefill_s"] > 0
     # All samples have one row in each step, and on average half of the new tokens.
     context = np.mean([run["live_cached_tokens"] / NEW / BATCH for run in greedy["runs"]])
     assert context == pytest.approx(entry["mean_prompt_tokens"] + NEW / 2 - 1, abs=0.01)

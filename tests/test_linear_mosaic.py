@@ -137,11 +137,17 @@ MEASURED = {
 }
 
 
+FROM_MEMORY = 192, GATE_UP, (192, 192)  # one tile for each multiprocessor: memory is the limit
+
+
 @pytest.mark.parametrize(("rows", "weight"), MEASURED)
-def test_estimated_clocks_order_tiles_as_they_were_measured(rows, weight):
+def test_estimated_clocks_are_near_those_measured(rows, weight):
     inputs, outputs, splits, gated = weight
     found = MEASURED[rows, weight]
     estimates = {t: mosaic.clocks(rows, inputs, outputs, *t, splits, gated=gated) for t in found}
+    for tile, us in found.items():
+        if (rows, weight, tile) != FROM_MEMORY:
+            assert estimates[tile] / 1550 == pytest.approx(us, rel=0.14)  # at 1.55 GHz
     assert min(estimates, key=estimates.get) == min(found, key=found.get)
     chosen = mosaic.tiling_for(rows, inputs, outputs, gated=gated, splits=splits)
     assert mosaic.clocks(rows, inputs, outputs, *chosen[:3], gated=gated) <= min(estimates.values())

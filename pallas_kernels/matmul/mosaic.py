@@ -36,8 +36,8 @@ FEWEST_STAGES, MOST_STAGES = 3, 6
 DELAY = 1  # blocks whose products may still be computed while the next block's begin
 MULTIPROCESSORS = 132
 # What a step of a tile costs, in clocks: a step is as deep as a matrix instruction. At 1.55 GHz the
-# estimates come within 14 % of eleven launches measured on an H200, with 192 and 384 rows and the
-# weights of Qwen3-8B. A twelfth takes 26 % longer, as it waits for memory.
+# estimates are within 14 % of eleven launches measured on an H200, with 192 and 384 rows and the
+# weights of Qwen3-8B. A twelfth takes 26 % longer: time to read from memory is not estimated.
 STEP = 16
 COLUMNS_PER_CLOCK = 2  # of a matrix instruction
 SHARED_BYTES_PER_CLOCK = 128  # of a multiprocessor's shared memory
