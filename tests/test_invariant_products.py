@@ -16,7 +16,7 @@ from emsjax.benchmarks.shapes import MODELS
 from emsjax.models.decoder import Decoder
 from emsjax.models.families import OPTConfig
 from pallas_kernels import matmul
-from pallas_kernels.matmul import mosaic, triton
+from pallas_kernels.matmul import gate, mosaic, triton
 
 CAPABILITY = "pallas_kernels.common.implementations._compute_capability"
 NAN = float("nan")
@@ -116,7 +116,7 @@ def weights(config):
     yield a.width, sum(a.columns), {}
     yield a.width, sum(a.columns), split
     yield a.heads * a.head_dim, a.width, split
-    yield a.width, (1 + a.gated) * a.ffn_size, {"gated": a.gated}
+    yield a.width, (1 + a.gated) * a.ffn_size, {}
     yield a.ffn_size, a.width, split
     yield a.embedding_width or a.width, a.vocab_size, transposed
 
@@ -139,14 +139,16 @@ def test_shares_depend_on_the_weight_alone(name, monkeypatch):
         assert len({tiling.splits for _, tiling in kernels.values()}) == 1
         for rows, (module, tiling) in kernels.items():
             assert inputs % tiling.multiples[0] == 0 or tiling.splits == 1
-            is_mosaic = rows > 128 and outputs % 64 == inputs % 64 == 0 and not IS_OLD
-            assert module is (mosaic if is_mosaic and not kind.get("transposed") else triton)
+            # The last tile of a head may be an unfinished one.
+            unit = 32 if kind.get("transposed") else 64
+            is_mosaic = rows > 128 and outputs % unit == inputs % 64 == 0 and not IS_OLD
+            assert module is (mosaic if is_mosaic else triton)
             if module is triton:
                 programs = -(-rows // 128) * (outputs // tiling.columns) * tiling.splits
                 assert programs >= triton.PROGRAMS_WANTED or tiling.columns == 32
             else:
-                assert outputs % (tiling.columns * tiling.cluster) == 0
-                assert mosaic.fits(tiling.rows, tiling.columns)
+                assert tiling.divides(inputs, outputs)
+                assert tiling.stages >= 3
         fast = kernel_for(1, inputs, outputs, **kind)
         assert fast in (None, kernels[1])
         of_float32 = {invariant(rows, inputs, outputs, dtype="float32") for rows in ROWS}
@@ -174,6 +176,22 @@ def test_many_rows_take_mosaic_where_the_device_runs_it(rows, monkeypatch):
     close(product, np.maximum(expected, 0), "bfloat16", scale=20)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("activation", [None, "silu", "gelu_tanh"])
+def test_a_gate_by_itself_has_the_bits_of_one_in_a_product(activation, dtype):
+    rng = np.random.default_rng(0)
+    integers = lambda *shape: jnp.asarray(rng.integers(-99, 100, shape), dtype)
+    x, weight, bias = integers(5, 128) / 16, integers(128, 2 * 96), integers(2 * 96) / 4
+    y = pallas_kernels.linear(x, weight, bias, **TRITON)  # exact before it is rounded
+    options = {"activation": activation, "interpret": True}
+    apart = gate.launch(y, **options)
+    tiling = triton.tiling_for(5, *weight.shape)
+    options |= {"tiling": tiling, "gated": True, "dtype": x.dtype}
+    inside = functools.partial(triton.launch, x, weight, bias, **options)
+    np.testing.assert_array_equal(apart, inside(rounded=True))
+    assert np.array_equal(apart, inside(rounded=False)) == (dtype == "float32")
+
+
 @pytest.mark.parametrize("capability", [8.0, 9.0])
 @pytest.mark.parametrize("rows", [3, 16, 200])
 def test_the_launches_lower_for_cuda(rows, capability, monkeypatch):
@@ -191,7 +209,7 @@ def test_the_launches_lower_for_cuda(rows, capability, monkeypatch):
         lower_for_cuda(gated, odd, (100, 122, dtype), (122, dtype))
         lower_for_cuda(sums, odd, (100, 61, dtype))
         head = functools.partial(sums, transposed=True)
-        lower_for_cuda(head, x, (50272, 1024, dtype))
+        lower_for_cuda(head, x, (50272, 1024, dtype), backend=backend)
         lower_for_cuda(head, odd, (61, 100, dtype))
 
 

@@ -14,7 +14,7 @@ import itertools
 import json
 import pathlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ from pallas_kernels import linear, linear_sums
 from pallas_kernels.benchmark.cases import FULL
 from pallas_kernels.benchmark.measure import best_and_median_us, time_runs
 from pallas_kernels.benchmark.report import describe_run
-from pallas_kernels.matmul import mosaic
+from pallas_kernels.matmul import gate, mosaic, mosaic_tiles
 from pallas_kernels.matmul.xla import sums_dtype
 
 
@@ -78,11 +78,15 @@ def tilings(rows: int, product: Product) -> dict[str, Way]:
     """The Mosaic kernel with every tiling that fits, by the tiling's fields."""
 
     def multiply(tiling, x, weight, bias):
-        bias, dtype = (
-            (None, sums_dtype(x.dtype, tiling.splits)) if product.split else (bias, x.dtype)
+        options = {"tiling": tiling, "interpret": False}
+        if product.split:
+            dtype = sums_dtype(x.dtype, tiling.splits)
+            return mosaic.launch(x, weight, None, dtype=dtype, **options)
+        activation = None if product.gated else product.activation
+        y = mosaic.launch(x, weight, bias, activation=activation, dtype=x.dtype, **options)
+        return (
+            gate.launch(y, activation=product.activation, interpret=False) if product.gated else y
         )
-        options = {"activation": product.activation, "gated": product.gated, "dtype": dtype}
-        return mosaic.launch(x, weight, bias, tiling=tiling, interpret=False, **options)
 
     found = {}
     for tiling in fitting(rows, product):
@@ -91,24 +95,22 @@ def tilings(rows: int, product: Product) -> dict[str, Way]:
     return found
 
 
-def fitting(rows: int, product: Product) -> Iterator[mosaic.Tiling]:
+def fitting(rows: int, product: Product) -> list[mosaic_tiles.Tiling]:
     """The kernel's tilings, except those with much padding or with small tiles for many rows."""
-    unit = mosaic.UNIT_ROWS
+    unit = mosaic_tiles.UNIT
     few = -(-rows // unit) * unit
-    padded = lambda height: -(-rows // height) * height
-    heights = [h for h in range(unit, max(mosaic.ROWS) + 1, unit) if padded(h) <= MOST_PADDED * few]
-    heights = [h for h in heights if h >= min(few, 2 * unit)]
-    splits = mosaic.SPLITS if product.split else (1,)
-    all_columns = mosaic.COLUMNS_GATED if product.gated else mosaic.COLUMNS
-    sizes = itertools.product(heights, all_columns, splits, (1, 2), (1, 2, 3))
-    for height, columns, shares, cluster, warpgroups in sizes:
-        fits = product.outputs % columns == 0 and product.outputs // columns % cluster == 0
-        fits &= product.inputs % (mosaic.DEPTH * shares) == 0
-        fits &= height % (unit * warpgroups) == 0
-        fits &= mosaic.sums_fit(height, columns, warpgroups)
-        stages = mosaic.stages_that_fit(height, columns, warpgroups)
-        if fits and stages >= mosaic.FEWEST_STAGES:
-            yield mosaic.Tiling(height, columns, shares, cluster, warpgroups, stages)
+    padded = lambda tiling: -(-rows // tiling.rows) * tiling.rows
+    found = []
+    for splits in mosaic_tiles.SPLITS if product.split else (1,):
+        narrow = not product.split or sums_dtype(jnp.bfloat16, splits).itemsize == 2
+        found += mosaic_tiles.tilings(rows, splits, swap=narrow)
+    return [
+        tiling
+        for tiling in found
+        if tiling.divides(product.inputs, product.outputs)
+        and padded(tiling) <= MOST_PADDED * few
+        and tiling.rows >= min(few, unit + 1)
+    ]
 
 
 def measure(name: str, product: Product, rows: int, tune: bool) -> dict[str, object]:

@@ -61,9 +61,10 @@ def linear(
         numerics: "fast"; "invariant": the bits of a row depend on that row and the weight alone,
             not on the number of rows or the row's place among them; None: as in the context of
             `pallas_kernels.numerics`. If invariant, both kernels take any number of rows, and
-            Triton weights of any sizes. Triton or Mosaic, which have the same bits, are then the
-            default for all 16-bit and 32-bit numbers if the device runs them, and XLA
-            computes a fixed number of rows at a time.
+            Triton weights of any sizes. Both halves of a gated product are rounded to x's dtype
+            before the activation. Triton or Mosaic, which have the same bits, are then the
+            default for all 16-bit and 32-bit numbers if the device runs them, and XLA computes
+            a fixed number of rows at a time.
         interpret: run the kernel in interpret mode, on any device.
 
     Returns:
@@ -82,7 +83,7 @@ def linear(
     if gated and weight.shape[1] % 2:
         raise ValueError(f"a gated product needs an even number of columns, not {weight.shape[1]}")
     invariant = is_invariant(numerics)
-    kernel = _kernel_for(x, weight, implementation, interpret, invariant=invariant, gated=gated)
+    kernel = _kernel_for(x, weight, implementation, interpret, invariant=invariant)
     reference = functools.partial(xla.linear, activation=activation, gated=gated)
     if kernel is None and invariant:
         return with_gradient_of(reference, xla.in_row_blocks(reference))(x, weight, bias)
@@ -91,8 +92,15 @@ def linear(
     if activation not in (None, *FUSED):
         options = {"implementation": implementation, "numerics": numerics, "interpret": interpret}
         return xla.activate(linear(x, weight, bias, **options), activation, gated)
-    epilogue = {"activation": activation, "gated": gated}
-    product = functools.partial(launch, kernel, dtype=x.dtype, interpret=interpret, **epilogue)
+    product = functools.partial(launch, kernel, dtype=x.dtype, interpret=interpret)
+    if not gated:
+        product = functools.partial(product, activation=activation)
+    elif kernel[0].GATES:
+        product = functools.partial(product, activation=activation, gated=True, rounded=invariant)
+    else:
+        ungated, gate = product, _module("gate").launch
+        epilogue = {"activation": activation, "interpret": interpret}
+        product = lambda *arrays: gate(ungated(*arrays), **epilogue)
     return with_gradient_of(reference, product)(x, weight, bias)
 
 
@@ -160,7 +168,6 @@ def _kernel_for(
     invariant: bool = False,
     transposed: bool = False,
     split: bool = False,
-    gated: bool = False,
 ) -> tuple[ModuleType, Any] | None:
     """The module of the kernel to launch and the sizes of the launch; None: XLA.
 
@@ -170,7 +177,7 @@ def _kernel_for(
     default = implementation is None
     names = _defaults(x, invariant, transposed) if default else (implementation,)
     sizes = weight.shape[::-1] if transposed else weight.shape
-    kind = {"split": split, "gated": gated}
+    kind = {"dtype": x.dtype, "split": split, "transposed": transposed}
     if invariant and names != ("xla",):
         kind["splits"] = _module("triton").shares_of(*sizes, split=split)
     for name in names:
@@ -204,7 +211,7 @@ def _takes(module: ModuleType, tiling, x, sizes, *, invariant: bool, transposed:
     """Whether a kernel takes these rows and a weight of these inputs and outputs."""
     rows = x.shape[0]
     takes = x.dtype.itemsize in module.ITEM_BYTES
-    takes &= module.TAKES_ANY_WEIGHT or not transposed
+    takes &= module.TAKES_TRANSPOSED or not transposed
     if not invariant:
         takes &= rows % module.ROW_MULTIPLE == 0 and rows <= (module.MAX_ROWS or rows)
     if not (invariant and module.TAKES_ANY_WEIGHT):

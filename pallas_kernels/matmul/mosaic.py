@@ -2,13 +2,15 @@
 
 A thread block owns one tile of the output, with all rows if they fit, so that weights are read
 once. One warpgroup fetches blocks of rows and weights into shared memory; the others multiply,
-each its part of the rows. Neighbours in a cluster share the blocks of rows.
+each its part of the tile. Neighbours in a cluster share the blocks of rows or of weights.
+
+A matrix instruction multiplies 64 rows with up to 256 columns, and reads both from shared memory.
+If operands are swapped, its rows are the weights' columns: fewer, longer instructions read less,
+and a tile may have nearly any number of rows.
 """
 
 import functools
-import itertools
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,276 +18,169 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.matmul import mosaic_tiles
 from pallas_kernels.matmul.activations import IN_KERNELS
+from pallas_kernels.matmul.mosaic_tiles import DEPTH, FETCHING_REGISTERS, LINE, UNIT, Tiling
 
-WARPGROUP_THREADS = 128
-REGISTERS = 512  # for one thread of each warpgroup, together
-FETCHING_REGISTERS = 40  # for a thread that fetches; the others share the rest
-OTHER_REGISTERS = 32  # for a thread that multiplies, beside its sums
-MOST_REGISTERS = 255  # for any thread
-DEPTH = 64  # a swizzled line of 16-bit numbers
-LINE = 128  # bytes of a swizzled line
-UNIT_ROWS = 64  # rows of a matrix instruction
-WARPGROUPS = (2, 3, 1)  # that multiply, in order of preference
-ROWS = (384, 256, 192, 128, 64)  # of a tile, in order of preference
-COLUMNS = (128, 96, 192, 64)  # of the weights in a tile, in order of preference
-COLUMNS_GATED = (192, 128, 64)  # half of them belong to the gate
-SPLITS = (1, 2, 4, 8)
-SHARED_BYTES = 226 * 1024  # of a thread block's shared memory; the rest is for barriers
-FEWEST_STAGES, MOST_STAGES = 3, 6
 DELAY = 1  # blocks whose products may still be computed while the next block's begin
-MULTIPROCESSORS = 132
-# What a step of a tile costs, in clocks: a step is as deep as a matrix instruction. At 1.55 GHz the
-# estimates are within 14 % of eleven launches measured on an H200, with 192 and 384 rows and the
-# weights of Qwen3-8B. A twelfth takes 26 % longer: time to read from memory is not estimated.
-STEP = 16
-COLUMNS_PER_CLOCK = 2  # of a matrix instruction
-SHARED_BYTES_PER_CLOCK = 128  # of a multiprocessor's shared memory
-L2_BYTES_PER_CLOCK = 3600  # of all multiprocessors
-TILE_CLOCKS = 3000  # to begin and to end
 MAX_ROWS, ROW_MULTIPLE = None, 8  # any multiple of 8 rows
-ITEM_BYTES = (2,)  # bytes of a number
-TAKES_ANY_WEIGHT = False
+ITEM_BYTES = (mosaic_tiles.ITEM_BYTES,)
+TAKES_ANY_WEIGHT, TAKES_TRANSPOSED, GATES = False, True, False
 TAKES = f"16-bit numbers, rows in multiples of {ROW_MULTIPLE}"
+tiling_for = mosaic_tiles.tiling_for
 
 
-class Tiling(NamedTuple):
-    """Sizes of one launch."""
-
-    rows: int  # rows of a tile
-    columns: int  # columns of the weights in a tile
-    splits: int  # shares of the contracted axis
-    cluster: int  # neighbouring tiles that share blocks of rows
-    warpgroups: int  # warpgroups that multiply, each a part of the tile's rows
-    stages: int  # blocks in flight
-    depth: int = DEPTH  # size of a block along the contracted axis
-
-    @property
-    def multiples(self) -> tuple[int, int]:
-        """The numbers of which inputs and outputs must be multiples."""
-        return self.depth * self.splits, self.columns
-
-
-def tiling_for(
-    rows: int,
-    inputs: int,
-    outputs: int,
-    *,
-    split: bool = False,
-    gated: bool = False,
-    splits: int | None = None,
-) -> Tiling:
-    """The tiling that takes the fewest clocks.
-
-    `split` tells whether sums may be left in shares; `splits` is the number of shares, if it must
-    not depend on the number of rows. If the sizes are multiples of no tile's, the smallest tile is
-    returned.
-    """
-    every_splits = (SPLITS if split else SPLITS[:1]) if splits is None else (splits,)
-    candidates = [
-        (of_rows, columns, splits)
-        for of_rows, splits in itertools.product(ROWS, every_splits)
-        for columns in (COLUMNS_GATED if gated else COLUMNS)
-        if inputs % (DEPTH * splits) == 0 and outputs % columns == 0 and fits(of_rows, columns)
-    ]
-
-    def cost(candidate):
-        return clocks(rows, inputs, outputs, *candidate, gated=gated)
-
-    smallest = ROWS[-1], COLUMNS[-1], every_splits[0]
-    of_rows, columns, splits = min(candidates, key=cost, default=smallest)
-    warpgroups = warpgroups_of(of_rows, columns)
-    stages = stages_that_fit(of_rows, columns, warpgroups)
-    return Tiling(of_rows, columns, splits, cluster_of(outputs, columns), warpgroups, stages)
-
-
-def cluster_of(outputs: int, columns: int) -> int:
-    """Neighbouring tiles that share blocks of rows."""
-    return 2 if outputs // columns % 2 == 0 else 1
-
-
-def clocks(
-    rows: int, inputs: int, outputs: int, of_rows: int, columns: int, splits: int, *, gated: bool
-) -> float:
-    """An estimate of a launch's clocks.
-
-    The multiprocessors compute as many tiles at a time as there are of them. A step of these takes
-    as long as the slowest of three: the matrix instructions, shared memory, where blocks are
-    written once and read by every instruction that needs them, and reading the blocks from the L2
-    cache.
-    """
-    tiles = outputs // columns * pl.cdiv(rows, of_rows) * splits
-    parts = 2 if gated else 1
-    instructions, width = of_rows // UNIT_ROWS * parts, columns // parts
-    computing = instructions * width / COLUMNS_PER_CLOCK
-    moved = of_rows + columns + instructions * (UNIT_ROWS + width)
-    moving = STEP * ITEM_BYTES[0] * moved / SHARED_BYTES_PER_CLOCK
-    fetched = min(tiles, MULTIPROCESSORS) * (of_rows / cluster_of(outputs, columns) + columns)
-    fetching = STEP * ITEM_BYTES[0] * fetched / L2_BYTES_PER_CLOCK
-    steps = inputs // splits // STEP
-    waves = pl.cdiv(tiles, MULTIPROCESSORS)
-    return waves * (steps * max(computing, moving, fetching) + TILE_CLOCKS)
-
-
-def fits(rows: int, columns: int) -> bool:
-    """Whether a multiprocessor's registers and shared memory hold a tile of this size."""
-    warpgroups = warpgroups_of(rows, columns)
-    return bool(warpgroups) and stages_that_fit(rows, columns, warpgroups) >= FEWEST_STAGES
-
-
-def warpgroups_of(rows: int, columns: int) -> int:
-    """Warpgroups that multiply a tile of this size, each the same number of units; 0: it is too
-    large."""
-    units = rows // UNIT_ROWS
-    enough = (n for n in WARPGROUPS if units % n == 0 and sums_fit(rows, columns, n))
-    return next(enough, 0)
-
-
-def sums_fit(rows: int, columns: int, warpgroups: int) -> bool:
-    """Whether the registers of the threads that multiply hold a tile's sums beside the rest."""
-    of_thread = min(MOST_REGISTERS, (REGISTERS - FETCHING_REGISTERS) // warpgroups)
-    return rows // warpgroups * columns // WARPGROUP_THREADS + OTHER_REGISTERS <= of_thread
-
-
-def stages_that_fit(rows: int, columns: int, warpgroups: int) -> int:
-    """Blocks of 16-bit numbers that fit in shared memory beside the staged part of the output."""
-    staged = warpgroups * UNIT_ROWS * LINE
-    return min(MOST_STAGES, (SHARED_BYTES - staged) // (2 * DEPTH * (rows + columns)))
-
-
-@functools.partial(jax.jit, static_argnames=("tiling", "activation", "gated", "dtype", "interpret"))
+@functools.partial(
+    jax.jit,
+    static_argnames=("tiling", "activation", "transposed", "dtype", "interpret"),
+)
 def launch(
     x: Array,  # [rows, inputs]
-    weight: Array,  # [inputs, outputs]
+    weight: Array,  # [inputs, outputs], or [outputs, inputs] if transposed
     bias: Array | None,  # [outputs]
     *,
     tiling: Tiling,
     activation: str | None = None,
-    gated: bool = False,
+    transposed: bool = False,
     dtype: jnp.dtype,
     interpret: bool,
 ) -> Array:
     """[rows, outputs], or shares [splits, rows, outputs]: see `pallas_kernels.linear`."""
-    rows, (inputs, columns) = x.shape[0], weight.shape
-    outputs = columns // 2 if gated else columns
+    (rows, inputs), outputs = x.shape, weight.shape[0 if transposed else 1]
     shares = (tiling.splits,) if tiling.splits > 1 else ()
-    clusters = columns // tiling.columns // tiling.cluster
+    row_clusters, column_clusters = _clusters(rows, outputs, tiling)
     return plgpu.kernel(
         functools.partial(
-            _kernel, tiling=tiling, activation=activation, gated=gated, biased=bias is not None
+            _kernel,
+            tiling=tiling,
+            activation=activation,
+            transposed=transposed,
+            biased=bias is not None,
         ),
         out_type=jax.ShapeDtypeStruct((*shares, rows, outputs), dtype),
         # Tiles with the same columns run at the same time, so that weights are read once.
-        grid=(tiling.splits, clusters * pl.cdiv(rows, tiling.rows)),
+        grid=(tiling.splits, row_clusters * column_clusters),
         grid_names=("split", "tile"),
         cluster=(tiling.cluster,),
         cluster_names=("neighbour",),
         num_threads=tiling.warpgroups + 1,
         thread_name="warpgroup",
-        kernel_name=f"linear_{inputs}x{columns}",
+        kernel_name=f"linear_{inputs}x{outputs}",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=plgpu.InterpretGPUParams() if interpret else None,
     )(x, weight, *(() if bias is None else (bias,)))
 
 
 def _kernel(
-    x_ref, weight_ref, *refs, tiling: Tiling, activation: str | None, gated: bool, biased: bool
+    x_ref,  # [rows, inputs]
+    weight_ref,  # [inputs, outputs], or [outputs, inputs] if transposed
+    *refs,  # bias [outputs] if biased; out [rows, outputs], or [splits, rows, outputs]
+    tiling: Tiling,
+    activation: str | None,
+    transposed: bool,
+    biased: bool,
 ):
     bias_ref, out_ref = refs if biased else (None, *refs)
     share = x_ref.shape[1] // tiling.splits
-    split, tile = lax.axis_index("split"), lax.axis_index("tile")
-    row_tiles = pl.cdiv(x_ref.shape[0], tiling.rows)
-    first_row = tile % row_tiles * tiling.rows
-    place = tile // row_tiles * tiling.cluster + lax.axis_index("neighbour")
-    width = tiling.columns // 2 if gated else tiling.columns  # of the output
-    first_column = place * width
-    # Where the weights' columns begin: of a gated product those of the gate, and of what it gates.
-    parts = [first_column, out_ref.shape[-1] + first_column] if gated else [first_column]
+    split = lax.axis_index("split")
+    first_row, first_column = _place(x_ref.shape[0], out_ref.shape[-1], tiling)
+    warpgroup, swapped = lax.axis_index("warpgroup"), tiling.swapped
+    # A warpgroup multiplies some of the tile's rows, or of its columns if operands are swapped.
+    own = (tiling.columns if swapped else tiling.rows) // tiling.warpgroups
+    skipped = warpgroup * own
+    own_part = pl.ds(skipped, own)
+    own_rows, own_columns = (tiling.rows, own) if swapped else (own, tiling.columns)
+    sums_shape = (own_columns, own_rows) if swapped else (own_rows, own_columns)
+    pieces = _pieces(own_rows, own_columns, out_ref.dtype)
 
-    warpgroup = lax.axis_index("warpgroup")
-    own_rows = tiling.rows // tiling.warpgroups
-    skipped_rows = warpgroup * own_rows
-    pieces = _pieces(own_rows, width, out_ref.dtype)
-
-    def multiply(_, x_block, *blocks_and_sums):
-        *weight_blocks, sums = blocks_and_sums
-        x_block = x_block.at[pl.ds(skipped_rows, own_rows)]
-        for total, weight_block in zip(sums, weight_blocks, strict=True):
-            plgpu.wgmma(total, x_block, weight_block)
+    def multiply(_, x_block, weight_block, sums):
+        if swapped:
+            columns = weight_block.at[:, own_part].transpose((1, 0))
+            plgpu.wgmma(sums, columns, x_block.transpose((1, 0)))
+        else:
+            columns = weight_block.transpose((1, 0)) if transposed else weight_block
+            plgpu.wgmma(sums, x_block.at[own_part], columns)
         plgpu.wgmma_wait(DELAY)
         return sums
 
-    def with_bias(total, column):
+    def with_bias(sums):
         if not biased:
-            return total[...]
-        at = pl.ds(column, width)
-        bias = plgpu.load(bias_ref.at[at], optimized=False).astype(jnp.float32)
-        return total[...] + lax.broadcast_in_dim(bias, (own_rows, width), (1,))
+            return sums[...]
+        first = first_column + skipped if swapped else first_column
+        bias = plgpu.load(bias_ref.at[pl.ds(first, own_columns)], optimized=False)
+        axis = 0 if swapped else 1
+        return sums[...] + lax.broadcast_in_dim(bias.astype(jnp.float32), sums_shape, (axis,))
 
     def finish(sums, staged):
-        values, *gated_values = map(with_bias, sums, parts)
+        values = with_bias(sums)
         if activation is not None:
             values = IN_KERNELS[activation](values)
-        for factor in gated_values:
-            values *= factor
         values = values.astype(out_ref.dtype)
         for rows, columns in pieces:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            staged[warpgroup] = values[rows, columns]
+            if swapped:
+                staged.at[warpgroup].transpose((1, 0))[...] = values[columns, rows]
+            else:
+                staged[warpgroup] = values[rows, columns]
             plgpu.commit_smem()
-            write(first_row + skipped_rows + rows.start, first_column + columns.start, staged)
+            write(rows.start, columns.start, staged)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def write(row, column, staged):
+        row, column = (row, column + skipped) if swapped else (row + skipped, column)
         piece = staged.at[warpgroup]
-        # The copy leaves out rows beyond the last.
-        at = pl.ds(row, piece.shape[0]), pl.ds(column, piece.shape[1])
+        # The copy leaves out rows and columns beyond the last.
+        at = (
+            pl.ds(first_row + row, piece.shape[0]),
+            pl.ds(first_column + column, piece.shape[1]),
+        )
         out = out_ref.at[split] if tiling.splits > 1 else out_ref
         plgpu.copy_smem_to_gmem(piece, out.at[at])
 
-    lines = _swizzled(width, x_ref.dtype)  # the same for both factors
+    lines = _swizzled(DEPTH if transposed else tiling.columns, x_ref.dtype)  # of both factors
+    neighbours = ("neighbour",) if tiling.cluster > 1 else ()
+
+    def blocks_of(shape, index, *, shared):
+        return plgpu.BlockSpec(
+            shape,
+            index,
+            transforms=lines,
+            memory_space=plgpu.SMEM,
+            delay_release=DELAY,
+            collective_axes=neighbours if shared else (),
+        )
+
+    along_columns, along_rows = lambda i: (0, i), lambda i: (i, 0)
+    of_weight = (tiling.columns, DEPTH) if transposed else (DEPTH, tiling.columns)
     pipeline = functools.partial(
         plgpu.emit_pipeline_warp_specialized,
         grid=(share // DEPTH,),
         memory_registers=FETCHING_REGISTERS,
         in_specs=[
-            plgpu.BlockSpec(
-                (tiling.rows, DEPTH),
-                lambda i: (0, i),
-                transforms=lines,
-                memory_space=plgpu.SMEM,
-                delay_release=DELAY,
-                collective_axes=("neighbour",) if tiling.cluster > 1 else (),
-            ),
-            *(
-                plgpu.BlockSpec(
-                    (DEPTH, width),
-                    lambda i: (i, 0),
-                    transforms=lines,
-                    memory_space=plgpu.SMEM,
-                    delay_release=DELAY,
-                )
-                for _ in parts
+            blocks_of((tiling.rows, DEPTH), along_columns, shared=not tiling.shares_weights),
+            blocks_of(
+                of_weight,
+                along_columns if transposed else along_rows,
+                shared=tiling.shares_weights,
             ),
         ],
         wg_axis="warpgroup",
         num_compute_wgs=tiling.warpgroups,
         max_concurrent_steps=tiling.stages,
     )
-    depth = pl.ds(split * share, share)
+    depth, columns = pl.ds(split * share, share), pl.ds(first_column, tiling.columns)
     factors = (
         x_ref.at[pl.ds(first_row, tiling.rows), depth],
-        *(weight_ref.at[depth, pl.ds(column, width)] for column in parts),
+        weight_ref.at[columns, depth] if transposed else weight_ref.at[depth, columns],
     )
 
     def run(blocks, staged):
         def context(multiply_all):
-            def with_sums(*sums):
+            def with_sums(sums):
                 multiply_all(sums)
                 finish(sums, staged)
 
-            accumulators = [plgpu.ACC((own_rows, width), jnp.float32) for _ in parts]
-            pl.run_scoped(with_sums, *accumulators)
+            pl.run_scoped(with_sums, plgpu.ACC(sums_shape, jnp.float32))
 
         pipeline(multiply, compute_context=context)(*factors, allocations=blocks)
 
@@ -300,12 +195,30 @@ def _kernel(
     pl.run_scoped(run, blocks, staged, collective_axes="warpgroup")
 
 
+def _clusters(rows: int, outputs: int, tiling: Tiling) -> tuple[int, int]:
+    """Clusters along the rows and along the columns."""
+    high, wide = (tiling.cluster, 1) if tiling.shares_weights else (1, tiling.cluster)
+    return pl.cdiv(rows, tiling.rows * high), pl.cdiv(outputs, tiling.columns * wide)
+
+
+def _place(rows: int, outputs: int, tiling: Tiling) -> tuple[Array, Array]:
+    """The first row and the first column of a thread block's tile."""
+    row_clusters, _ = _clusters(rows, outputs, tiling)
+    cluster, neighbour = lax.axis_index("tile"), lax.axis_index("neighbour")
+    row, column = cluster % row_clusters, cluster // row_clusters
+    if tiling.shares_weights:
+        row = row * tiling.cluster + neighbour
+    else:
+        column = column * tiling.cluster + neighbour
+    return row * tiling.rows, column * tiling.columns
+
+
 def _pieces(rows: int, columns: int, dtype) -> list[tuple[slice, slice]]:
-    """The pieces in which a warpgroup's output is staged: a line of a unit's rows each."""
-    width = _line(columns, dtype)
+    """The pieces in which a warpgroup's output is staged: a line of some rows each."""
+    height, width = math.gcd(rows, UNIT), _line(columns, dtype)
     return [
-        (slice(row, row + UNIT_ROWS), slice(column, column + width))
-        for row in range(0, rows, UNIT_ROWS)
+        (slice(row, row + height), slice(column, column + width))
+        for row in range(0, rows, height)
         for column in range(0, columns, width)
     ]
 

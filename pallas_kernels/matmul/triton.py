@@ -52,7 +52,8 @@ PROGRAMS_WANTED = 90  # for 132 multiprocessors
 MAX_ROWS = max(TILINGS)  # with more rows the arithmetic dominates, and other kernels are faster
 ROW_MULTIPLE, ITEM_BYTES = 1, (2, 4)  # bytes of a number
 TAKES = f"at most {MAX_ROWS} rows"
-TAKES_ANY_WEIGHT = True  # transposed, and of any sizes where masks are allowed
+TAKES_ANY_WEIGHT = True  # of any sizes, where masks are allowed
+TAKES_TRANSPOSED = GATES = True
 # Offsets are 32-bit numbers, so no array may have more elements.
 MAX_ELEMENTS = 2**31 - 1
 # The depth of float32 blocks if the bits of a row must not depend on the number of rows: it was
@@ -65,15 +66,16 @@ def tiling_for(
     inputs: int,
     outputs: int,
     *,
+    dtype: jnp.dtype | None = None,
     split: bool = False,
-    gated: bool = False,
+    transposed: bool = False,
     splits: int | None = None,
 ) -> Tiling:
     """The tiling of a product; `split`: whether its sums may be left in shares.
 
     `splits` is the number of shares, if it must not depend on the number of rows.
     """
-    del gated  # both halves of a gated product's weights have the same tiles
+    del dtype, transposed
     row_tiles = pl.cdiv(rows, MAX_ROWS)
     programs = lambda tiling: outputs // tiling.columns * tiling.splits * row_tiles
     too_few = lambda tiling: programs(tiling) < PROGRAMS_WANTED
@@ -107,7 +109,15 @@ def _tile_rows(rows: int) -> int:
 
 @functools.partial(
     jax.jit,
-    static_argnames=("tiling", "activation", "gated", "transposed", "dtype", "interpret"),
+    static_argnames=(
+        "tiling",
+        "activation",
+        "gated",
+        "rounded",
+        "transposed",
+        "dtype",
+        "interpret",
+    ),
 )
 def launch(
     x: Array,  # [rows, inputs]
@@ -117,6 +127,7 @@ def launch(
     tiling: Tiling,
     activation: str | None = None,
     gated: bool = False,
+    rounded: bool = False,
     transposed: bool = False,
     dtype: jnp.dtype,
     interpret: bool,
@@ -124,6 +135,7 @@ def launch(
     """[rows, outputs], or shares [splits, rows, outputs]: see `pallas_kernels.linear`.
 
     The kernel takes any number of rows, and weights whose sizes are no multiples of the tiling's.
+    `rounded`: both halves of a gated product are rounded first, as if they were outputs.
     """
     (rows, inputs), columns = x.shape, weight.shape[0 if transposed else 1]
     outputs = columns // 2 if gated else columns
@@ -139,6 +151,7 @@ def launch(
         share=inputs // tiling.splits,
         activation=activation,
         gated=gated,
+        rounded=rounded,
         transposed=transposed,
         biased=bias is not None,
     )
@@ -166,6 +179,7 @@ def _kernel(
     share: int,
     activation: str | None,
     gated: bool,
+    rounded: bool,
     transposed: bool,
     biased: bool,
 ):
@@ -211,6 +225,8 @@ def _kernel(
         load = lambda columns: plgpu.load(bias_ref.at[columns], mask=is_column)
         biases = (load(columns).astype(jnp.float32) for columns in parts)
         totals = tuple(total + bias[None, :] for total, bias in zip(totals, biases, strict=True))
+    if rounded:
+        totals = tuple(total.astype(out_ref.dtype).astype(jnp.float32) for total in totals)
     out = totals[0] if activation is None else IN_KERNELS[activation](totals[0])
     out = out * totals[1] if gated else out
     mask = _all(out.shape, is_row, _along(is_column, 1))
