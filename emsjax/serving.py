@@ -11,7 +11,6 @@ import jax
 from emsjax.checks import check_at_least, check_flag
 from emsjax.configured import configured, configured_generator, own_settings
 from emsjax.decode.base import Drafter, DraftLength, Model
-from emsjax.decode.row_counts import round_up
 from emsjax.engine.adapt import make_run
 from emsjax.engine.completions import Completion, completions_of
 from emsjax.engine.preparation import check, holds_prompts, with_checked_drafter
@@ -26,6 +25,7 @@ from emsjax.streaming import (
     is_list,
     longest_sequence,
 )
+from pallas_kernels.common.blocks import round_up
 from pallas_kernels.common.numerics import current_numerics
 
 

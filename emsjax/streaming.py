@@ -11,7 +11,6 @@ import numpy as np
 from emsjax.checks import check_at_least, check_flag, refuse
 from emsjax.configured import configured, configured_generator
 from emsjax.decode.base import Drafter, DraftLength, Model, ModelConfig
-from emsjax.decode.row_counts import round_up
 from emsjax.decode.run import Run
 from emsjax.engine.adapt import make_run
 from emsjax.engine.completions import Completion, completions_of, refusal
@@ -26,6 +25,7 @@ from emsjax.engine.requests import (
 )
 from emsjax.engine.slots import Entry, Row, sequences_of
 from emsjax.sampling import LogitsProcessor, Sampling
+from pallas_kernels.common.blocks import round_up
 
 WIDTH = 64  # cache lengths are multiples of it
 

@@ -3,6 +3,8 @@
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from pallas_kernels.common.blocks import round_up
+
 MIN_BUCKET_ROWS = 16  # the rows of a matrix unit's tile: fewer cost the same
 MAX_BUCKETS = 17  # at one row per sample and above, as each takes seconds to compile
 # If all samples are live and most of them draft, a step has this fraction of the maximum rows.
@@ -73,11 +75,6 @@ def prompt_row_counts(batch: int, k1: int, width: int) -> tuple[int, ...]:
     most = max(chunk, batch * k1 + chunk // 2)
     sizes = {round_up(-(-most * n // 16), MIN_BUCKET_ROWS) for n in PROMPT_SIXTEENTHS}
     return tuple(sorted(sizes))
-
-
-def round_up(number: int, multiple: int) -> int:
-    """Rounds up to the next multiple."""
-    return -(-number // multiple) * multiple
 
 
 def round_up_length(length: int) -> int:

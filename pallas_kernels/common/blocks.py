@@ -1,4 +1,4 @@
-"""A function of rows, computed for a fixed number of rows at a time.
+"""Blocks of rows: sizes that are multiples, and functions computed a fixed number at a time.
 
 A compiled operation adds up in one order for one shape. Where every call has the same shape, the
 bits of a row do not depend on the number of rows.
@@ -55,3 +55,8 @@ def _pad(x: Array, count: int, axis: int) -> Array:
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, count)
     return jnp.pad(x, widths)
+
+
+def round_up(number: int, multiple: int) -> int:
+    """Rounds up to the next multiple."""
+    return pl.cdiv(number, multiple) * multiple

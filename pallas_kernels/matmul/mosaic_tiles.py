@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.common.blocks import round_up
 from pallas_kernels.matmul.xla import sums_dtype
 
 WARPGROUP_THREADS = 128
@@ -134,11 +135,6 @@ def _swapped(rows: int) -> Iterator[tuple[int, int, int, bool, bool]]:
         height = round_up(pl.cdiv(rows, number), COPIED_ROWS * parts)
         if height <= MOST_COLUMNS and number % together == 0:
             yield height, columns, cluster, True, shares_weights
-
-
-def round_up(number: int, multiple: int) -> int:
-    """Rounds up to the next multiple."""
-    return pl.cdiv(number, multiple) * multiple
 
 
 def clocks(rows: int, inputs: int, outputs: int, tiling: Tiling) -> float:
