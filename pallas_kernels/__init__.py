@@ -16,11 +16,13 @@ from pallas_kernels.common.numerics import numerics
 from pallas_kernels.cutoff import sampling_cutoff
 from pallas_kernels.logsumexp import log_sum_exp
 from pallas_kernels.matmul import linear, linear_sums
+from pallas_kernels.matmul.narrow import NarrowWeight
 from pallas_kernels.rotary import rotate_heads
 
 dialect.register()
 
 __all__ = [
+    "NarrowWeight",
     "add_layer_norm",
     "add_rms_norm",
     "confine",

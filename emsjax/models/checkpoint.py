@@ -23,9 +23,11 @@ from emsjax.models.config import DecoderConfig, check_supported
 from emsjax.models.families import FAMILIES, family_of
 from emsjax.models.family import Family
 from emsjax.models.hub import CONFIG, GENERATION_CONFIG, folder_of, tokenizer_files
+from emsjax.models.layers import fill
 from emsjax.models.parameters import Parameter, Parameters
 from emsjax.models.stored import READABLE_DTYPES, StoredTensor, read_json
 from emsjax.models.weight_files import SAFETENSORS, choose_format, first_files, open_weights
+from pallas_kernels.matmul import narrow
 
 LoadedModel = TypeVar("LoadedModel", bound=nnx.Module)
 DTYPES = ("bfloat16", "float16", "float32")
@@ -41,6 +43,7 @@ def load(
     dtype,
     revision: str | None = None,
     allow_nonfinite: bool = False,
+    quantize: str | None = None,
     families: Mapping[str, Family] = FAMILIES,
 ) -> LoadedModel:
     """A model from a local folder or a repository of the Hugging Face hub.
@@ -56,16 +59,20 @@ def load(
         dtype: dtype of the model, bfloat16, float16 or float32.
         revision: a branch, tag or commit of the repository.
         allow_nonfinite: whether weights may be infinite or NaN.
+        quantize: the format of the layers' weights, which are rounded as they are read; None: they
+            have the dtype.
         families: the families that the model may be of, by `model_type`.
 
     Raises:
-        ValueError: the dtype is another one; the path is neither a folder nor a repository; there
-            is no config.json or there are no weights; a file is malformed, truncated, or does not
-            fit the config; the weights are quantised, or not finite, in the file or in the dtype;
-            there is a head that differs from the embeddings; the device has no room for the
-            weights.
+        ValueError: the dtype or the format is another one; the path is neither a folder nor a
+            repository; there is no config.json or there are no weights; a file is malformed,
+            truncated, or does not fit the config; the weights are quantised, or not finite, in the
+            file or in the dtype; there is a head that differs from the embeddings; the device has
+            no room for the weights.
     """
     check_dtype(dtype)
+    if quantize is not None:
+        narrow.check_format(quantize)
     folder = folder_of(path_or_repo_id, revision)
     config = read_config(folder, families)
     family = family_of(config)
@@ -82,13 +89,14 @@ def load(
     layers = len(config.architecture.layers)
     check(layout, layers, tensors, source)
 
-    model = nnx.eval_shape(lambda: make(config))
+    options = {} if quantize is None else {"quantize": quantize}
+    model = nnx.eval_shape(lambda: cls(config, rngs=nnx.Rngs(0), dtype=dtype, **options))
     check_weights_fit(model, folder)
     graph, state = nnx.split(model)
     variables = dict(nnx.to_flat_state(state))
     for weight in layout.of_layers(layers):
         value = values.read(weight, tensors, dtype=dtype, finite=not allow_nonfinite)
-        variables[weight.path] = variables[weight.path].replace(value)
+        fill(variables, weight.path, value, quantize)
     return nnx.merge(graph, nnx.from_flat_state(variables))
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from os import PathLike
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
@@ -15,7 +14,7 @@ import pallas_kernels
 from emsjax.decode.base import ModelOutput
 from emsjax.decode.cache import Cache, KVCache
 from emsjax.decode.pack import PackedRows
-from emsjax.models import checkpoint
+from emsjax.models import checkpoint, layers
 from emsjax.models.architecture import AFTER
 from emsjax.models.layers import (
     Addend,
@@ -28,6 +27,7 @@ from emsjax.models.layers import (
 )
 from emsjax.models.rotary import angles
 from pallas_kernels.common.indexing import take
+from pallas_kernels.matmul import narrow
 
 
 class Decoder(nnx.Module):
@@ -43,10 +43,15 @@ class Decoder(nnx.Module):
         dtype: type of weights, matrix products and cache; the residual stream is float32
             unless layers normalise after each part. In float32, products are computed in full
             float32.
+        quantize: "int8", "fp8", "int4" or "int8-weights": the format of the linear layers' weights
+            within decoder layers; None: they have the dtype.
     """
 
-    def __init__(self, config: Any, *, rngs: nnx.Rngs, dtype=jnp.bfloat16):
+    def __init__(
+        self, config: Any, *, rngs: nnx.Rngs, dtype=jnp.bfloat16, quantize: str | None = None
+    ):
         dtype = jnp.dtype(dtype)
+        self.quantization = quantize
         a = self.architecture = config.architecture
         self.config, self.dtype = config, dtype
         init = nnx.initializers.normal(a.init_std)
@@ -63,7 +68,8 @@ class Decoder(nnx.Module):
         # Layers of the same kind are compiled once, also in models of other depths.
         shared = dataclasses.replace(a, layers=(), rotaries=())
         self.layers = nnx.List(
-            DecoderLayer(shared, kind, dtype=dtype, rngs=rngs) for kind in a.layers
+            DecoderLayer(shared, kind, dtype=dtype, rngs=rngs, quantize=quantize)
+            for kind in a.layers
         )
         self.lm_head = None if a.tied_head else nnx.Embed(a.vocab_size, width, **options)
         self.lm_head_bias = nnx.Param(jnp.zeros(a.vocab_size, dtype)) if a.head_bias else None
@@ -161,10 +167,37 @@ class Decoder(nnx.Module):
         return stream + (sum(a.columns) + (1 + a.gated) * a.ffn_size) * self.dtype.itemsize
 
     def astype(self, dtype) -> "Decoder":
-        """Returns a model with the same weights, converted to this dtype."""
-        make = lambda: type(self)(self.config, rngs=nnx.Rngs(0), dtype=dtype)
-        graph, _ = nnx.split(nnx.eval_shape(make))
-        return nnx.merge(graph, jax.tree.map(lambda x: x.astype(dtype), nnx.state(self)))
+        """Returns a model with the same weights, converted to this dtype.
+
+        Raises:
+            ValueError: the weights are narrow.
+        """
+        if self.quantization is not None:
+            raise ValueError(f"weights in {self.quantization} have no other dtype")
+        return self._remade(dtype=dtype)
+
+    def quantize(self, format: str) -> "Decoder":
+        """Returns a model whose layers have weights in a narrow format; others are shared.
+
+        Args:
+            format: "int8", "fp8", "int4" or "int8-weights"; see `emsjax.from_pretrained`.
+
+        Raises:
+            ValueError: the format is unknown, or the weights are narrow already.
+        """
+        narrow.check_format(format)
+        if self.quantization is not None:
+            raise ValueError(f"the weights are in {self.quantization} already")
+        return self._remade(dtype=self.dtype, quantize=format)
+
+    def _remade(self, **options) -> "Decoder":
+        """This model's weights in one that is made with these options."""
+        make = lambda: type(self)(self.config, rngs=nnx.Rngs(0), **options)
+        graph, state = nnx.split(nnx.eval_shape(make))
+        variables = dict(nnx.to_flat_state(state))
+        for path, variable in nnx.to_flat_state(nnx.state(self)):
+            layers.fill(variables, path, variable[...], options.get("quantize"))
+        return nnx.merge(graph, nnx.from_flat_state(variables))
 
     def save_pretrained(self, path: str | PathLike) -> None:
         """Writes a folder that transformers can load: see `emsjax.models.checkpoint.save`."""

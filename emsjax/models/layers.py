@@ -6,7 +6,6 @@ them in the same pass.
 Axis legend: see `emsjax.decode.pack`; i = inputs of a linear layer, o = outputs, p = rotated pairs.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -33,22 +32,10 @@ from emsjax.models.architecture import (
 from pallas_kernels.add_norm import xla as plain
 from pallas_kernels.common.implementations import matmul_precision
 from pallas_kernels.common.numerics import is_invariant
+from pallas_kernels.matmul import narrow
+from pallas_kernels.matmul.narrow import NarrowWeight
 
 Angles = tuple[Float[Array, "r p"], Float[Array, "r p"]]  # cosines and sines
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Weight:
-    """The weight matrix of a linear layer, passed as one object to where it is used.
-
-    Attributes:
-        values: the matrix [i, o].
-        scales: quantisation scales of narrower types; None: the values are not scaled.
-    """
-
-    values: Float[Array, "i o"]
-    scales: Float[Array, "..."] | None = None
 
 
 class Addend(NamedTuple):
@@ -91,9 +78,48 @@ class Norm(nnx.Module):
         return plain.Norm(self.kind.epsilon, self.dtype, self.kind.centred, self.kind.offset)
 
 
-def new_linear(inputs: int, outputs: int, *, bias: bool, init, dtype, rngs: nnx.Rngs) -> nnx.Linear:
-    """Makes a linear layer of these sizes with random weights."""
-    return nnx.Linear(
+class NarrowVariable(nnx.Variable):
+    """An array of a narrow weight, which is not trained."""
+
+
+class NarrowLinear(nnx.Module):
+    """A linear layer with a narrow weight; see `pallas_kernels.NarrowWeight`.
+
+    Args:
+        weight: the weight.
+        bias: [o]; None: there is none.
+    """
+
+    def __init__(self, weight: NarrowWeight, bias: Array | None):
+        arrays = {name: getattr(weight, name) for name in NARROW_ARRAYS}
+        for name, array in arrays.items():
+            setattr(self, name, None if array is None else NarrowVariable(array))
+        self.format, self.inputs = weight.format, weight.inputs
+        self.bias = None if bias is None else nnx.Param(bias)
+
+    @property
+    def weight(self) -> NarrowWeight:
+        """The weight, as the kernels take it."""
+        variables = (getattr(self, name) for name in NARROW_ARRAYS)
+        arrays = (None if one is None else one[...] for one in variables)
+        return NarrowWeight(*arrays, format=self.format, inputs=self.inputs)
+
+
+NARROW_ARRAYS = ("values", "scales", "zeros", "order")
+
+
+def new_linear(
+    inputs: int,
+    outputs: int,
+    *,
+    bias: bool,
+    init,
+    dtype,
+    rngs: nnx.Rngs,
+    quantize: str | None = None,
+) -> nnx.Linear | NarrowLinear:
+    """Makes a linear layer of these sizes with random weights, in a narrow format if it is one."""
+    linear = nnx.Linear(
         inputs,
         outputs,
         use_bias=bias,
@@ -103,11 +129,39 @@ def new_linear(inputs: int, outputs: int, *, bias: bool, init, dtype, rngs: nnx.
         precision=matmul_precision(dtype),
         rngs=rngs,
     )
+    if quantize is None:
+        return linear
+    weight, bias = weight_and_bias(linear)
+    return NarrowLinear(narrow.quantize(weight, format=quantize), bias)
 
 
-def weight_and_bias(module: nnx.Linear) -> tuple[Weight, Array | None]:
+def weight_and_bias(
+    module: nnx.Linear | NarrowLinear,
+) -> tuple[Array | NarrowWeight, Array | None]:
     """Returns a linear layer's parameters; the bias is None if the layer has none."""
-    return Weight(module.kernel[...]), None if module.bias is None else module.bias[...]
+    weight = module.weight if isinstance(module, NarrowLinear) else module.kernel[...]
+    return weight, None if module.bias is None else module.bias[...]
+
+
+def fill(
+    variables: dict[tuple, nnx.Variable], path: tuple, value: Array, quantize: str | None
+) -> None:
+    """Puts a parameter of a model into a model's state, in a narrow format if it has one there.
+
+    Args:
+        variables: the state, flat; changed.
+        path: the parameter's path in a model whose weights are not narrow.
+        value: its value.
+        quantize: the format of the model's narrow weights.
+    """
+    if path in variables:
+        variables[path] = variables[path].replace(value.astype(variables[path].dtype))
+        return
+    weight = narrow.quantize(value, format=quantize)
+    for name in NARROW_ARRAYS:
+        if (*path[:-1], name) in variables:
+            place = (*path[:-1], name)
+            variables[place] = variables[place].replace(getattr(weight, name))
 
 
 def scale_and_bias(norm: Norm) -> tuple[Array | None, Array | None]:
@@ -118,7 +172,7 @@ def scale_and_bias(norm: Norm) -> tuple[Array | None, Array | None]:
 
 
 def linear(
-    module: nnx.Linear,
+    module: nnx.Linear | NarrowLinear,
     x: Float[Array, "r i"],
     *,
     activation: str | None = None,
@@ -127,7 +181,7 @@ def linear(
     """Applies a linear layer with its bias to rows: see `pallas_kernels.linear`. [r, o]"""
     weight, bias = weight_and_bias(module)
     options = {"activation": activation, "gated": gated}
-    return pallas_kernels.linear(x, weight.values, bias, **options)
+    return pallas_kernels.linear(x, weight, bias, **options)
 
 
 def project(module: nnx.Linear, x: Float[Array, "r i"]):
@@ -135,7 +189,9 @@ def project(module: nnx.Linear, x: Float[Array, "r i"]):
     return linear(module, x) if is_invariant() else module(x)
 
 
-def linear_addend(module: nnx.Linear, norm: Norm | None, x: Float[Array, "r i"]) -> Addend:
+def linear_addend(
+    module: nnx.Linear | NarrowLinear, norm: Norm | None, x: Float[Array, "r i"]
+) -> Addend:
     """Applies a linear layer to rows and returns the result as a term of the residual stream.
 
     Args:
@@ -145,7 +201,7 @@ def linear_addend(module: nnx.Linear, norm: Norm | None, x: Float[Array, "r i"])
     """
     weight, bias = weight_and_bias(module)
     scale = None if norm is None else norm.scale[...]
-    return Addend(pallas_kernels.linear_sums(x, weight.values), bias, scale)
+    return Addend(pallas_kernels.linear_sums(x, weight), bias, scale)
 
 
 def add_norm(norm: Norm, x: Float[Array, "r e"], y: Addend | None):
@@ -195,13 +251,24 @@ class DecoderLayer(nnx.Module):
         kind: the layer's own attention.
         dtype: type of weights and products.
         rngs: random generators for the initial weights.
+        quantize: the format of the linear layers' weights; None: they have the dtype.
     """
 
-    def __init__(self, architecture: Architecture, kind: AttentionKind, *, dtype, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        architecture: Architecture,
+        kind: AttentionKind,
+        *,
+        dtype,
+        rngs: nnx.Rngs,
+        quantize: str | None = None,
+    ):
         a = self.architecture = architecture
         self.kind = kind
         init = nnx.initializers.normal(a.init_std)
-        product = functools.partial(new_linear, init=init, dtype=dtype, rngs=rngs)
+        product = functools.partial(
+            new_linear, init=init, dtype=dtype, rngs=rngs, quantize=quantize
+        )
         norm = functools.partial(Norm, dtype=dtype)
         both = a.order == BOTH
         # One product instead of three, and one instead of two where it is gated.
@@ -255,7 +322,7 @@ class DecoderLayer(nnx.Module):
             qkv = linear(self.qkv_proj, h).reshape(-1, *heads)
         else:
             weight, bias = weight_and_bias(self.qkv_proj)
-            sums = pallas_kernels.linear_sums(h, weight.values)
+            sums = pallas_kernels.linear_sums(h, weight)
             norms = (self.query_norm, self.key_norm) if a.head_norm else ()
             qkv = pallas_kernels.rotate_heads(
                 sums.reshape(*sums.shape[:-1], *heads),

@@ -17,6 +17,7 @@ def from_pretrained(
     *,
     dtype: DTypeLike | None = None,
     revision: str | None = None,
+    quantize: str | None = None,
     allow_nonfinite: bool = False,
 ) -> Decoder:
     """Loads a checkpoint of any supported family: see `emsjax.models.checkpoint.load`.
@@ -26,13 +27,23 @@ def from_pretrained(
         dtype: bfloat16, float16 or float32; None: what suits the device, bfloat16 on newer GPUs
             and TPUs, float16 on older GPUs, float32 on CPUs.
         revision: a branch, tag or commit of the repository.
+        quantize: the format of the weights of linear layers within decoder layers, which are
+            rounded as they are read:
+
+            - "int8", and "fp8" (e4m3): a scale per output; the rows that are multiplied are
+              rounded to the same type, each block of 128 numbers of a row with its own scale, and
+              a second term for large numbers
+            - "int8-weights": a scale per output; the rows are not rounded
+            - "int4": a scale for each 128 inputs of an output; the rows are not rounded
+
+            None: they have the dtype.
         allow_nonfinite: whether weights may be infinite or NaN.
 
     Raises:
         ValueError: see `emsjax.models.checkpoint.load`.
     """
     dtype = best_dtype() if dtype is None else dtype
-    options = {"revision": revision, "allow_nonfinite": allow_nonfinite}
+    options = {"revision": revision, "allow_nonfinite": allow_nonfinite, "quantize": quantize}
     return checkpoint.load(make, path_or_repo_id, dtype=dtype, **options)
 
 

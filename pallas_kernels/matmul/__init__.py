@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -15,8 +16,9 @@ from pallas_kernels.common.implementations import (
     with_gradient_of,
 )
 from pallas_kernels.common.numerics import is_invariant
-from pallas_kernels.matmul import xla
+from pallas_kernels.matmul import narrow, xla
 from pallas_kernels.matmul.activations import ACTIVATIONS, FUSED
+from pallas_kernels.matmul.narrow import NarrowWeight
 
 KERNELS = ("triton", "mosaic")  # modules beside this one, imported when they are used
 XLA_SHARES = 2
@@ -31,7 +33,7 @@ MAX_ROWS_IN_SHARES = 408
 
 def linear(
     x: Array,  # [rows, inputs]
-    weight: Array,  # [inputs, outputs]
+    weight: Array | NarrowWeight,  # [inputs, outputs]
     bias: Array | None = None,  # [outputs]
     *,
     activation: str | None = None,
@@ -48,7 +50,8 @@ def linear(
 
     Args:
         x: [rows, inputs].
-        weight: [inputs, outputs], or [inputs, 2 * outputs] if `gated`.
+        weight: [inputs, outputs], or [inputs, 2 * outputs] if `gated`. A product with a
+            narrow weight has no gradient.
         bias: one number per column of `weight`; None: no bias.
         activation: "relu", "silu", "gelu" (with the error function), "gelu_tanh" (its
             approximation), or None.
@@ -83,6 +86,16 @@ def linear(
     if gated and weight.shape[1] % 2:
         raise ValueError(f"a gated product needs an even number of columns, not {weight.shape[1]}")
     invariant = is_invariant(numerics)
+    if isinstance(weight, NarrowWeight):
+        kernel = _narrow_kernel(x, weight, implementation, interpret, split=False)
+        epilogue = {"activation": activation, "gated": gated}
+        if kernel is not None and activation in (None, *FUSED):
+            return kernel(weight.ordered(x), weight, bias, dtype=x.dtype, **epilogue)
+        if kernel is not None:
+            y = kernel(weight.ordered(x), weight, bias, dtype=x.dtype)
+            return xla.activate(y, activation, gated)
+        product = functools.partial(narrow.linear, **epilogue)
+        return (xla.in_row_blocks(product) if invariant else product)(x, weight, bias)
     kernel = _kernel_for(x, weight, implementation, interpret, invariant=invariant)
     reference = functools.partial(xla.linear, activation=activation, gated=gated)
     if kernel is None and invariant:
@@ -106,7 +119,7 @@ def linear(
 
 def linear_sums(
     x: Array,  # [rows, inputs]
-    weight: Array,  # [inputs, outputs]
+    weight: Array | NarrowWeight,  # [inputs, outputs]
     *,
     transposed: bool = False,
     implementation: str | None = None,
@@ -129,6 +142,11 @@ def linear_sums(
         number of shares for any number of rows.
     """
     invariant = is_invariant(numerics)
+    if isinstance(weight, NarrowWeight):
+        kernel = _narrow_kernel(x, weight, implementation, interpret, split=True)
+        if kernel is not None:
+            return kernel(weight.ordered(x), weight, None, dtype=jnp.float32)
+        return (xla.in_row_blocks(narrow.dot) if invariant else narrow.dot)(x, weight)
     kind = {"invariant": invariant, "transposed": transposed, "split": not transposed}
     kernel = _kernel_for(x, weight, implementation, interpret, **kind)
     reference = functools.partial(xla.widened_dot, transposed=transposed)
@@ -146,6 +164,28 @@ def linear_sums(
     if implementation is None and not transposed and _shares_pay(x, weight):
         return xla.dot_in_shares(x, weight, XLA_SHARES)
     return with_gradient_of(reference, wide)(x, weight)
+
+
+def _narrow_kernel(
+    x, weight: NarrowWeight, implementation, interpret: bool, *, split: bool
+) -> Callable[..., Array] | None:
+    """The launch of the kernel for narrow weights; None: XLA.
+
+    Raises:
+        ValueError: see `linear`.
+    """
+    if choose(implementation, ("triton", "xla"), interpret) == "xla":
+        return None
+    kernel = _module("narrow_triton")
+    if not kernel.takes(weight):
+        if implementation is None:
+            return None
+        raise ValueError(
+            f"implementation 'triton' takes narrow weights whose sizes are multiples of "
+            f"{kernel.MULTIPLES}, not {weight.shape}"
+        )
+    tiling = kernel.tiling_for(x.shape[0], *weight.shape, split=split)
+    return functools.partial(kernel.launch, tiling=tiling, interpret=interpret)
 
 
 def launch(kernel: tuple[ModuleType, Any], x, weight, bias, **options) -> Array:

@@ -1,0 +1,292 @@
+"""Weights in types of 8 and 4 bits, and the rounding of rows that are multiplied with them.
+
+A weight is (values - zeros) * scales. Its scales belong to output columns, or to groups of inputs
+of each column. In two of the formats the rows are rounded as well, so that both factors are of the
+narrow type. Each block of a row then has its own scale, which nothing but the block determines.
+
+A few large numbers would leave only a few steps to all others of their block (int8), or are
+rounded too coarsely beside them (fp8). They have a second term:
+
+    x = scale * values + second_scale * second_values
+
+The second values are zero unless the block has numbers larger than LARGE times its mean absolute
+value.
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.matmul import xla
+
+GROUP = 128  # inputs of a group with its own scales, and of a block of a row
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """One of the types of weights.
+
+    Attributes:
+        dtype: the type of the values; int4 values are stored two in a byte.
+        limit: what the largest absolute value of a column or group is divided by to get its scale.
+        range: the smallest and largest value.
+        grouped: whether each GROUP of inputs has its own scales.
+        large: how many times the mean absolute value of its block a number of a row is to be large;
+            None: rows are not rounded.
+    """
+
+    dtype: jnp.dtype
+    limit: float
+    range: tuple[float, float]
+    grouped: bool = False
+    large: float | None = None
+
+    @property
+    def rounds_rows(self) -> bool:
+        """Whether rows are rounded to the type of the values."""
+        return self.large is not None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a byte holds two values."""
+        return self.dtype == jnp.int4
+
+
+FORMATS = {
+    "int8": Format(jnp.dtype(jnp.int8), 127.0, (-127.0, 127.0), large=8.0),
+    "fp8": Format(jnp.dtype(jnp.float8_e4m3fn), 448.0, (-448.0, 448.0), large=4.0),
+    "int8-weights": Format(jnp.dtype(jnp.int8), 127.0, (-127.0, 127.0)),
+    "int4": Format(jnp.dtype(jnp.int4), 7.5, (-8.0, 7.0), grouped=True),
+}
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["values", "scales", "zeros", "order"],
+    meta_fields=["format", "inputs"],
+)
+@dataclasses.dataclass(frozen=True)
+class NarrowWeight:
+    """The weight matrix [inputs, outputs] of a linear layer in a narrow type.
+
+    Attributes:
+        values: [outputs, inputs], int8 or float8_e4m3fn; packed int4: uint8 [outputs, bytes], as
+            `pack` returns them.
+        scales: [groups, outputs], one group if the scales belong to columns.
+        zeros: the values that stand for zero, int8 [groups, outputs]; None: 0.
+        order: int32 [inputs]; input k of the matrix is number order[k] of a row. None: k.
+        format: a name in FORMATS.
+        inputs: size of the contracted axis.
+    """
+
+    values: Array
+    scales: Array
+    zeros: Array | None = None
+    order: Array | None = None
+    format: str = "int8"
+    inputs: int = 0
+
+    @property
+    def kind(self) -> Format:
+        """What is known of the format."""
+        return FORMATS[self.format]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Inputs and outputs."""
+        return self.inputs, self.values.shape[0]
+
+    def ordered(self, x: Array) -> Array:
+        """Rows [r, inputs] in the order of the values' inputs."""
+        return x if self.order is None else jnp.take(x, self.order, axis=1)
+
+    def dense(self, dtype=jnp.float32) -> Array:
+        """The matrix [inputs, outputs] in a type of 16 or 32 bits, in the order of a row's numbers.
+
+        It is computed in float32 and rounded once.
+        """
+        values = unpack(self.values) if self.kind.is_packed else self.values
+        values = values[:, : self.inputs].T.astype(jnp.float32)
+        if self.zeros is not None:
+            values -= self._of_inputs(self.zeros)
+        matrix = (values * self._of_inputs(self.scales)).astype(dtype)
+        if self.order is None:
+            return matrix
+        return jnp.zeros_like(matrix).at[self.order].set(matrix, unique_indices=True)
+
+    def _of_inputs(self, groups: Array) -> Array:
+        """What each input has of a number of each group, [inputs, outputs] or [1, outputs]."""
+        groups = groups.astype(jnp.float32)
+        return groups if len(groups) == 1 else jnp.repeat(groups, GROUP, axis=0)[: self.inputs]
+
+
+def check_format(format: str) -> None:
+    """Raises ValueError for a name that is not one of FORMATS."""
+    if format not in FORMATS:
+        known = ", ".join(map(repr, FORMATS))
+        raise ValueError(f"quantize must be None or one of {known}, not {format!r}")
+
+
+def pack(values: Array) -> Array:
+    """int4 values [o, i] as bytes [o, ceil(i / GROUP) * GROUP / 2].
+
+    Byte k of a group holds values k, in its lower half, and k + GROUP / 2. Missing values are 0.
+    """
+    outputs, inputs = values.shape
+    values = jnp.pad(values.astype(jnp.int8), ((0, 0), (0, -inputs % GROUP)))
+    low, high = jnp.moveaxis(values.reshape(outputs, -1, 2, GROUP // 2), 2, 0)
+    return ((low & 15) | (high << 4)).astype(jnp.uint8).reshape(outputs, -1)
+
+
+def unpack(packed: Array) -> Array:
+    """int8 values of bytes: see `pack`."""
+    halves = packed.view(jnp.int8).reshape(len(packed), -1, 1, GROUP // 2)
+    low, high = (halves << 4) >> 4, halves >> 4
+    return jnp.concatenate([low, high], axis=2).reshape(len(packed), -1)
+
+
+@functools.partial(jax.jit, static_argnames=("format",))
+def quantize(weight: Array, *, format: str) -> NarrowWeight:
+    """Rounds a matrix [inputs, outputs] to the nearest values of a format.
+
+    Scales are such that the largest absolute value of a column, or of a group of it, becomes the
+    format's limit. They are float32 for columns, and have the weight's type for groups.
+
+    Raises:
+        ValueError: the format is unknown.
+    """
+    check_format(format)
+    kind, inputs = FORMATS[format], weight.shape[0]
+    wide = weight.astype(jnp.float32)
+    groups = _in_groups(wide.T) if kind.grouped else wide.T[:, None]
+    scales = jnp.max(abs(groups), axis=2) / kind.limit  # [o, g]
+    scales = scales.astype(weight.dtype if kind.grouped else jnp.float32)
+    # What is divided is 0 where the scale is.
+    divisors = jnp.where(scales == 0, 1, scales.astype(jnp.float32))
+    values = to_values(groups / divisors[:, :, None], kind).reshape(len(groups), -1)
+    values = pack(values) if kind.is_packed else values[:, :inputs]
+    return NarrowWeight(values, scales.T, format=format, inputs=inputs)
+
+
+def to_values(x: Array, kind: Format) -> Array:
+    """Numbers rounded to the nearest values of a format."""
+    x = jnp.clip(x, *kind.range)
+    if jnp.issubdtype(kind.dtype, jnp.floating):
+        return x.astype(kind.dtype)
+    return jnp.round(x).astype(jnp.int8)
+
+
+class Rounded(NamedTuple):
+    """Blocks of rows in a narrow type: see `round_blocks`.
+
+    Attributes:
+        values: [..., n] of each part of a block.
+        scales: float32 [...].
+        second_values: of the second term, [..., n] of each part.
+        second_scales: float32 [...]; 0 where there is no second term.
+    """
+
+    values: tuple[Array, ...]
+    scales: Array
+    second_values: tuple[Array, ...]
+    second_scales: Array
+
+
+def round_blocks(parts: tuple[Array, ...], kind: Format) -> Rounded:
+    """Rounds blocks of rows to the values that a kernel multiplies.
+
+    If the format does not round rows, all numbers have a second term: together the terms keep as
+    much of a number as 16-bit types do. Kernels and XLA use this function alike.
+
+    Args:
+        parts: float32 [..., n], which make up the blocks along the last axis.
+        kind: the format of the weight.
+    """
+    sizes = tuple(map(abs, parts))
+    largest = functools.reduce(jnp.maximum, (jnp.max(size, axis=-1) for size in sizes))
+    usual = _mean(sizes, largest) * kind.large if kind.rounds_rows else largest
+    if kind.dtype == jnp.float8_e4m3fn:
+        # Steps are relative, so that the second term is that of large numbers alone.
+        top = largest
+        is_second = tuple(size > usual[..., None] for size in sizes)
+    else:
+        # All steps have one size, so that the first term is confined to usual numbers.
+        top = jnp.minimum(largest, usual)
+        is_second = ((largest > usual)[..., None] if kind.rounds_rows else True,) * len(parts)
+    values, scales = _narrowed(parts, top, kind)
+    rests = tuple(
+        jnp.where(second, part - value.astype(jnp.float32) * scales[..., None], 0)
+        for part, value, second in zip(parts, values, is_second, strict=True)
+    )
+    left = functools.reduce(jnp.maximum, (jnp.max(abs(rest), axis=-1) for rest in rests))
+    return Rounded(values, scales, *_narrowed(rests, left, kind))
+
+
+def _mean(sizes: tuple[Array, ...], largest: Array) -> Array:
+    """The mean of numbers of 0 to `largest`; integers have one sum in any order of addition."""
+    factors = _over(2.0**16, largest)
+    whole = ((size * factors[..., None]).astype(jnp.int32) for size in sizes)
+    total = sum(jnp.sum(part, axis=-1) for part in whole)
+    return total.astype(jnp.float32) * (largest * (1 / (2**16 * GROUP)))
+
+
+def _over(number: float, top: Array) -> Array:
+    """number / top, and 0 where that is 0."""
+    return jnp.where(top == 0, 0, number / jnp.where(top == 0, 1, top))
+
+
+def _narrowed(parts: tuple[Array, ...], top: Array, kind: Format) -> tuple[tuple, Array]:
+    """Numbers as values times scales, of which `top` has the largest value."""
+    limit = 448.0 if kind.dtype == jnp.float8_e4m3fn else 127.0
+    factors = _over(limit, top)
+
+    def narrowed(part):
+        value = jnp.clip(part * factors[..., None], -limit, limit)
+        if kind.dtype == jnp.float8_e4m3fn:
+            return value.astype(jnp.float8_e4m3fn)
+        return jnp.floor(value + 0.5).astype(jnp.int8)
+
+    return tuple(map(narrowed, parts)), top * (1 / limit)
+
+
+def round_rows(x: Array, kind: Format) -> Array:
+    """The rounded numbers of rows [r, i], float32."""
+    blocks = _in_groups(x.astype(jnp.float32))
+    (values,), scales, (second,), second_scales = round_blocks((blocks,), kind)
+    wide = values.astype(jnp.float32) * scales[..., None]
+    wide += second.astype(jnp.float32) * second_scales[..., None]
+    return wide.reshape(len(x), -1)[:, : x.shape[1]]
+
+
+def _in_groups(x: Array) -> Array:
+    """[n, i] as [n, groups, GROUP], with zeros at the end."""
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % GROUP))).reshape(len(x), -1, GROUP)
+
+
+def linear(
+    x: Array,  # [rows, inputs]
+    weight: NarrowWeight,  # [inputs, columns]
+    bias: Array | None,  # [columns]
+    *,
+    activation: str | None,
+    gated: bool,
+) -> Array:  # [rows, outputs]
+    """The product in XLA operations: see `pallas_kernels.linear`."""
+    y = dot(x, weight)
+    y = y if bias is None else y + bias.astype(y.dtype)
+    return xla.activate(y, activation, gated).astype(x.dtype)
+
+
+def dot(x: Array, weight: NarrowWeight) -> Array:
+    """The product with rows that are rounded if the format has it so, float32 [rows, outputs].
+
+    Both factors are float32 if rows are rounded, otherwise they have the type of the rows.
+    """
+    x, weight = weight.ordered(x), dataclasses.replace(weight, order=None)
+    if weight.kind.rounds_rows:
+        x = round_rows(x, weight.kind)
+    return xla.dot(x, weight.dense(x.dtype), dtype=jnp.float32)
