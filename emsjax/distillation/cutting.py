@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from emsjax.models.architecture import ACTIVATIONS, AFTER, SHARED, Architecture
 from emsjax.models.decoder import Decoder
-from emsjax.models.layers import DecoderLayer, Norm, weight_and_bias
+from emsjax.models.layers import DecoderLayer, Norm, dense_weight
 from pallas_kernels.matmul.xla import activate
 
 
@@ -80,7 +80,7 @@ def cut_attention(small: DecoderLayer, large: DecoderLayer, basis, stream, own_s
     values = wanted[:, -a.columns[2] :].reshape(-1, a.kv_heads, 1, a.head_dim)
     # Each of a group's query heads passes on the same values.
     values = jnp.repeat(values, group, axis=2).reshape(len(wanted), -1)
-    out = large.out_proj.kernel[...] @ basis
+    out = dense_weight(large.out_proj) @ basis
     groups = strength(values, out).reshape(a.kv_heads, -1).sum(axis=1)
     groups = largest(groups, small.architecture.kv_heads)
     columns = columns_of(groups, a)
@@ -115,7 +115,7 @@ def cut_feed_forward(small: DecoderLayer, large: DecoderLayer, basis, stream, ow
     )
     wanted = outputs(large.up_proj, read(large, large_norm, stream))
     activations = activate(wanted, ACTIVATIONS[a.activation], a.gated)
-    neurons = strength(activations, large.down_proj.kernel[...] @ basis)
+    neurons = strength(activations, dense_weight(large.down_proj) @ basis)
     neurons = largest(neurons, small.architecture.ffn_size)
     columns = jnp.concatenate([neurons + half * a.ffn_size for half in range(1 + a.gated)])
     fit(
@@ -133,14 +133,13 @@ def read(layer: DecoderLayer, norm: Norm, stream: Float[Array, "n e"]) -> Float[
 
 
 def outputs(linear: nnx.Linear, x: Float[Array, "n i"]) -> Float[Array, "n o"]:
-    weight, bias = weight_and_bias(linear)
-    y = x @ weight.values
-    return y if bias is None else y + bias
+    y = x @ dense_weight(linear)
+    return y if linear.bias is None else y + linear.bias[...]
 
 
 def in_basis(layer: DecoderLayer, norm: Norm, linear: nnx.Linear, basis) -> Float[Array, "w o"]:
     """The kernel for coordinates in the basis, which includes the normalisation's scale."""
-    kernel = linear.kernel[...]
+    kernel = dense_weight(linear)
     if layer.architecture.order == AFTER or norm.scale is None:
         return basis.T @ kernel
     return basis.T @ (scale_of(norm)[:, None] * kernel)
@@ -162,7 +161,7 @@ def strength(x: Float[Array, "n i"], out: Float[Array, "i w"]) -> Float[Array, "
 
 def write(small: nnx.Linear, large: nnx.Linear, basis, x: Float[Array, "n i"], kept) -> None:
     """Copy the kept rows of the kernel, and add the mean output of the others to the bias."""
-    out = large.kernel[...] @ basis
+    out = dense_weight(large) @ basis
     small.kernel[...] = out[kept]
     if large.bias is not None:
         mean = jnp.mean(x, axis=0)

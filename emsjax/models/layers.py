@@ -143,6 +143,12 @@ def weight_and_bias(
     return weight, None if module.bias is None else module.bias[...]
 
 
+def dense_weight(module: nnx.Linear | NarrowLinear) -> Float[Array, "i o"]:
+    """Returns a linear layer's matrix; it is float32 if its weight is narrow."""
+    weight, _ = weight_and_bias(module)
+    return weight.dense() if isinstance(weight, NarrowWeight) else weight
+
+
 def fill(
     variables: dict[tuple, nnx.Variable], path: tuple, value: Array, quantize: str | None
 ) -> None:
