@@ -23,7 +23,7 @@ from emsjax.models.config import DecoderConfig, check_supported
 from emsjax.models.families import FAMILIES, family_of
 from emsjax.models.family import Family
 from emsjax.models.hub import CONFIG, GENERATION_CONFIG, folder_of, tokenizer_files
-from emsjax.models.layers import fill
+from emsjax.models.layers import LINEARS, narrow_linear
 from emsjax.models.parameters import Parameter, Parameters
 from emsjax.models.stored import READABLE_DTYPES, StoredTensor, read_json
 from emsjax.models.weight_files import SAFETENSORS, choose_format, first_files, open_weights
@@ -89,15 +89,29 @@ def load(
     layers = len(config.architecture.layers)
     check(layout, layers, tensors, source)
 
-    options = {} if quantize is None else {"quantize": quantize}
-    model = nnx.eval_shape(lambda: cls(config, rngs=nnx.Rngs(0), dtype=dtype, **options))
-    check_weights_fit(model, folder)
-    graph, state = nnx.split(model)
-    variables = dict(nnx.to_flat_state(state))
+    model = nnx.eval_shape(lambda: make(config))
+    planned = model
+    if quantize is not None:
+        planned = nnx.eval_shape(lambda: make(config).quantize(quantize))
+    check_weights_fit(planned, folder)
+    read = {}
     for weight in layout.of_layers(layers):
         value = values.read(weight, tensors, dtype=dtype, finite=not allow_nonfinite)
-        fill(variables, weight.path, value, quantize)
+        if quantize is not None and is_linear(weight.path):
+            _, layer, name, _ = weight.path
+            narrow_linear(model.layers[layer], name, narrow.quantize(value, format=quantize))
+        else:
+            read[weight.path] = value
+    model.quantization = quantize
+    graph, state = nnx.split(model)
+    variables = dict(nnx.to_flat_state(state))
+    variables |= {path: variables[path].replace(value) for path, value in read.items()}
     return nnx.merge(graph, nnx.from_flat_state(variables))
+
+
+def is_linear(path: tuple) -> bool:
+    """Whether a parameter is the matrix of a linear layer within a decoder layer."""
+    return path[0] == "layers" and path[-2] in LINEARS and path[-1] == "kernel"
 
 
 def check_weights_fit(model: nnx.Module, folder: Path) -> None:

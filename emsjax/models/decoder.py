@@ -6,6 +6,7 @@ from collections.abc import Callable
 from os import PathLike
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
@@ -14,12 +15,14 @@ import pallas_kernels
 from emsjax.decode.base import ModelOutput
 from emsjax.decode.cache import Cache, KVCache
 from emsjax.decode.pack import PackedRows
-from emsjax.models import checkpoint, layers
+from emsjax.models import checkpoint
 from emsjax.models.architecture import AFTER
 from emsjax.models.layers import (
+    LINEARS,
     Addend,
     DecoderLayer,
     Norm,
+    narrow_linear,
     new_linear,
     project,
     residual_stream,
@@ -43,15 +46,12 @@ class Decoder(nnx.Module):
         dtype: type of weights, matrix products and cache; the residual stream is float32
             unless layers normalise after each part. In float32, products are computed in full
             float32.
-        quantize: "int8", "fp8", "int4" or "int8-weights": the format of the linear layers' weights
-            within decoder layers; None: they have the dtype.
     """
 
-    def __init__(
-        self, config: Any, *, rngs: nnx.Rngs, dtype=jnp.bfloat16, quantize: str | None = None
-    ):
+    quantization: str | None = None  # the format of the layers' weights, if they are narrow
+
+    def __init__(self, config: Any, *, rngs: nnx.Rngs, dtype=jnp.bfloat16):
         dtype = jnp.dtype(dtype)
-        self.quantization = quantize
         a = self.architecture = config.architecture
         self.config, self.dtype = config, dtype
         init = nnx.initializers.normal(a.init_std)
@@ -68,8 +68,7 @@ class Decoder(nnx.Module):
         # Layers of the same kind are compiled once, also in models of other depths.
         shared = dataclasses.replace(a, layers=(), rotaries=())
         self.layers = nnx.List(
-            DecoderLayer(shared, kind, dtype=dtype, rngs=rngs, quantize=quantize)
-            for kind in a.layers
+            DecoderLayer(shared, kind, dtype=dtype, rngs=rngs) for kind in a.layers
         )
         self.lm_head = None if a.tied_head else nnx.Embed(a.vocab_size, width, **options)
         self.lm_head_bias = nnx.Param(jnp.zeros(a.vocab_size, dtype)) if a.head_bias else None
@@ -174,7 +173,9 @@ class Decoder(nnx.Module):
         """
         if self.quantization is not None:
             raise ValueError(f"weights in {self.quantization} have no other dtype")
-        return self._remade(dtype=dtype)
+        make = lambda: type(self)(self.config, rngs=nnx.Rngs(0), dtype=dtype)
+        graph, _ = nnx.split(nnx.eval_shape(make))
+        return nnx.merge(graph, jax.tree.map(lambda x: x.astype(dtype), nnx.state(self)))
 
     def quantize(self, format: str) -> "Decoder":
         """Returns a model whose layers have weights in a narrow format; others are shared.
@@ -188,16 +189,13 @@ class Decoder(nnx.Module):
         narrow.check_format(format)
         if self.quantization is not None:
             raise ValueError(f"the weights are in {self.quantization} already")
-        return self._remade(dtype=self.dtype, quantize=format)
-
-    def _remade(self, **options) -> "Decoder":
-        """This model's weights in one that is made with these options."""
-        make = lambda: type(self)(self.config, rngs=nnx.Rngs(0), **options)
-        graph, state = nnx.split(nnx.eval_shape(make))
-        variables = dict(nnx.to_flat_state(state))
-        for path, variable in nnx.to_flat_state(nnx.state(self)):
-            layers.fill(variables, path, variable[...], options.get("quantize"))
-        return nnx.merge(graph, nnx.from_flat_state(variables))
+        model = nnx.merge(*nnx.split(self))
+        model.quantization = format
+        for layer in model.layers:
+            for name in LINEARS:
+                kernel = getattr(layer, name).kernel[...]
+                narrow_linear(layer, name, narrow.quantize(kernel, format=format))
+        return model
 
     def save_pretrained(self, path: str | PathLike) -> None:
         """Writes a folder that transformers can load: see `emsjax.models.checkpoint.save`."""

@@ -32,7 +32,6 @@ from emsjax.models.architecture import (
 from pallas_kernels.add_norm import xla as plain
 from pallas_kernels.common.implementations import matmul_precision
 from pallas_kernels.common.numerics import is_invariant
-from pallas_kernels.matmul import narrow
 from pallas_kernels.matmul.narrow import NarrowWeight
 
 Angles = tuple[Float[Array, "r p"], Float[Array, "r p"]]  # cosines and sines
@@ -78,6 +77,9 @@ class Norm(nnx.Module):
         return plain.Norm(self.kind.epsilon, self.dtype, self.kind.centred, self.kind.offset)
 
 
+NARROW_ARRAYS = ("values", "scales", "zeros", "order")  # of a NarrowWeight
+
+
 class NarrowVariable(nnx.Variable):
     """An array of a narrow weight, which is not trained."""
 
@@ -90,12 +92,11 @@ class NarrowLinear(nnx.Module):
         bias: [o]; None: there is none.
     """
 
-    def __init__(self, weight: NarrowWeight, bias: Array | None):
-        arrays = {name: getattr(weight, name) for name in NARROW_ARRAYS}
-        for name, array in arrays.items():
+    def __init__(self, weight: NarrowWeight, bias: nnx.Param | None):
+        for name in NARROW_ARRAYS:
+            array = getattr(weight, name)
             setattr(self, name, None if array is None else NarrowVariable(array))
-        self.format, self.inputs = weight.format, weight.inputs
-        self.bias = None if bias is None else nnx.Param(bias)
+        self.format, self.inputs, self.bias = weight.format, weight.inputs, bias
 
     @property
     def weight(self) -> NarrowWeight:
@@ -105,21 +106,9 @@ class NarrowLinear(nnx.Module):
         return NarrowWeight(*arrays, format=self.format, inputs=self.inputs)
 
 
-NARROW_ARRAYS = ("values", "scales", "zeros", "order")
-
-
-def new_linear(
-    inputs: int,
-    outputs: int,
-    *,
-    bias: bool,
-    init,
-    dtype,
-    rngs: nnx.Rngs,
-    quantize: str | None = None,
-) -> nnx.Linear | NarrowLinear:
-    """Makes a linear layer of these sizes with random weights, in a narrow format if it is one."""
-    linear = nnx.Linear(
+def new_linear(inputs: int, outputs: int, *, bias: bool, init, dtype, rngs: nnx.Rngs) -> nnx.Linear:
+    """Makes a linear layer of these sizes with random weights."""
+    return nnx.Linear(
         inputs,
         outputs,
         use_bias=bias,
@@ -129,10 +118,6 @@ def new_linear(
         precision=matmul_precision(dtype),
         rngs=rngs,
     )
-    if quantize is None:
-        return linear
-    weight, bias = weight_and_bias(linear)
-    return NarrowLinear(narrow.quantize(weight, format=quantize), bias)
 
 
 def weight_and_bias(
@@ -149,25 +134,9 @@ def dense_weight(module: nnx.Linear | NarrowLinear) -> Float[Array, "i o"]:
     return weight.dense() if isinstance(weight, NarrowWeight) else weight
 
 
-def fill(
-    variables: dict[tuple, nnx.Variable], path: tuple, value: Array, quantize: str | None
-) -> None:
-    """Puts a parameter of a model into a model's state, in a narrow format if it has one there.
-
-    Args:
-        variables: the state, flat; changed.
-        path: the parameter's path in a model whose weights are not narrow.
-        value: its value.
-        quantize: the format of the model's narrow weights.
-    """
-    if path in variables:
-        variables[path] = variables[path].replace(value.astype(variables[path].dtype))
-        return
-    weight = narrow.quantize(value, format=quantize)
-    for name in NARROW_ARRAYS:
-        if (*path[:-1], name) in variables:
-            place = (*path[:-1], name)
-            variables[place] = variables[place].replace(getattr(weight, name))
+def narrow_linear(layer: nnx.Module, name: str, weight: NarrowWeight) -> None:
+    """Gives a linear layer of a decoder layer a narrow weight; its bias stays."""
+    setattr(layer, name, NarrowLinear(weight, getattr(layer, name).bias))
 
 
 def scale_and_bias(norm: Norm) -> tuple[Array | None, Array | None]:
@@ -249,6 +218,9 @@ def add_shares(shares: Float[Array, "s r e"]) -> Float[Array, "r e"]:
     return functools.reduce(jnp.add, shares) if is_invariant() else shares.sum(axis=0)
 
 
+LINEARS = ("qkv_proj", "out_proj", "up_proj", "down_proj")  # of a decoder layer
+
+
 class DecoderLayer(nnx.Module):
     """One decoder layer: attention and feed-forward part, with their norms.
 
@@ -257,24 +229,13 @@ class DecoderLayer(nnx.Module):
         kind: the layer's own attention.
         dtype: type of weights and products.
         rngs: random generators for the initial weights.
-        quantize: the format of the linear layers' weights; None: they have the dtype.
     """
 
-    def __init__(
-        self,
-        architecture: Architecture,
-        kind: AttentionKind,
-        *,
-        dtype,
-        rngs: nnx.Rngs,
-        quantize: str | None = None,
-    ):
+    def __init__(self, architecture: Architecture, kind: AttentionKind, *, dtype, rngs: nnx.Rngs):
         a = self.architecture = architecture
         self.kind = kind
         init = nnx.initializers.normal(a.init_std)
-        product = functools.partial(
-            new_linear, init=init, dtype=dtype, rngs=rngs, quantize=quantize
-        )
+        product = functools.partial(new_linear, init=init, dtype=dtype, rngs=rngs)
         norm = functools.partial(Norm, dtype=dtype)
         both = a.order == BOTH
         # One product instead of three, and one instead of two where it is gated.
