@@ -18,7 +18,7 @@ from flax import nnx
 from jax import Array
 
 from emsjax.device import available_bytes, readable, tree_bytes
-from emsjax.models import parameters, values
+from emsjax.models import parameters, quantised, values
 from emsjax.models.config import DecoderConfig, check_supported
 from emsjax.models.families import FAMILIES, family_of
 from emsjax.models.family import Family
@@ -28,6 +28,7 @@ from emsjax.models.parameters import Parameter, Parameters
 from emsjax.models.stored import READABLE_DTYPES, StoredTensor, read_json
 from emsjax.models.weight_files import SAFETENSORS, choose_format, first_files, open_weights
 from pallas_kernels.matmul import narrow
+from pallas_kernels.matmul.narrow import NarrowWeight
 
 LoadedModel = TypeVar("LoadedModel", bound=nnx.Module)
 DTYPES = ("bfloat16", "float16", "float32")
@@ -82,7 +83,12 @@ def load(
     source = folder / first
 
     make = lambda config: cls(config, rngs=nnx.Rngs(0), dtype=dtype)
-    tensors = published(open_weights(form, source), family, source)
+    tensors, stored_narrow = published(open_weights(form, source), family, source), {}
+    if (scheme := quantised.scheme_of(read_json(folder / CONFIG))) is not None:
+        if quantize is not None:
+            raise ValueError(f"{folder} is quantised already ({scheme.method}): leave quantize out")
+        quantize = scheme.format
+        tensors, stored_narrow = quantised.gather(tensors, scheme)
     stored_as = {"torch_layout": form.torch_layout}
     config, tensors = settle_head(config, tensors, family, dtype=dtype, **stored_as)
     layout = parameters.parameters_of(make, config, family, **stored_as)
@@ -96,10 +102,14 @@ def load(
     check_weights_fit(planned, folder)
     read = {}
     for weight in layout.of_layers(layers):
-        value = values.read(weight, tensors, dtype=dtype, finite=not allow_nonfinite)
-        if quantize is not None and is_linear(weight.path):
-            _, layer, name, _ = weight.path
-            narrow_linear(model.layers[layer], name, narrow.quantize(value, format=quantize))
+        if all(name in stored_narrow for name in weight.names) and is_linear(weight.path):
+            value = read_narrow(weight, stored_narrow)
+        else:
+            value = values.read(weight, tensors, dtype=dtype, finite=not allow_nonfinite)
+            if scheme is None and quantize is not None and is_linear(weight.path):
+                value = narrow.quantize(value, format=quantize)
+        if isinstance(value, NarrowWeight):
+            narrow_linear(model.layers[weight.path[1]], weight.path[2], value)
         else:
             read[weight.path] = value
     model.quantization = quantize
@@ -107,6 +117,19 @@ def load(
     variables = dict(nnx.to_flat_state(state))
     variables |= {path: variables[path].replace(value) for path, value in read.items()}
     return nnx.merge(graph, nnx.from_flat_state(variables))
+
+
+def read_narrow(weight: Parameter, stored: Mapping[str, quantised.StoredNarrow]) -> NarrowWeight:
+    """A linear layer's weight from a folder that is quantised already.
+
+    Raises:
+        ValueError: its tensors do not fit each other.
+    """
+    try:
+        parts = [stored[name].read() for name in weight.names]
+        return quantised.joined(parts, weight.columns)
+    except ValueError as error:
+        raise ValueError(f"{', '.join(weight.names)}: {error}") from error
 
 
 def is_linear(path: tuple) -> bool:

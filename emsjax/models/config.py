@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Self
 
 from emsjax.models.architecture import ACTIVATIONS, Architecture, AttentionKind
+from emsjax.models.quantised import scheme_of
 from emsjax.models.schema import Config, Relation, choice, count, many, number, shown
 
 MAX_LAYERS = 10_000  # a layer takes memory even before its weights are read
-QUANTIZED = ("quantization_config", "compression_config")  # the first is transformers' name
 # See `DecoderConfig.sizes`.
 OWN_HEADS = {
     "layers": "num_hidden_layers",
@@ -130,7 +130,8 @@ def check_supported(values: Mapping[str, Any], model_types: Iterable[str]) -> No
     """Check what a config.json says about the model as a whole.
 
     Raises:
-        ValueError: `model_type` is not one of these, or the weights are quantised.
+        ValueError: `model_type` is not one of these, or the weights are quantised by a method that
+            is not read.
     """
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in model_types:
@@ -138,11 +139,4 @@ def check_supported(values: Mapping[str, Any], model_types: Iterable[str]) -> No
             f"model_type must be one of {', '.join(sorted(model_types))}, not {shown(model_type)}: "
             "other families, mixtures of experts and models of images are not supported"
         )
-    for name in QUANTIZED:
-        if (how := values.get(name)) is not None:
-            method = how.get("quant_method", how) if isinstance(how, Mapping) else how
-            raise ValueError(
-                f"{name} says that the weights are quantised ({shown(method)}), which emsjax does "
-                "not read: choose a repository or revision whose weights are float32, float16 or "
-                "bfloat16"
-            )
+    scheme_of(values)

@@ -5,10 +5,14 @@ only the tensor that is being read.
 """
 
 import dataclasses
+import functools
+import json
 import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
 import safetensors
 
 from emsjax.models.msgpack_files import open_msgpack
@@ -26,7 +30,9 @@ from emsjax.models.stored import (
 )
 from emsjax.models.torch_files import open_torch
 
+FLOAT8 = "F8_E4M3"
 SAFETENSORS_DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
+SAFETENSORS_DTYPES |= {"I8": "int8", "I32": "int32", "I64": "int64", FLOAT8: "float8_e4m3fn"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,14 +64,30 @@ def open_safetensors(path: Path) -> dict[str, StoredTensor]:
         raise ValueError(f"its header has {length} bytes")
     file = safetensors.safe_open(path, framework="numpy")
     headers = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+
+    def read(name: str) -> np.ndarray:
+        if headers[name].get_dtype() != FLOAT8:
+            return file.get_tensor(name)
+        return map_float8(path, name, length)
+
     return {
         checked_name(name): StoredTensor(
             checked_shape(header.get_shape()),
             SAFETENSORS_DTYPES.get(header.get_dtype(), header.get_dtype()),
-            lambda name=name: file.get_tensor(name),
+            functools.partial(read, name),
         )
         for name, header in headers.items()
     }
+
+
+def map_float8(path: Path, name: str, header_bytes: int) -> np.ndarray:
+    """A tensor of a type that numpy has no name for, from a file whose header has been checked."""
+    with open(path, "rb") as content:
+        content.seek(8)
+        header = json.loads(content.read(header_bytes))[name]
+    start, end = header["data_offsets"]
+    values = np.memmap(path, np.uint8, "r", offset=8 + header_bytes + start, shape=end - start)
+    return values.view(jnp.dtype(jnp.float8_e4m3fn)).reshape(header["shape"])
 
 
 SAFETENSORS = WeightFormat("model.safetensors", open_safetensors, torch_layout=True)
