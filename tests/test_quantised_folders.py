@@ -3,9 +3,11 @@
 import functools
 import json
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 from golden import tiny_families
 from golden.tiny_families import VARIANTS
 from safetensors.numpy import save_file
@@ -170,8 +172,14 @@ def test_folders_hold_what_their_methods_mean(method, tmp_path):
             found = getattr(layer, name)
             assert found.weight.format == format
             np.testing.assert_allclose(dense_weight(found), expected, rtol=1e-6, atol=1e-9)
-    tokens = emsjax.generate(model, [[5, 6, 7]], max_new_tokens=4).tokens
-    assert tokens.shape == (1, 4)
+    model.save_pretrained(tmp_path / "saved")
+    again = emsjax.from_pretrained(tmp_path / "saved", dtype="float32")
+    assert again.quantization == format
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(again), nnx.state(model))
+    config = json.loads((tmp_path / "saved" / "config.json").read_bytes())
+    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
+    tokens = [emsjax.generate(one, [[5, 6, 7]], max_new_tokens=4).tokens for one in (model, again)]
+    np.testing.assert_array_equal(*tokens)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from emsjax.models.config import DecoderConfig, check_supported
 from emsjax.models.families import FAMILIES, family_of
 from emsjax.models.family import Family
 from emsjax.models.hub import CONFIG, GENERATION_CONFIG, folder_of, tokenizer_files
-from emsjax.models.layers import LINEARS, narrow_linear
+from emsjax.models.layers import LINEARS, NarrowLinear, narrow_linear
 from emsjax.models.parameters import Parameter, Parameters
 from emsjax.models.stored import READABLE_DTYPES, StoredTensor, read_json
 from emsjax.models.weight_files import SAFETENSORS, choose_format, first_files, open_weights
@@ -261,6 +261,8 @@ def save(
 ) -> None:
     """Write a model as a folder that transformers and `load` can read.
 
+    Narrow weights are written as compressed-tensors.
+
     Files of the same names are overwritten, others are kept. The files of the tokenizer are copied
     from the folder that the model was loaded from, unless this one has a tokenizer, and so are the
     other settings of generation_config.json.
@@ -303,6 +305,10 @@ def save(
         "architectures": [family.class_name],
         "dtype": model.dtype.name,
     }
+    if model.quantization is not None:
+        narrow_ones = list(narrow_weights(model))
+        blocks = quantised.in_blocks(narrow_ones)
+        description[quantised.CONFIGS[0]] = quantised.description(narrow_ones[0], blocks=blocks)
     write_json(folder / CONFIG, config.to_json() | description)
     write_json(folder / GENERATION_CONFIG, generation)
     for name in set(index.values()):  # safetensors writes files that other users cannot read
@@ -324,18 +330,51 @@ def generation_settings(config: DecoderConfig) -> dict[str, Any]:
 def stored_tensors(model: nnx.Module, weights: Iterable[Parameter]) -> Iterator[tuple[str, Array]]:
     """Names and values of these weights as in a PyTorch checkpoint."""
     variables = dict(nnx.to_flat_state(nnx.state(model)))
-    family = family_of(model.config)
+    family, blocks = family_of(model.config), quantised.in_blocks(narrow_weights(model))
     for weight in weights:
-        parts = weight.split(variables[weight.path][...])
-        yield from zip(map(family.full_name, weight.names), parts, strict=True)
+        if weight.path in variables:
+            parts = weight.split(variables[weight.path][...])
+            yield from zip(map(family.full_name, weight.names), parts, strict=True)
+            continue
+        parts = quantised.split(narrow_weight(model, weight.path), weight.sizes, weight.columns)
+        for name, part in zip(weight.names, parts, strict=True):
+            stem = family.full_name(name).removesuffix("weight")
+            for leaf, array in quantised.to_compressed_tensors(part, blocks=blocks).items():
+                yield f"{stem}{leaf}", array
+
+
+def narrow_weight(model: nnx.Module, path: tuple) -> NarrowWeight:
+    """The narrow weight in place of the matrix with this path."""
+    return getattr(model.layers[path[1]], path[2]).weight
+
+
+def narrow_weights(model: nnx.Module) -> Iterator[NarrowWeight]:
+    """All narrow weights of a model."""
+    linears = (getattr(layer, name) for layer in model.layers for name in LINEARS)
+    return (linear.weight for linear in linears if isinstance(linear, NarrowLinear))
 
 
 def plan_shards(model: nnx.Module, max_shard_bytes: int) -> list[list[Parameter]]:
-    """The parameters of each file, in order; q, k and v are in the same file."""
+    """The parameters of each file, in order; q, k and v are in the same file.
+
+    Raises:
+        ValueError: weights are narrow, and the family stores its matrices in another layout than
+            the methods of published folders do.
+    """
     shards, filled = [[]], 0
     family = family_of(model.config)
-    for weight in parameters.weights_of(model, family, torch_layout=True):
-        size = int(np.prod(weight.shape)) * model.dtype.itemsize
+    variables = dict(nnx.to_flat_state(nnx.state(model)))
+    dense = model
+    if model.quantization is not None:
+        if not family.transposed:
+            raise ValueError(f"narrow weights of {family.model_type} models cannot be saved")
+        make = lambda: type(model)(model.config, rngs=nnx.Rngs(0), dtype=model.dtype)
+        dense = nnx.eval_shape(make)
+    for weight in parameters.weights_of(dense, family, torch_layout=True):
+        if weight.path in variables:
+            size = int(np.prod(weight.shape)) * model.dtype.itemsize
+        else:
+            size = tree_bytes(narrow_weight(model, weight.path))
         if shards[-1] and filled + size > max_shard_bytes:
             shards.append([])
             filled = 0
