@@ -25,7 +25,7 @@ from safetensors.numpy import load_file
 from toy import tiny_model
 
 from emsjax import OPT
-from emsjax.models import checkpoint
+from emsjax.models import checkpoint, saving
 from emsjax.models import values as stored_values
 from emsjax.models.layers import Norm
 
@@ -81,7 +81,7 @@ def test_a_saved_model_loads_with_the_same_weights(tmp_path, variant, max_shard_
     values = tiny_models.tensors(config, seed=1)
     write(tmp_path / "a", values=values, config=config)
     model = load(tmp_path / "a")
-    checkpoint.save(model, tmp_path / "b", max_shard_bytes=max_shard_bytes)
+    saving.save(model, tmp_path / "b", max_shard_bytes=max_shard_bytes)
     again = load(tmp_path / "b")
     assert again.config == model.config
     assert_holds(again, values)
@@ -201,7 +201,7 @@ def test_transformers_loads_a_saved_model(tmp_path, variant, max_shard_bytes):
     config = VARIANTS[variant]
     values = tiny_models.tensors(config, seed=1)
     write(tmp_path / "a", values=values, config=config)
-    checkpoint.save(load(tmp_path / "a"), tmp_path / "b", max_shard_bytes=max_shard_bytes)
+    saving.save(load(tmp_path / "a"), tmp_path / "b", max_shard_bytes=max_shard_bytes)
     loaded, info = OPTForCausalLM.from_pretrained(tmp_path / "b", output_loading_info=True)
     assert not any(info.values())
     assert loaded.dtype == torch.float32
@@ -214,7 +214,7 @@ def test_transformers_loads_a_saved_model(tmp_path, variant, max_shard_bytes):
 
 def test_shards_are_below_their_limit_and_in_the_index(tmp_path):
     write(tmp_path / "a")
-    checkpoint.save(load(tmp_path / "a"), tmp_path / "b", max_shard_bytes=20_000)
+    saving.save(load(tmp_path / "a"), tmp_path / "b", max_shard_bytes=20_000)
     shards = {path.name: load_file(path) for path in (tmp_path / "b").glob("*.safetensors")}
     total = [sum(value.nbytes for value in shard.values()) for shard in shards.values()]
     assert max(total) <= 20_000
@@ -236,7 +236,7 @@ def test_saving_overwrites_only_files_of_the_same_names(tmp_path):
 def test_shards_are_not_saved_if_other_weights_would_be_loaded(tmp_path):
     before = write(tmp_path).read_bytes()
     with pytest.raises(ValueError, match=r"model\.safetensors would be loaded in place of"):
-        checkpoint.save(load(tmp_path), tmp_path, max_shard_bytes=10_000)
+        saving.save(load(tmp_path), tmp_path, max_shard_bytes=10_000)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
     assert (tmp_path / "model.safetensors").read_bytes() == before
 
@@ -536,7 +536,7 @@ def test_an_index_that_names_missing_files_or_tensors_is_an_error(tmp_path, form
 
 
 def test_saved_files_have_the_same_modes_as_other_new_files(tmp_path):
-    checkpoint.save(tiny_model(), tmp_path)
+    saving.save(tiny_model(), tmp_path)
     modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
     (tmp_path / "other").touch()
     assert set(modes.values()) == {(tmp_path / "other").stat().st_mode & 0o777}

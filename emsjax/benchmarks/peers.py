@@ -21,10 +21,10 @@ from emsjax.benchmarks.scripted import miscopied, scripted_model
 from emsjax.benchmarks.workloads import ScriptedModels
 from emsjax.drafters import DraftModel, PromptLookup
 from emsjax.generation import generate
-from emsjax.models.checkpoint import stored_tensors
 from emsjax.models.decoder import Decoder
 from emsjax.models.families import family_of
 from emsjax.models.parameters import weights_of
+from emsjax.models.saving import stored_tensors
 
 LOOKUP_TOKENS, MATCH_LENGTH, DRAFT_TOKENS = 7, 2, 4
 MISCOPIED = 0.2  # share of wrong tokens in scripted prompts and scripted draft models

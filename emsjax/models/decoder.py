@@ -15,7 +15,7 @@ import pallas_kernels
 from emsjax.decode.base import ModelOutput
 from emsjax.decode.cache import Cache, KVCache
 from emsjax.decode.pack import PackedRows
-from emsjax.models import checkpoint
+from emsjax.models import saving
 from emsjax.models.architecture import AFTER
 from emsjax.models.layers import (
     LINEARS,
@@ -198,8 +198,8 @@ class Decoder(nnx.Module):
         return model
 
     def save_pretrained(self, path: str | PathLike) -> None:
-        """Writes a folder that transformers can load: see `emsjax.models.checkpoint.save`."""
-        checkpoint.save(self, path)
+        """Writes a folder that transformers can load: see `emsjax.models.saving.save`."""
+        saving.save(self, path)
 
 
 def check_taps(taps: tuple[int, ...], num_layers: int) -> None:

@@ -85,12 +85,7 @@ class NarrowVariable(nnx.Variable):
 
 
 class NarrowLinear(nnx.Module):
-    """A linear layer with a narrow weight; see `pallas_kernels.NarrowWeight`.
-
-    Args:
-        weight: the weight.
-        bias: [o]; None: there is none.
-    """
+    """A linear layer with a narrow weight, and a bias [o] unless it is None."""
 
     def __init__(self, weight: NarrowWeight, bias: nnx.Param | None):
         for name in NARROW_ARRAYS:
@@ -135,7 +130,7 @@ def dense_weight(module: nnx.Linear | NarrowLinear) -> Float[Array, "i o"]:
 
 
 def narrow_linear(layer: nnx.Module, name: str, weight: NarrowWeight) -> None:
-    """Gives a linear layer of a decoder layer a narrow weight; its bias stays."""
+    """Gives a layer's linear layer a narrow weight; its bias stays."""
     setattr(layer, name, NarrowLinear(weight, getattr(layer, name).bias))
 
 

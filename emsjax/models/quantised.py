@@ -10,21 +10,18 @@ References: github.com/vllm-project/compressed-tensors, arXiv 2210.17323 (GPTQ) 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from emsjax.models import narrow_layouts as layouts
 from emsjax.models.schema import shown
 from emsjax.models.stored import StoredTensor
-from pallas_kernels.matmul import narrow
 from pallas_kernels.matmul.narrow import GROUP, NarrowWeight
 
 CONFIGS = ("quantization_config", "compression_config")  # the first is transformers' name
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight columns each half byte holds
-IN_WORD = 8  # half bytes of a 32-bit word
-OFFSET = 8  # unsigned 4-bit values minus this are those of `narrow.pack`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +101,7 @@ def compressed_tensors(found: Mapping[str, Any]) -> Scheme:
             expect(weights, method, group_size=(GROUP,))
         names = ("weight_packed", "weight_scale", "weight_shape")
         optional = ("weight_zero_point", "weight_g_idx")
-        return Scheme(method, "int4", names, packed_rows, shape_of_packed, optional)
+        return Scheme(method, "int4", names, layouts.packed_rows, layouts.shape_of_packed, optional)
     expect(weights, method, strategy=("channel", "tensor", "block"), symmetric=(True,))
     names = ("weight", "weight_scale")
     formats = {
@@ -116,11 +113,11 @@ def compressed_tensors(found: Mapping[str, Any]) -> Scheme:
     if format is None:
         rounded = "with" if rows is not None else "without"
         raise refused(method, f"{shown(bits)} bits, {shown(kind)}, {rounded} rounded activations")
-    read = functools.partial(by_outputs, format=format)
+    read = functools.partial(layouts.by_outputs, format=format)
     if strategy == "block":
         expect(weights, method, type=("float",), block_structure=([GROUP, GROUP],))
-        read = functools.partial(by_blocks, scales="weight_scale")
-    return Scheme(method, format, names, read, shape_of_weight)
+        read = functools.partial(layouts.by_blocks, scales="weight_scale")
+    return Scheme(method, format, names, read, layouts.shape_of_weight)
 
 
 def gptq(found: Mapping[str, Any]) -> Scheme:
@@ -128,14 +125,16 @@ def gptq(found: Mapping[str, Any]) -> Scheme:
     expect(found, "gptq", checkpoint_format=("gptq", "gptq_v2"))
     shift = 0 if found.get("checkpoint_format") == "gptq_v2" else 1
     names = ("qweight", "qzeros", "scales")
-    read = functools.partial(packed_columns, zero_shift=shift)
-    return Scheme("gptq", "int4", names, read, shape_of_gptq, ("g_idx",))
+    read = functools.partial(layouts.packed_columns, zero_shift=shift)
+    return Scheme("gptq", "int4", names, read, layouts.shape_of_gptq, ("g_idx",))
 
 
 def awq(found: Mapping[str, Any]) -> Scheme:
     expect(found, "awq", bits=(4,), w_bit=(4,), group_size=(GROUP,), q_group_size=(GROUP,))
     expect(found, "awq", version=("gemm", "GEMM"), zero_point=(True,))
-    return Scheme("awq", "int4", ("qweight", "qzeros", "scales"), interleaved, shape_of_awq)
+    return Scheme(
+        "awq", "int4", ("qweight", "qzeros", "scales"), layouts.interleaved, layouts.shape_of_awq
+    )
 
 
 def fp8(found: Mapping[str, Any]) -> Scheme:
@@ -143,8 +142,8 @@ def fp8(found: Mapping[str, Any]) -> Scheme:
     expect(found, "fp8", weight_block_size=([GROUP, GROUP], (GROUP, GROUP)))
     if "weight_block_size" not in found:
         raise refused("fp8", "weight_block_size is missing")
-    read = functools.partial(by_blocks, scales="weight_scale_inv")
-    return Scheme("fp8", "fp8", ("weight", "weight_scale_inv"), read, shape_of_weight)
+    read = functools.partial(layouts.by_blocks, scales="weight_scale_inv")
+    return Scheme("fp8", "fp8", ("weight", "weight_scale_inv"), read, layouts.shape_of_weight)
 
 
 METHODS = {"compressed-tensors": compressed_tensors, "gptq": gptq, "awq": awq, "fp8": fp8}
@@ -209,215 +208,3 @@ def gather(
         shape = scheme.shape(source.tensors)
         kept[name] = StoredTensor(shape, "float32", source.dense, file)
     return kept, found
-
-
-def joined(weights: Sequence[NarrowWeight], columns: Sequence[int] | None) -> NarrowWeight:
-    """Weights side by side.
-
-    Args:
-        weights: of the same inputs and format.
-        columns: where each output is; None: in their order.
-
-    Raises:
-        ValueError: their groups hold other inputs.
-    """
-    first = weights[0]
-    orders = [weight.order for weight in weights]
-    same = all((one is None) == (orders[0] is None) for one in orders)
-    if not same or any(one is not None and (one != orders[0]).any() for one in orders):
-        raise ValueError("layers that are one product have groups of other inputs each")
-    groups = max(len(weight.scales) for weight in weights)
-    wide = lambda x: jnp.broadcast_to(x, (groups, x.shape[1]))
-    zeros = None
-    if any(weight.zeros is not None for weight in weights):
-        none = lambda weight: jnp.zeros(weight.scales.shape, jnp.int8)
-        filled = (none(one) if one.zeros is None else one.zeros for one in weights)
-        zeros = jnp.concatenate([wide(one) for one in filled], axis=1)
-    values = jnp.concatenate([weight.values for weight in weights])
-    scales = jnp.concatenate([wide(weight.scales) for weight in weights], axis=1)
-    if columns is not None:
-        order = np.asarray(columns)
-        values, scales = values[order], scales[:, order]
-        zeros = None if zeros is None else zeros[:, order]
-    return dataclasses.replace(first, values=values, scales=scales, zeros=zeros)
-
-
-def by_outputs(arrays: Mapping[str, np.ndarray], *, format: str) -> NarrowWeight:
-    """Values [o, i], and scales [o, 1] or [1]."""
-    values, scales = arrays["weight"], arrays["weight_scale"].reshape(1, -1)
-    scales = np.broadcast_to(scales, (1, len(values)))
-    return made(values, scales.astype(np.float32), format=format)
-
-
-def by_blocks(arrays: Mapping[str, np.ndarray], *, scales: str) -> NarrowWeight:
-    """Values [o, i], and scales of blocks [o / GROUP, i / GROUP] by this name."""
-    values, of_blocks = arrays["weight"], arrays[scales].astype(np.float32)
-    return made(values, np.repeat(of_blocks, GROUP, axis=0)[: len(values)].T, format="fp8")
-
-
-def packed_rows(arrays: Mapping[str, np.ndarray]) -> NarrowWeight:
-    """compressed-tensors: words along the inputs [o, i / 8], and scales [o, groups]."""
-    outputs, inputs = (int(n) for n in arrays["weight_shape"])
-    values = half_bytes(arrays["weight_packed"], axis=1)[:, :inputs]
-    zeros = arrays.get("weight_zero_point")
-    zeros = None if zeros is None else half_bytes(zeros, axis=0)[:outputs].T
-    return in_groups(values, arrays["weight_scale"].T, zeros, arrays.get("weight_g_idx"))
-
-
-def packed_columns(arrays: Mapping[str, np.ndarray], *, zero_shift: int) -> NarrowWeight:
-    """GPTQ: words along the inputs [i / 8, o], scales [groups, o], zeros [groups, o / 8]."""
-    values = half_bytes(arrays["qweight"], axis=0).T
-    zeros = half_bytes(arrays["qzeros"], axis=1) + np.int8(zero_shift)
-    return in_groups(values, arrays["scales"], zeros, arrays.get("g_idx"))
-
-
-def interleaved(arrays: Mapping[str, np.ndarray]) -> NarrowWeight:
-    """AWQ: words along the outputs [i, o / 8], whose columns are in another order."""
-
-    def columns(words):
-        found = half_bytes(words, axis=1).reshape(len(words), -1, IN_WORD)
-        return found[:, :, np.argsort(AWQ_ORDER)].reshape(len(words), -1)
-
-    return in_groups(
-        columns(arrays["qweight"]).T, arrays["scales"], columns(arrays["qzeros"]), None
-    )
-
-
-def half_bytes(words: np.ndarray, *, axis: int) -> np.ndarray:
-    """4-bit values of 32-bit words, the lowest bits first along this axis, int8 from 0 to 15."""
-    words = np.moveaxis(words.view(np.uint32), axis, -1)
-    values = (words[..., None] >> np.arange(0, 32, 4, dtype=np.uint32)) & 15
-    return np.moveaxis(values.astype(np.int8).reshape(*words.shape[:-1], -1), -1, axis)
-
-
-def in_groups(values, scales, zeros, groups) -> NarrowWeight:
-    """A weight of 4 bits.
-
-    Args:
-        values: [o, i], from 0 to 15.
-        scales: [groups, o], one group or one for each GROUP of inputs.
-        zeros: [groups, o]; None: 8.
-        groups: the group of each input, [i]; None: in their order.
-    """
-    number, inputs = math.ceil(values.shape[1] / GROUP), values.shape[1]
-    order = None
-    if groups is not None and (groups != np.arange(inputs) // GROUP).any() and len(scales) > 1:
-        order = np.argsort(groups, kind="stable")
-        values = values[:, order]
-        if (groups[order] != np.arange(inputs) // GROUP).any():
-            raise ValueError(f"groups of inputs must have {GROUP} each")
-    whole = lambda x: np.broadcast_to(x, (number, x.shape[1])) if len(x) == 1 else x
-    zeros = None if zeros is None else (whole(zeros) - OFFSET).astype(np.int8)
-    packed = narrow.pack(jnp.asarray(values - np.int8(OFFSET)))
-    return made(packed, whole(scales), zeros, order, format="int4", inputs=inputs)
-
-
-def made(values, scales, zeros=None, order=None, *, format: str, inputs: int = 0) -> NarrowWeight:
-    """The weight, on the device."""
-    device = lambda x, dtype=None: None if x is None else jnp.array(x, dtype, copy=True)
-    inputs = inputs or values.shape[1]
-    arrays = device(values), device(scales), device(zeros), device(order, jnp.int32)
-    return NarrowWeight(*arrays, format=format, inputs=inputs)
-
-
-def shape_of_weight(tensors: Mapping[str, StoredTensor]) -> tuple[int, ...]:
-    return tensors["weight"].shape
-
-
-def shape_of_packed(tensors: Mapping[str, StoredTensor]) -> tuple[int, ...]:
-    stated = tensors["weight_shape"]
-    return tuple(int(n) for n in stated.read()) if stated.shape == (2,) else ()
-
-
-def shape_of_gptq(tensors: Mapping[str, StoredTensor]) -> tuple[int, ...]:
-    words, outputs = tensors["qweight"].shape
-    return outputs, words * IN_WORD
-
-
-def shape_of_awq(tensors: Mapping[str, StoredTensor]) -> tuple[int, ...]:
-    inputs, words = tensors["qweight"].shape
-    return words * IN_WORD, inputs
-
-
-def split(
-    weight: NarrowWeight, sizes: Sequence[int], columns: Sequence[int] | None
-) -> list[NarrowWeight]:
-    """The weights that `joined` puts side by side, of these numbers of outputs."""
-    outputs = slice(None) if columns is None else np.argsort(columns)
-    ends = np.cumsum(sizes[:-1])
-    cut = lambda x, axis: jnp.split(x.take(outputs, axis) if columns is not None else x, ends, axis)
-    values, scales = cut(weight.values, 0), cut(weight.scales, 1)
-    zeros = [None] * len(sizes) if weight.zeros is None else cut(weight.zeros, 1)
-    change = functools.partial(dataclasses.replace, weight)
-    parts = zip(values, scales, zeros, strict=True)
-    return [change(values=one, scales=two, zeros=three) for one, two, three in parts]
-
-
-def in_blocks(weights: Iterable[NarrowWeight]) -> bool:
-    """Whether the scales of a model's weights are those of blocks of inputs and outputs."""
-    return any(len(weight.scales) > 1 and not weight.kind.is_packed for weight in weights)
-
-
-def to_compressed_tensors(weight: NarrowWeight, *, blocks: bool) -> dict[str, np.ndarray]:
-    """The tensors of a linear layer, by what they follow its name with.
-
-    Args:
-        weight: the layer's.
-        blocks: see `in_blocks`.
-    """
-    scales = np.asarray(weight.scales)
-    if not weight.kind.is_packed:
-        scales = scales[:, ::GROUP] if blocks else scales
-        return {"weight": np.asarray(weight.values), "weight_scale": np.ascontiguousarray(scales.T)}
-    values = np.asarray(narrow.unpack(weight.values))[:, : weight.inputs]
-    found = {
-        "weight_scale": np.ascontiguousarray(scales.T),
-        "weight_shape": np.array(values.shape, np.int64),
-    }
-    if weight.order is not None:
-        order = np.asarray(weight.order)
-        groups = np.empty(weight.inputs, np.int32)
-        groups[order] = np.arange(weight.inputs) // GROUP
-        found["weight_g_idx"] = groups
-        values = values[:, np.argsort(order)]
-    found["weight_packed"] = to_words(values, axis=1)
-    if weight.zeros is not None:
-        found["weight_zero_point"] = to_words(np.asarray(weight.zeros).T, axis=0)
-    return found
-
-
-def to_words(values: np.ndarray, *, axis: int) -> np.ndarray:
-    """Values of -8 to 7 as `half_bytes` takes them apart."""
-    values = np.moveaxis(values.astype(np.int32) + OFFSET, axis, -1).astype(np.uint32)
-    missing = -values.shape[-1] % IN_WORD
-    values = np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, missing)])
-    shifted = values.reshape(*values.shape[:-1], -1, IN_WORD) << np.arange(
-        0, 32, 4, dtype=np.uint32
-    )
-    words = np.bitwise_or.reduce(shifted, axis=-1).view(np.int32)
-    return np.ascontiguousarray(np.moveaxis(words, -1, axis))
-
-
-def description(weight: NarrowWeight, *, blocks: bool) -> dict[str, Any]:
-    """`quantization_config` of a folder; the arguments are those of `to_compressed_tensors`."""
-    kind = weight.kind
-    number = {"num_bits": 4 if kind.is_packed else 8, "symmetric": True}
-    number["type"] = "float" if weight.format == "fp8" else "int"
-    weights, rows = number | {"dynamic": False, "strategy": "channel"}, None
-    if kind.is_packed:
-        weights |= {"strategy": "group", "group_size": GROUP, "symmetric": weight.zeros is None}
-        weights |= {} if weight.order is None else {"actorder": "group"}
-    elif blocks:
-        weights |= {"strategy": "block", "block_structure": [GROUP, GROUP]}
-    if kind.rounds_rows:
-        rows = number | {"dynamic": True, "strategy": "token"}
-        rows |= {"strategy": "group", "group_size": GROUP} if blocks else {}
-    formats = {"fp8": "float-quantized", "int4": "pack-quantized"}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": rows}
-    return {
-        "quant_method": "compressed-tensors",
-        "quantization_status": "compressed",
-        "format": formats.get(weight.format, "int-quantized"),
-        "config_groups": {"group_0": group | {"output_activations": None}},
-        "ignore": ["lm_head"],
-    }
