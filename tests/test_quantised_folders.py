@@ -194,7 +194,8 @@ def test_folders_hold_what_their_methods_mean(method, tmp_path):
         (METHODS["awq"][0] | {"version": "gemv"}, "version must be gemm, GEMM, not 'gemv'"),
         (compressed(4, "int", ROWS | {"num_bits": 4}), "4 bits, 'int', with rounded activations"),
         (compressed(8, "int", ROWS | {"dynamic": False}), "dynamic must be True, not False"),
-        ("int8", "it is not an object"),
+        ("int8", r"quantised in a way that emsjax does not read \('int8'\)"),
+        ({"quant_method": "gptq", "bits": 4}, "group_size is missing"),
     ],
 )
 def test_other_methods_are_errors_that_name_them(how, message, tmp_path):

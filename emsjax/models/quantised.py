@@ -52,23 +52,22 @@ def scheme_of(contents: Mapping[str, Any]) -> Scheme | None:
     Raises:
         ValueError: it is one that is not read; the message names it.
     """
-    found = next((contents[name] for name in CONFIGS if contents.get(name) is not None), None)
-    if found is None:
+    name = next((name for name in CONFIGS if contents.get(name) is not None), None)
+    if name is None:
         return None
-    if not isinstance(found, Mapping):
-        raise refused(found, "it is not an object")
-    method = found.get("quant_method")
-    if not isinstance(method, str) or method not in METHODS:
-        raise refused(method, f"read are {', '.join(METHODS)}")
-    return METHODS[method](found)
+    try:
+        found = contents[name]
+        method = found.get("quant_method") if isinstance(found, Mapping) else found
+        if not isinstance(method, str) or method not in METHODS or found is method:
+            raise refused(method, f"read are {', '.join(METHODS)}")
+        return METHODS[method](found)
+    except ValueError as error:
+        raise ValueError(f"{name} says that the weights are quantised {error}") from error
 
 
 def refused(what: Any, why: str) -> ValueError:
-    """The error for weights that are quantised in another way."""
-    return ValueError(
-        f"{CONFIGS[0]} says that the weights are quantised by a method that emsjax does not read "
-        f"({shown(what)}): {why}"
-    )
+    """The end of the error for weights that are quantised in another way."""
+    return ValueError(f"in a way that emsjax does not read ({shown(what)}): {why}")
 
 
 def expect(found: Mapping[str, Any], method: str, **wanted: Sequence[Any]) -> None:
@@ -120,7 +119,15 @@ def compressed_tensors(found: Mapping[str, Any]) -> Scheme:
     return Scheme(method, format, names, read, layouts.shape_of_weight)
 
 
+def require(found: Mapping[str, Any], method: str, *names: str) -> None:
+    """Raises ValueError unless one of these fields is there."""
+    if not any(name in found for name in names):
+        raise refused(method, f"{' or '.join(names)} is missing")
+
+
 def gptq(found: Mapping[str, Any]) -> Scheme:
+    require(found, "gptq", "bits")
+    require(found, "gptq", "group_size")
     expect(found, "gptq", bits=(4,), group_size=(GROUP, -1))
     expect(found, "gptq", checkpoint_format=("gptq", "gptq_v2"))
     shift = 0 if found.get("checkpoint_format") == "gptq_v2" else 1
@@ -130,6 +137,8 @@ def gptq(found: Mapping[str, Any]) -> Scheme:
 
 
 def awq(found: Mapping[str, Any]) -> Scheme:
+    require(found, "awq", "bits", "w_bit")
+    require(found, "awq", "group_size", "q_group_size")
     expect(found, "awq", bits=(4,), w_bit=(4,), group_size=(GROUP,), q_group_size=(GROUP,))
     expect(found, "awq", version=("gemm", "GEMM"), zero_point=(True,))
     return Scheme(
@@ -140,8 +149,7 @@ def awq(found: Mapping[str, Any]) -> Scheme:
 def fp8(found: Mapping[str, Any]) -> Scheme:
     expect(found, "fp8", activation_scheme=("dynamic",), fmt=("e4m3",))
     expect(found, "fp8", weight_block_size=([GROUP, GROUP], (GROUP, GROUP)))
-    if "weight_block_size" not in found:
-        raise refused("fp8", "weight_block_size is missing")
+    require(found, "fp8", "weight_block_size")
     read = functools.partial(layouts.by_blocks, scales="weight_scale_inv")
     return Scheme("fp8", "fp8", ("weight", "weight_scale_inv"), read, layouts.shape_of_weight)
 
