@@ -50,6 +50,7 @@ def generate(
     include_stop: bool = False,
     top_logprobs: int = 0,
     numerics: str | None = None,
+    kv_dtype: str | None = None,
 ) -> GenerateOutput:
     """Completes ragged prompts by batched, unpadded, lossless speculative decoding.
 
@@ -93,6 +94,9 @@ def generate(
         top_logprobs: number of likeliest tokens that the output has for each emitted token.
         numerics: "fast", or "invariant": the bits of a sequence then depend on it alone, whatever
             is decoded beside it; None: those of `pallas_kernels.numerics` around the call.
+        kv_dtype: "int8" or "fp8": keys and values are stored in 8 bits, with a scale for each token
+            and head. Output is then that of plain decoding with such a cache. None: in the model's
+            dtype.
 
     It runs with 64-bit types off and JAX's default random generator, whatever else is set, and so
     does code of yours that it calls.
@@ -123,6 +127,7 @@ def generate(
         draft_length,
         processors=processors,
         attention_implementation=attention_implementation,
+        kv_dtype=kv_dtype,
     )
     run, requests = check(
         run,
@@ -224,6 +229,7 @@ def init_state(
     tokenizer: Any = None,
     top_logprobs: int = 0,
     numerics: str | None = None,
+    kv_dtype: str | None = None,
 ) -> DecodeState:
     """Returns the state before the first `step`: prompts are prefilled and nothing is emitted.
 
@@ -239,6 +245,7 @@ def init_state(
         processors=processors,
         attention_implementation=attention_implementation,
         layout=layout,
+        kv_dtype=kv_dtype,
     )
     run, requests = check(
         run,

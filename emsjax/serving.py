@@ -36,8 +36,8 @@ class Engine:
     the same as from `emsjax.stream` with the same arguments. One call is served at a time.
 
     Args:
-        model, drafter, draft_length, attention_implementation, devices, processors, numerics: as
-            for `emsjax.stream`.
+        model, drafter, draft_length, attention_implementation, devices, processors, numerics,
+            kv_dtype: as for `emsjax.stream`.
         batch_size: slots per device.
         max_len: tokens of the longest prompt and its continuation together, which set the size
             of the caches; None: as many as the model has positions for.
@@ -59,6 +59,7 @@ class Engine:
         devices: Sequence[jax.Device] | None = None,
         processors: Sequence[LogitsProcessor] = (),
         numerics: str | None = None,
+        kv_dtype: str | None = None,
     ):
         run = make_run(
             model,
@@ -66,6 +67,7 @@ class Engine:
             draft_length,
             processors=processors,
             attention_implementation=attention_implementation,
+            kv_dtype=kv_dtype,
         )
         if holds_prompts(run.drafter, None):
             raise ValueError(

@@ -69,6 +69,7 @@ def stream(
     top_logprobs: int = 0,
     partial: bool = False,
     numerics: str | None = None,
+    kv_dtype: str | None = None,
 ) -> Iterator[Completion]:
     """Completes any number of prompts, `batch_size` sequences at a time, each as it finishes.
 
@@ -119,6 +120,7 @@ def stream(
         draft_length,
         processors=processors,
         attention_implementation=attention_implementation,
+        kv_dtype=kv_dtype,
     )
     if not is_list(prompts):
         sizes = {"batch_size": batch_size, "max_len": max_len}

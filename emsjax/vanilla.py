@@ -31,6 +31,7 @@ def generate(
     attention_implementation: str | Callable | None = None,
     attention_mask: Sequence[Sequence[int]] | None = None,
     numerics: str | None = None,
+    kv_dtype: str | None = None,
 ) -> GenerateOutput:
     """Completes prompts greedily by the vanilla method or one of its two ablations.
 
@@ -67,6 +68,7 @@ def generate(
         draft_length,
         attention_implementation=attention_implementation,
         layout=Layout(pad_inputs=not unpad_inputs, pad_kv_cache=not unpad_kv_cache),
+        kv_dtype=kv_dtype,
     )
     run, requests = check(
         run,

@@ -12,6 +12,7 @@ from pallas_kernels.attention import ragged_attention
 from pallas_kernels.attention.confine import confine
 from pallas_kernels.cache_update import update_kv_cache, update_kv_caches
 from pallas_kernels.common import dialect
+from pallas_kernels.common.narrow_rows import NarrowRows, round_rows
 from pallas_kernels.common.numerics import numerics
 from pallas_kernels.cutoff import sampling_cutoff
 from pallas_kernels.logsumexp import log_sum_exp
@@ -22,6 +23,7 @@ from pallas_kernels.rotary import rotate_heads
 dialect.register()
 
 __all__ = [
+    "NarrowRows",
     "NarrowWeight",
     "add_layer_norm",
     "add_rms_norm",
@@ -33,6 +35,7 @@ __all__ = [
     "ragged_attention",
     "reference",
     "rotate_heads",
+    "round_rows",
     "sampling_cutoff",
     "update_kv_cache",
     "update_kv_caches",

@@ -6,6 +6,7 @@ also has the cache of the padded method, which writes all samples at one place.
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from emsjax.decode.kernels import Visible
 from emsjax.decode.pack import AcceptedPath, PackedRows
 from emsjax.values import pytree
 from pallas_kernels.common.indexing import take
+from pallas_kernels.common.narrow_rows import NarrowRows, round_rows
 
 
 @pytree
@@ -23,13 +25,19 @@ class LayerCache:
     """Committed keys and values of one layer, as separate arrays: slicing a stack would copy it.
 
     Attributes:
-        keys, values: [b, l, h, d], h counts K/V heads.
-        scales: quantisation scales of narrower types; None: keys and values are not scaled.
+        keys, values: [b, l, h, d], h counts K/V heads; arrays, or `pallas_kernels.NarrowRows`.
     """
 
-    keys: Float[Array, "b l h d"]
-    values: Float[Array, "b l h d"]
-    scales: Float[Array, "..."] | None = None
+    keys: Float[Array, "b l h d"] | NarrowRows
+    values: Float[Array, "b l h d"] | NarrowRows
+
+    def rounded(self, qkv: Float[Array, "r hq d"]) -> Float[Array, "r hq d"]:
+        """Queries, keys and values of fresh rows, the last two as the cache will hold them."""
+        if not isinstance(self.keys, NarrowRows):
+            return qkv
+        first = qkv.shape[1] - 2 * self.keys.shape[2]
+        narrow = round_rows(qkv[:, first:], self.keys.format)
+        return jnp.concatenate([qkv[:, :first], narrow.widen(qkv.dtype)], axis=1)
 
 
 @pytree
@@ -46,10 +54,20 @@ class KVCache:
 
     @classmethod
     def init(
-        cls, batch: int, max_len: int, *, num_layers: int, kv_heads: int, head_dim: int, dtype
+        cls,
+        batch: int,
+        max_len: int,
+        *,
+        num_layers: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: Any,
+        kv_dtype: str | None = None,
     ) -> "KVCache":
-        """An empty cache of `max_len` tokens per sample."""
-        empty = lambda: jnp.zeros((batch, max_len, kv_heads, head_dim), dtype)
+        """An empty cache of `max_len` tokens per sample, in `dtype`, or in 8 bits."""
+        shape = batch, max_len, kv_heads, head_dim
+        make = jnp.zeros if kv_dtype is None else NarrowRows.zeros
+        empty = lambda: make(shape, dtype if kv_dtype is None else kv_dtype)
         layers = tuple(LayerCache(empty(), empty()) for _ in range(num_layers))
         return cls(layers, jnp.zeros(batch, jnp.int32))
 

@@ -12,6 +12,7 @@ from emsjax.returned import check_alike
 from pallas_kernels.attention import IMPLEMENTATIONS as ATTENTIONS
 from pallas_kernels.cache_update import IMPLEMENTATIONS as UPDATES
 from pallas_kernels.common.implementations import choose
+from pallas_kernels.common.narrow_rows import wide_array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +65,7 @@ def attend(
     """Attention of one layer's fresh rows to its cache and to themselves.
 
     This library's attention reads queries, keys and values from one array. For a user's attention
-    they are copied into separate arrays, and its result is checked.
+    they are copied into separate arrays, a cache in 8 bits is widened, and the result is checked.
 
     Args:
         attention: a callable with the signature of `pallas_kernels.ragged_attention`.
@@ -84,7 +85,8 @@ def attend(
     kv_heads = cached.keys.shape[2]
     query, fresh = qkv[:, : -2 * kv_heads], qkv[:, -2 * kv_heads :]
     key, value = fresh[:, :kv_heads], fresh[:, kv_heads:]
-    out = attention(query, key, value, cached.keys, cached.values, *places, **options)
+    caches = (wide_array(x, qkv.dtype) for x in (cached.keys, cached.values))
+    out = attention(query, key, value, *caches, *places, **options)
     rule = "attention_implementation must return [rows, heads, head_dim] in the query's dtype"
     return check_alike(rule, out, query)
 

@@ -15,11 +15,13 @@ from emsjax.decode.kernels import resolve_kernels
 from emsjax.decode.layout import UNPADDED, Layout
 from emsjax.decode.run import Run
 from emsjax.sampling import LogitsProcessor
+from pallas_kernels.common.narrow_rows import FORMATS
 from pallas_kernels.common.numerics import is_invariant
 
 MODEL_PARTS = ("config", "dtype", "row_bytes", "logits", "init_cache")
 DRAFTER_PARTS = ("max_draft_tokens", "init", "propose")
 POLICY_PARTS = ("init", "lengths", "update")
+KV_DTYPES = tuple(FORMATS)
 
 
 def check_is_model(name: str, model: Any) -> None:
@@ -236,15 +238,19 @@ def make_run(
     processors: Sequence[LogitsProcessor] = (),
     attention_implementation: str | Callable | None = None,
     layout: Layout = UNPADDED,
+    kv_dtype: str | None = None,
 ) -> Run:
     """Builds the `Run` from the objects that a user passes in.
 
     Raises:
         ValueError: an argument is not a model, drafter, policy or sequence of logits processors, or
             the attention does not exist or cannot run on this device; the layout pads the cache, or
-            the attention is the reference, with invariant numerics.
+            the attention is the reference, with invariant numerics; or `kv_dtype` is unknown, or
+            the model has no such cache.
     """
     check_is_model("model", model)
+    if kv_dtype is not None:
+        model = _with_kv_dtype(model, kv_dtype)
     check_instance("layout", layout, Layout, "an emsjax.decode.layout.Layout")
     if layout.pad_kv_cache and is_invariant():
         raise ValueError(
@@ -256,3 +262,17 @@ def make_run(
     kernels, policy = resolve_kernels(attention_implementation), as_policy(draft_length)
     drafter = with_policy_limit(as_drafter(drafter), policy, model.config)
     return Run(model, drafter, policy, as_processors(processors), kernels, layout)
+
+
+def _with_kv_dtype(model: Any, kv_dtype: str) -> Any:
+    """The model with caches in this format.
+
+    Raises:
+        ValueError: the format is unknown, or the model has no method `with_kv_dtype`.
+    """
+    if not isinstance(kv_dtype, str) or kv_dtype not in KV_DTYPES:
+        known = " or ".join(map(repr, KV_DTYPES))
+        raise ValueError(f"kv_dtype must be None, {known}, not {kv_dtype!r}")
+    if not hasattr(model, "with_kv_dtype"):
+        raise ValueError(f"kv_dtype must be None, as {type(model).__name__} has no with_kv_dtype")
+    return model.with_kv_dtype(kv_dtype)

@@ -44,7 +44,8 @@ _known: dict[Any, Sizes] = {}  # cached, as tracing takes longer than the rest o
 
 def sizes_of(model: Model) -> Sizes:
     """Traces one row, once per architecture, to find the sizes; nothing is computed."""
-    kind = (type(model), model.config, jnp.dtype(model.dtype))
+    formats = (getattr(model, name, None) for name in ("quantization", "kv_dtype"))
+    kind = (type(model), model.config, jnp.dtype(model.dtype), *formats)
     if kind in _known:
         return _known[kind]
 

@@ -49,6 +49,7 @@ class Decoder(nnx.Module):
     """
 
     quantization: str | None = None  # the format of the layers' weights, if they are narrow
+    kv_dtype: str | None = None  # the format of caches, if they are in 8 bits
 
     def __init__(self, config: Any, *, rngs: nnx.Rngs, dtype=jnp.bfloat16):
         dtype = jnp.dtype(dtype)
@@ -155,7 +156,13 @@ class Decoder(nnx.Module):
         """Returns an empty cache with room for `max_len` tokens of each of `batch` samples."""
         a = self.architecture
         sizes = {"num_layers": len(a.layers), "kv_heads": a.kv_heads, "head_dim": a.head_dim}
-        return KVCache.init(batch, max_len, dtype=self.dtype, **sizes)
+        return KVCache.init(batch, max_len, dtype=self.dtype, kv_dtype=self.kv_dtype, **sizes)
+
+    def with_kv_dtype(self, kv_dtype: str | None) -> "Decoder":
+        """Returns the same model with caches in 8 bits, "int8" or "fp8"; None: in its dtype."""
+        model = nnx.merge(*nnx.split(self))
+        model.kv_dtype = kv_dtype
+        return model
 
     @property
     def row_bytes(self) -> int:

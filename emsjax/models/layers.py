@@ -336,6 +336,7 @@ def run_layer(
     """
 
     def see(qkv, kind: AttentionKind):
+        qkv = cached.rounded(qkv)
         limits = {"max_rows_per_sample": max_rows_per_sample}
         if kind.window is not None:
             limits["window"] = kind.window

@@ -6,6 +6,7 @@ from jax import Array
 
 from pallas_kernels.attention import reference, triton, xla
 from pallas_kernels.common.implementations import choose
+from pallas_kernels.common.narrow_rows import NarrowRows, wide_array
 from pallas_kernels.common.numbers import check_at_least, check_number
 from pallas_kernels.common.numerics import is_invariant
 from pallas_kernels.common.shapes import (
@@ -27,8 +28,8 @@ def ragged_attention(
     query: Array,  # [rows, heads, head_dim]
     key: Array | None,  # [rows, kv_heads, head_dim]
     value: Array | None,  # [rows, kv_heads, head_dim]
-    key_cache: Array,  # [batch, max_len, kv_heads, head_dim]
-    value_cache: Array,  # [batch, max_len, kv_heads, head_dim]
+    key_cache: Array | NarrowRows,  # [batch, max_len, kv_heads, head_dim]
+    value_cache: Array | NarrowRows,  # [batch, max_len, kv_heads, head_dim]
     segment_ids: Array,  # int32 [rows]
     positions: Array,  # int32 [rows]
     cache_lengths: Array,  # int32 [batch]
@@ -77,7 +78,8 @@ def ragged_attention(
             product computes them; the Triton kernel reads them in place.
         key, value: the fresh rows' keys and values, [rows, kv_heads, head_dim], or None.
         key_cache, value_cache: [batch, max_len, kv_heads, head_dim]; `heads` is a multiple of
-            `kv_heads`.
+            `kv_heads`. With both in 8 bits, as `NarrowRows`, the Triton kernel widens what it
+            reads, and the other implementations a layer's cache.
         segment_ids: the sample of each row, int32 [rows]; batch for padding rows.
         positions: the position of each row within its sample, int32 [rows].
         cache_lengths: the number of committed entries of each sample, int32 [batch].
@@ -149,6 +151,8 @@ def ragged_attention(
         check_packed_heads("query", query, kv_heads)
     else:
         check_heads(query.shape[1], kv_heads)
+    if name != "triton":
+        key_cache, value_cache = (wide_array(x, query.dtype) for x in (key_cache, value_cache))
     arrays = query, key, value, key_cache, value_cache, segment_ids, positions, cache_lengths
     return IMPLEMENTATIONS[name](
         *arrays,

@@ -21,7 +21,7 @@ class Places(NamedTuple):
     index: Array  # the work item
     items: Array  # [7, n]
     fresh: tuple[Array, ...]  # queries [r, h, d], keys and values [r, k, d]; or one [r, h + 2k, d]
-    cached: tuple[Array, Array]  # keys and values [b, l, k, d]
+    cached: tuple[Array, ...]  # keys and values [b, l, k, d]; and in 8 bits their scales [b, l, k]
     masks: dict[str, Array]  # ancestors [r, f], cache [b, l], positions [r], entries [b, l]
     outputs: tuple[Array, ...]  # [r, h, d], or shares [n, t, k, d], [n, t, k] x 2
 
@@ -89,10 +89,16 @@ class Tile:
 
     def load_cached(self, which: int, entry, defined=None):
         """Committed keys (0) or values (1) [m, d] of the entries `entry` [m]."""
-        place = self.places.cached[which].at[
-            self.item["sample"], entry[:, None], self.head, self.dims
-        ]
-        return self.load(place, entry.shape[0], defined)
+        numbers, sample = self.places.cached[which], self.item["sample"]
+        place = numbers.at[sample, entry[:, None], self.head, self.dims]
+        loaded = self.load(place, entry.shape[0], defined)
+        if len(self.places.cached) == 2:
+            return loaded
+        place = self.places.cached[2 + which].at[sample, entry, self.head]
+        scales = plgpu.load(place, mask=defined, other=None if defined is None else 0)
+        # Exact, as scales are powers of two.
+        wide = loaded.astype(jnp.float32) * scales.astype(jnp.float32)[:, None]
+        return wide.astype(self.query.dtype)
 
     def descends(self, fresh):
         """Whether each lane's row sees the sample's fresh rows `fresh` [m], [t, m]."""

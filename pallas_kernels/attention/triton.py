@@ -27,14 +27,15 @@ from pallas_kernels.attention.tile import Places, Tile, head_of, row_of
 from pallas_kernels.attention.tilings import Launch, dims_of, launch_for, padded
 from pallas_kernels.attention.work_items import FIELDS, part_places
 from pallas_kernels.common.implementations import stages_that_fit
+from pallas_kernels.common.narrow_rows import NarrowRows
 
 
 def ragged_attention(
     query: Array,  # [r, h, d], or [r, h + 2k, d] with keys and values
     key: Array | None,  # [r, k, d]
     value: Array | None,  # [r, k, d]
-    key_cache: Array,  # [b, l, k, d]
-    value_cache: Array,  # [b, l, k, d]
+    key_cache: Array | NarrowRows,  # [b, l, k, d]
+    value_cache: Array | NarrowRows,  # [b, l, k, d]
     segment_ids: Array,  # int32 [r]
     positions: Array,  # int32 [r]
     cache_lengths: Array,  # int32 [b]
@@ -50,7 +51,7 @@ def ragged_attention(
     """See `pallas_kernels.ragged_attention`."""
     if not key_cache.shape[1]:  # a kernel needs an address: one entry, which no row sees
         pad = lambda x: jnp.pad(x, [(0, int(axis == 1)) for axis in range(x.ndim)])
-        key_cache, value_cache = pad(key_cache), pad(value_cache)
+        key_cache, value_cache = jax.tree.map(pad, (key_cache, value_cache))
         cache_mask = None
     rows, heads, head_dim = query.shape
     masks = {"ancestors": ancestors, "cache": cache_mask}
@@ -70,7 +71,7 @@ def ragged_attention(
     )
     return _launch(
         (query,) if key is None else (query, key, value),
-        (key_cache, value_cache),
+        _arrays_of(key_cache, value_cache),
         segment_ids,
         positions,
         cache_lengths,
@@ -78,6 +79,13 @@ def ragged_attention(
         launch=launch,
         interpret=interpret,
     )
+
+
+def _arrays_of(*caches: Array | NarrowRows) -> tuple[Array, ...]:
+    """The arrays of keys and values, then those of their scales, if they have any."""
+    if not isinstance(caches[0], NarrowRows):
+        return caches
+    return *(x.values for x in caches), *(x.scales for x in caches)
 
 
 # Jitted by itself, so that layers of the same shapes are traced and lowered once.
@@ -111,7 +119,13 @@ def _launch(
         shares = (batch * launch.max_tiles * num_parts, tiling.rows, kv_heads)
     f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     outputs = pl.pallas_call(
-        functools.partial(_kernel, launch=launch, masks=tuple(masks), together=len(fresh) == 1),
+        functools.partial(
+            _kernel,
+            launch=launch,
+            masks=tuple(masks),
+            together=len(fresh) == 1,
+            num_cached=len(cached),
+        ),
         # Neighbouring heads lie side by side in the cache and are read together.
         grid=(kv_heads, num_items + whole),
         out_shape=of_query if whole else (f32(*shares, head_dim), f32(*shares), f32(*shares)),
@@ -152,13 +166,15 @@ def _launch(
 def _kernel(
     items_ref,  # [7, n]
     num_real_ref,  # [1]
-    *refs,  # fresh rows [r, h, d], [r, k, d] x 2 or [r, h + 2k, d], caches x 2, masks, outputs
+    *refs,  # fresh rows [r, h, d], [r, k, d] x 2 or [r, h + 2k, d], caches, masks, outputs
     launch: Launch,
     masks: tuple[str, ...],
     together: bool,
+    num_cached: int,
 ):
     count = 1 if together else 3
-    fresh, cached, refs = refs[:count], refs[count : count + 2], refs[count + 2 :]
+    fresh, refs = refs[:count], refs[count:]
+    cached, refs = refs[:num_cached], refs[num_cached:]
     outputs = refs[len(masks) :]
     head, index = pl.program_id(0), pl.program_id(1)
     masks = dict(zip(masks, refs, strict=False))

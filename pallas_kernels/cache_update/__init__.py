@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 
+import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.cache_update import reference, triton, xla
 from pallas_kernels.common.implementations import choose
+from pallas_kernels.common.narrow_rows import NarrowRows, round_rows
 from pallas_kernels.common.shapes import check_integers, check_packed_heads, check_shapes
 
 IMPLEMENTATIONS = {
@@ -66,8 +68,8 @@ def update_kv_cache(
 
 
 def update_kv_caches(
-    key_caches: Sequence[Array],  # [batch, max_len, kv_heads, head_dim] each
-    value_caches: Sequence[Array],  # [batch, max_len, kv_heads, head_dim] each
+    key_caches: Sequence[Array | NarrowRows],  # [batch, max_len, kv_heads, head_dim] each
+    value_caches: Sequence[Array | NarrowRows],  # [batch, max_len, kv_heads, head_dim] each
     keys: Sequence[Array],  # [rows, kv_heads, head_dim] each
     values: Sequence[Array] | None,  # [rows, kv_heads, head_dim] each
     segment_ids: Array,  # int32 [rows]
@@ -82,7 +84,8 @@ def update_kv_caches(
     kilobytes per layer, too little for a launch of its own.
 
     Args:
-        key_caches, value_caches: the caches of each layer, [batch, max_len, kv_heads, head_dim].
+        key_caches, value_caches: the caches of each layer, [batch, max_len, kv_heads, head_dim];
+            all of them arrays, or all `NarrowRows`, for which rows are rounded.
         keys, values: the rows of each layer, [rows, kv_heads, head_dim]. If `values` is None,
             `keys` holds queries, keys and values of each layer, [rows, heads + 2 * kv_heads,
             head_dim] with `heads` a multiple of `kv_heads`, as one product computes them; the
@@ -110,7 +113,28 @@ def update_kv_caches(
         )
         if values is None:
             check_packed_heads("keys", key, key_cache.shape[2])
-    new_keys, new_values = update(
-        key_caches, value_caches, keys, values, segment_ids, positions, interpret=interpret
-    )
+    places = {"segment_ids": segment_ids, "positions": positions, "interpret": interpret}
+    if key_caches and isinstance(key_caches[0], NarrowRows):
+        return _update_narrow(update, key_caches, value_caches, keys, values, places)
+    new_keys, new_values = update(key_caches, value_caches, keys, values, **places)
     return tuple(new_keys), tuple(new_values)
+
+
+def _update_narrow(update, key_caches, value_caches, keys, values, places):
+    """The same for caches in 8 bits: numbers and scales are written as two sets of caches."""
+    kv_heads = key_caches[0].shape[2]
+    if values is None:
+        values = [packed[:, -kv_heads:] for packed in keys]
+        keys = [packed[:, -2 * kv_heads : -kv_heads] for packed in keys]
+    format = key_caches[0].format
+    rounded = [[round_rows(x, format) for x in rows] for rows in (keys, values)]
+    caches = (key_caches, value_caches)
+    numbers_of = lambda narrow: [x.values for x in narrow]
+    scales_of = lambda narrow: [x.scales[..., None] for x in narrow]
+    written = (
+        update(*map(part, caches), *map(part, rounded), **places)
+        for part in (numbers_of, scales_of)
+    )
+    together = lambda numbers, scales: NarrowRows(numbers, jnp.squeeze(scales, -1))
+    new_keys, new_values = (tuple(map(together, *parts)) for parts in zip(*written, strict=True))
+    return new_keys, new_values

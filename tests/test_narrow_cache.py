@@ -1,0 +1,159 @@
+"""Caches in 8 bits: rounding, kernels beside a wide cache with the same numbers, and decoding."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_cases import COMPILED
+from toy import ragged_prompts, tiny_model
+
+import emsjax
+import pallas_kernels
+from emsjax.engine.memory import MemoryPlan
+from emsjax.testing import assert_invariant, assert_lossless
+from pallas_kernels.common.narrow_rows import FORMATS, NarrowRows, round_rows
+
+FORMAT = pytest.mark.parametrize("format", FORMATS)
+ROWS, BATCH, LENGTH, KV_HEADS, GROUP, DIM = 9, 3, 24, 2, 2, 16
+LENGTHS, COUNTS = np.array([20, 0, 11], np.int32), (4, 2, 2)  # and a padding row
+LOOKUP = emsjax.PromptLookup(match_length=1, search_generated=True)
+
+
+def normal(seed, *shape, dtype=jnp.bfloat16):
+    # Rows of very different sizes.
+    rng = np.random.default_rng(seed)
+    sizes = 2.0 ** rng.integers(-12, 12, shape[:-1])
+    return jnp.asarray(rng.normal(size=shape) * sizes[..., None], dtype)
+
+
+@FORMAT
+def test_rounded_rows_are_near_and_rounding_them_changes_nothing(format):
+    x = normal(0, 200, DIM, dtype=jnp.float32)
+    narrow = round_rows(x, format)
+    wide = narrow.widen(jnp.float32)
+    largest = np.abs(x).max(axis=1, keepdims=True)
+    error = np.abs(wide - x)
+    if format == "int8":
+        assert (error <= largest / 126).all()
+    else:
+        assert (error <= np.maximum(np.abs(x) / 16, largest * 2.0**-16)).all()
+    np.testing.assert_array_equal(narrow.widen(jnp.bfloat16).astype(jnp.float32), wide)
+    again = round_rows(wide, format)
+    np.testing.assert_array_equal(again.values, narrow.values)
+    np.testing.assert_array_equal(again.scales, narrow.scales)
+    mantissas, _ = np.frexp(np.asarray(narrow.scales, np.float32))
+    assert set(mantissas.tolist()) == {0.5}
+
+
+@FORMAT
+def test_rows_of_zeros_and_rows_that_are_not_finite(format):
+    x = jnp.zeros((3, DIM)).at[1, 2].set(jnp.nan).at[2, 3].set(jnp.inf)
+    wide = round_rows(x, format).widen(jnp.float32)
+    np.testing.assert_array_equal(wide[0], 0)
+    assert np.isnan(wide[1:]).all()
+    np.testing.assert_array_equal(NarrowRows.zeros((2, DIM), format).widen(jnp.float32), 0)
+
+
+def arrays(format):
+    """Fresh rows, a cache in 8 bits, and places; entries beyond the lengths hold NaN."""
+    shape = BATCH, LENGTH, KV_HEADS, DIM
+    beyond = (np.arange(LENGTH) >= LENGTHS[:, None])[..., None, None]
+    caches = [round_rows(jnp.where(beyond, jnp.nan, normal(i, *shape)), format) for i in (1, 2)]
+    segments = np.repeat(np.arange(BATCH + 1), (*COUNTS, 1)).astype(np.int32)
+    positions = np.concatenate([n + np.arange(c) for n, c in zip(LENGTHS, COUNTS, strict=True)])
+    places = segments, np.append(positions, 0).astype(np.int32), LENGTHS
+    qkv = normal(3, ROWS, KV_HEADS * (GROUP + 2), DIM) / 2**6
+    return qkv, caches, [jnp.asarray(x) for x in places]
+
+
+@FORMAT
+@pytest.mark.parametrize("numerics", ["fast", "invariant"])
+@pytest.mark.parametrize("implementation", ["triton", "xla"])
+@pytest.mark.parametrize("options", [{}, {"window": 5}], ids=["all", "window"])
+def test_attention_has_the_bits_of_a_wide_cache(format, numerics, implementation, options):
+    qkv, caches, places = arrays(format)
+    attend = functools.partial(
+        pallas_kernels.ragged_attention,
+        implementation=implementation,
+        interpret=implementation == "triton" and not COMPILED,
+        max_rows_per_sample=max(COUNTS),
+        numerics=numerics,
+        **options,
+    )
+    attend = jax.jit(attend)
+    wide = [x.widen(qkv.dtype) for x in caches]
+    out = attend(qkv, None, None, *caches, *places)
+    np.testing.assert_array_equal(out, attend(qkv, None, None, *wide, *places))
+    assert np.isfinite(np.asarray(out, np.float32)).all()
+
+
+@FORMAT
+@pytest.mark.parametrize("implementation", ["triton", "xla", "reference"])
+def test_updates_write_rounded_rows(format, implementation):
+    qkv, caches, (segments, positions, _) = arrays(format)
+    interpret = implementation == "triton" and not COMPILED
+    update = functools.partial(
+        pallas_kernels.update_kv_caches, implementation=implementation, interpret=interpret
+    )
+    update = jax.jit(update, static_argnums=3)
+    (keys,), (values,) = update(caches[:1], caches[1:], [qkv], None, segments, positions)
+    fresh = round_rows(qkv[:, -2 * KV_HEADS :], format)
+    for found, before, first in zip((keys, values), caches, (0, KV_HEADS), strict=True):
+        at = segments[:-1], positions[:-1]
+        heads = slice(first, first + KV_HEADS)
+        expected = before.values.at[at].set(fresh.values[:-1, heads])
+        np.testing.assert_array_equal(found.values, expected)
+        expected = before.scales.at[at].set(fresh.scales[:-1, heads]).astype(jnp.float32)
+        np.testing.assert_array_equal(found.scales.astype(jnp.float32), expected)
+
+
+@pytest.mark.usefixtures("few_row_counts")
+@FORMAT
+def test_decoding_is_lossless_and_its_bits_do_not_depend_on_the_batch(format):
+    prompts = ragged_prompts([5, 14, 3])
+    model = tiny_model()
+    options = {"max_new_tokens": 8, "kv_dtype": format}
+    checked = assert_lossless(model, LOOKUP, prompts, **options)
+    assert np.any(checked.output.stats.num_accepted)
+    wide = emsjax.generate(model, prompts, LOOKUP, max_new_tokens=8)
+    assert not np.array_equal(wide.logprobs, checked.output.logprobs)
+    narrow = model.astype("bfloat16").with_kv_dtype(format)
+    assert_invariant(narrow, prompts, LOOKUP, max_new_tokens=4)
+
+
+@pytest.mark.usefixtures("few_row_counts")
+def test_every_entry_takes_a_cache_in_8_bits():
+    model, prompts = tiny_model(), ragged_prompts([5, 9])
+    options = {"max_new_tokens": 5, "kv_dtype": "int8"}
+    expected = emsjax.generate(model, prompts, **options)
+    streamed = {c.prompt: c.tokens for c in emsjax.stream(model, prompts, batch_size=1, **options)}
+    engine = emsjax.Engine(model, batch_size=1, max_len=40, kv_dtype="int8")
+    served = {c.prompt: c.tokens for c in engine.stream(prompts, max_new_tokens=5)}
+    state = emsjax.init_state(model, None, prompts, **options)
+    assert state.cache.layers[0].keys.values.dtype == jnp.int8
+    for _ in range(5):
+        state, _ = emsjax.step(model, None, state)
+    for i, prompt in enumerate(prompts):
+        tokens = expected.tokens[i, : expected.lengths[i]]
+        np.testing.assert_array_equal(streamed[i], tokens)
+        np.testing.assert_array_equal(served[i], tokens)
+        n = len(prompt)
+        np.testing.assert_array_equal(state.tokens[i, n : n + len(tokens)], tokens)
+
+
+def test_the_memory_plan_knows_the_cache():
+    model = tiny_model().astype("bfloat16")
+    plan = lambda model: MemoryPlan.for_run(
+        model, slots=2, prompt_slots=2, max_len=64, max_draft_tokens=3
+    )
+    wide, narrow = plan(model), plan(model.with_kv_dtype("int8"))
+    head_dim = model.architecture.head_dim
+    assert narrow.caches / wide.caches == (head_dim + 2) / (2 * head_dim)
+
+
+@pytest.mark.parametrize("kv_dtype", ["int4", "", 8, True])
+def test_unknown_formats_are_an_error(kv_dtype):
+    with pytest.raises(ValueError, match="kv_dtype must be None, 'int8' or 'fp8', not"):
+        emsjax.generate(tiny_model(), ragged_prompts([3]), kv_dtype=kv_dtype)
