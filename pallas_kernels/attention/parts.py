@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.attention.combine import merge
-from pallas_kernels.attention.share import loop
+from pallas_kernels.attention.share import loop, scaled
 from pallas_kernels.attention.tile import Tile
 from pallas_kernels.common.implementations import matmul_precision
 
@@ -56,10 +56,13 @@ def attend_parts(tile: Tile, *, decoding: bool) -> None:
 
     def whole_part(part, carry, *, load):
         at = part * keys + jnp.arange(keys)
-        return finish(part, carry, softmax(*load(at, in_window(at)), sees(at)))
+        keys_at, values_at, *scales = load(at, in_window(at))
+        return finish(part, carry, softmax(keys_at, values_at, sees(at), *scales))
 
     def committed(at, defined):
-        return [tile.load_cached(which, at, defined) for which in (0, 1)]
+        loaded = (tile.load_cached(which, at, defined) for which in (0, 1))
+        (keys_at, key_scales), (values_at, value_scales) = loaded
+        return keys_at, values_at, key_scales, value_scales
 
     def fresh(at, defined):
         return tile.load_fresh(at - key_end, defined)
@@ -71,10 +74,12 @@ def attend_parts(tile: Tile, *, decoding: bool) -> None:
         is_old, is_new = row < 0, (row >= 0) & (row < fresh_end)
         if window is not None:
             is_old &= in_window(at)
-        old = committed(jnp.where(is_old, at, 0), is_old)
+        *old, key_scales, value_scales = committed(jnp.where(is_old, at, 0), is_old)
         loaded = tile.load_fresh(jnp.where(is_new, row, 0), is_new, old)
+        # A fresh row's scale is 1, and that of a key which no row sees anything finite.
+        scales = (x if x is None else jnp.where(is_old, x, 1) for x in (key_scales, value_scales))
         visible = jnp.where(is_new[None, :], tile.descends(row), is_old[None, :])
-        return finish(part, carry, softmax(*loaded, sees(at, visible)))
+        return finish(part, carry, softmax(*loaded, sees(at, visible), *scales))
 
     zeros = lambda *width: jnp.zeros((tile.tiling.rows, *width), jnp.float32)
     carry = (zeros(tile.dims.shape[1]), zeros() - jnp.inf, zeros(SUMS))
@@ -105,11 +110,13 @@ def place_of(tile: Tile, part):
     return (tile.item["sample"] * launch.max_tiles + own) * num_parts + part
 
 
-def _softmax_of_part(query, keys, values, visible, *, scale):
+def _softmax_of_part(query, keys, values, visible, key_scales=None, value_scales=None, *, scale):
     """A part's weighted values, largest score (in powers of two) and sums of weights [t, SUMS]."""
     precision = matmul_precision(query.dtype)
     dot = functools.partial(jnp.dot, precision=precision, preferred_element_type=jnp.float32)
     exponent, scores = scale * math.log2(math.e), dot(query, keys.T)
+    if key_scales is not None:
+        scores *= key_scales.astype(jnp.float32)[None, :]
     if visible is not None:
         scores = jnp.where(visible, scores, -jnp.inf)
     highest = jnp.max(scores, axis=1) * exponent
@@ -118,7 +125,7 @@ def _softmax_of_part(query, keys, values, visible, *, scale):
     weights = weights.astype(values.dtype)
     # Before the other product: Triton divides both among warps as suits the one that comes last.
     totals = dot(weights, jnp.ones((weights.shape[1], SUMS), weights.dtype))
-    return dot(weights, values), highest, totals
+    return dot(scaled(weights, value_scales), values), highest, totals
 
 
 def _any_of(totals):

@@ -51,12 +51,14 @@ def attend_share(tile: Tile, *, decoding: bool, one_block: bool) -> None:
             if "entries" in masks:
                 entry = plgpu.load(masks["entries"].at[item["sample"], place])
             defined = visible = visible & (entry >= tile.first_seen)
-        loaded = (tile.load_cached(which, place, defined) for which in (0, 1))
+        (keys_at, key_scales), (values_at, value_scales) = (
+            tile.load_cached(which, place, defined) for which in (0, 1)
+        )
         if visible is not None:
             visible = visible[None, :]
         if window is not None:
             visible &= entry[None, :] >= tile.lowest[:, None]
-        return attend(carry, *loaded, visible)
+        return attend(carry, keys_at, values_at, visible, key_scales, value_scales)
 
     def fresh_block(block, carry, *, masked):
         at = block * keys + jnp.arange(keys)
@@ -99,12 +101,17 @@ def attend_share(tile: Tile, *, decoding: bool, one_block: bool) -> None:
         tile.store_share(tile.index, out, highest, total)
 
 
-def _attend(query, carry, keys, values, visible, *, scale):
-    """One block of keys: the softmax so far as (weighted values, largest score, weights)."""
+def _attend(query, carry, keys, values, visible, key_scales=None, value_scales=None, *, scale):
+    """One block of keys: the softmax so far as (weighted values, largest score, weights).
+
+    Keys and values may have scales [m]; None: they are 1.
+    """
     precision = matmul_precision(query.dtype)
     dot = functools.partial(jnp.dot, precision=precision, preferred_element_type=jnp.float32)
     out, highest, total = carry
     scores = dot(query, keys.T)  # scaled in the exponent, as one multiply-add
+    if key_scales is not None:
+        scores *= key_scales.astype(jnp.float32)[None, :]
     if visible is not None:
         scores = jnp.where(visible, scores, -jnp.inf)
     new_highest = jnp.maximum(highest, jnp.max(scores, axis=1))
@@ -116,8 +123,13 @@ def _attend(query, carry, keys, values, visible, *, scale):
     decay = jnp.exp2((highest - shift) * exponent)[:, None]
     # Weights are summed over keys once, at the end, where blocks are of one size.
     added = weights if total.shape == weights.shape else jnp.sum(weights, axis=1, keepdims=True)
-    out = out * decay + dot(weights.astype(values.dtype), values)
+    out = out * decay + dot(scaled(weights.astype(values.dtype), value_scales), values)
     return out, new_highest, total * decay + added
+
+
+def scaled(weights, scales):
+    """Weights [t, m] times the scales [m] of their values; None: these are 1."""
+    return weights if scales is None else weights * scales[None, :]
 
 
 def _start(tiling: Tiling, head_dim: int):

@@ -68,6 +68,8 @@ class Tile:
         mask = jnp.broadcast_to(self.dims < self.head_dim, (size, self.dims.shape[1]))
         if defined is not None:
             mask &= defined[:, None]
+        if isinstance(other, int) and jnp.issubdtype(place.dtype, jnp.floating):
+            other = float(other)  # Triton converts no integer to 8 bits of a float
         return plgpu.load(place, mask=mask, other=other)
 
     def load_fresh(self, row, defined=None, others=(0, 0)):
@@ -88,17 +90,25 @@ class Tile:
         return confine(*loaded)
 
     def load_cached(self, which: int, entry, defined=None):
-        """Committed keys (0) or values (1) [m, d] of the entries `entry` [m]."""
+        """Committed keys (0) or values (1) of the entries `entry` [m].
+
+        Returns:
+            Numbers [m, d] and their scales [m], in the query's dtype; None for scales of 1.
+        """
         numbers, sample = self.places.cached[which], self.item["sample"]
         place = numbers.at[sample, entry[:, None], self.head, self.dims]
         loaded = self.load(place, entry.shape[0], defined)
         if len(self.places.cached) == 2:
-            return loaded
+            return loaded, None
         place = self.places.cached[2 + which].at[sample, entry, self.head]
-        scales = plgpu.load(place, mask=defined, other=None if defined is None else 0)
-        # Exact, as scales are powers of two.
-        wide = loaded.astype(jnp.float32) * scales.astype(jnp.float32)[:, None]
-        return wide.astype(self.query.dtype)
+        scales = plgpu.load(place, mask=defined, other=None if defined is None else 0.0)
+        dtype = self.query.dtype
+        if dtype != jnp.float16:
+            return loaded.astype(dtype), scales.astype(dtype)
+        # A weight times a scale may be too small for a float16.
+        return (loaded.astype(jnp.float32) * scales.astype(jnp.float32)[:, None]).astype(
+            dtype
+        ), None
 
     def descends(self, fresh):
         """Whether each lane's row sees the sample's fresh rows `fresh` [m], [t, m]."""
