@@ -150,7 +150,7 @@ def test_the_memory_plan_knows_the_cache():
     )
     wide, narrow = plan(model), plan(model.with_kv_dtype("int8"))
     head_dim = model.architecture.head_dim
-    assert narrow.caches / wide.caches == (head_dim + 2) / (2 * head_dim)
+    assert narrow.caches / wide.caches == (head_dim + 4) / (2 * head_dim)
 
 
 @pytest.mark.parametrize("kv_dtype", ["int4", "", 8, True])

@@ -33,7 +33,7 @@ class NarrowRows:
 
     Attributes:
         values: int8 or float8_e4m3fn, [..., head_dim].
-        scales: powers of two, or NaN for a row with a number that is not finite; bfloat16, [...].
+        scales: powers of two, or NaN for a row with a number that is not finite; float32, [...].
     """
 
     values: Array
@@ -52,11 +52,11 @@ class NarrowRows:
     @classmethod
     def zeros(cls, shape: tuple[int, ...], format: str) -> "NarrowRows":
         """An array of zeros."""
-        return cls(jnp.zeros(shape, FORMATS[format].dtype), jnp.ones(shape[:-1], jnp.bfloat16))
+        return cls(jnp.zeros(shape, FORMATS[format].dtype), jnp.ones(shape[:-1], jnp.float32))
 
     def widen(self, dtype) -> Array:
         """The array in another dtype."""
-        wide = self.values.astype(jnp.float32) * self.scales.astype(jnp.float32)[..., None]
+        wide = self.values.astype(jnp.float32) * self.scales[..., None]
         return wide.astype(dtype)
 
 
@@ -75,7 +75,7 @@ def round_rows(x: Array, format: str) -> NarrowRows:
     units = jnp.clip(jnp.round(units) if format == "int8" else units, -most, most)
     scales = jnp.where(jnp.isfinite(largest), power / 2.0**exponent, jnp.nan)
     units = jnp.where(jnp.isfinite(largest)[..., None], units, 0)
-    return NarrowRows(units.astype(dtype), scales.astype(jnp.bfloat16))
+    return NarrowRows(units.astype(dtype), scales)
 
 
 def wide_array(x: Array | NarrowRows, dtype) -> Array:
