@@ -1,12 +1,13 @@
 """The first part of a step: drafts for each sample, cut to the usable tokens."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from emsjax.decode.base import Draft, StepView
+from emsjax.decode.base import Draft, Drafter, StepView
 from emsjax.decode.run import Run
 from emsjax.returned import available_lengths, checked_proposal
 from emsjax.sampling import Purpose, position_keys
@@ -20,12 +21,14 @@ class Proposal(NamedTuple):
     Attributes:
         draft: the tokens to verify.
         drafter_state: the drafter's state after proposing them.
+        cache: the target's cache, in which the drafter may have written behind the tokens.
         view: what the policy saw.
         num_invalid: tokens per sample that were dropped as their `probs` are no distributions.
     """
 
     draft: Draft
     drafter_state: Any
+    cache: Any
     view: StepView
     num_invalid: Int32[Array, "b"]
 
@@ -48,7 +51,8 @@ def propose(run: Run, state: Any, ready: Bool[Array, "b"], process: Processing) 
     if drafter is None:
         none = jnp.zeros_like(state.lengths)
         view = StepView(ready, state.lengths, limits, drafted=False)
-        return Proposal(Draft(jnp.zeros((len(none), 0), jnp.int32), none), (), view, none)
+        draft = Draft(jnp.zeros((len(none), 0), jnp.int32), none)
+        return Proposal(draft, (), state.cache, view, none)
     view = StepView(ready, state.lengths, limits, drafted=bool(drafter.free))
 
     def allowed(view: StepView) -> Int32[Array, "b"]:
@@ -64,9 +68,7 @@ def propose(run: Run, state: Any, ready: Bool[Array, "b"], process: Processing) 
     arguments = (state.tokens, state.lengths, limits, keys, state.sampling)
     if process.processors:
         drafter = drafter.with_processing(process)
-    draft, drafter_state = checked_proposal(
-        drafter, state.drafter_state, *arguments, kind=Draft, vocab_size=vocab_size
-    )
+    draft, drafter_state, cache = call(drafter, state, arguments, vocab_size)
     counts = usable_counts(draft.tokens, draft.counts, limits, state.end_token_ids, vocab_size)
     if view.drafted:
         if draft.probs is not None:
@@ -87,4 +89,20 @@ def propose(run: Run, state: Any, ready: Bool[Array, "b"], process: Processing) 
             probs = jnp.where(forced[..., None], certain, probs)
     if probs is not None:  # a token counts only if what it was drawn from is a distribution
         valid = jnp.minimum(counts, leading(is_distribution(probs)))
-    return Proposal(Draft(tokens, valid, probs), drafter_state, view, counts - valid)
+    return Proposal(Draft(tokens, valid, probs), drafter_state, cache, view, counts - valid)
+
+
+def call(drafter: Drafter, state: Any, arguments: tuple, vocab_size: int) -> tuple[Draft, Any, Any]:
+    """The checked draft, the drafter's state and the target's cache.
+
+    Args:
+        state: the `DecodeState`.
+        arguments: of `Drafter.propose`, after the drafter's state.
+        vocab_size: the target's vocabulary size.
+    """
+    given = state.cache if drafter.shares_cache else state.drafter_state
+    rules = {"kind": Draft, "vocab_size": vocab_size}
+    draft, after = checked_proposal(drafter, given, *arguments, **rules)
+    if not drafter.shares_cache:
+        return draft, after, state.cache
+    return draft, state.drafter_state, dataclasses.replace(state.cache, layers=after.layers)

@@ -48,7 +48,8 @@ def advance(
     # Draft: each sample has its own number of tokens, 0 allowed.
     ready = state.active if num_sequences is None else is_ready(state)
     process = state.processing(run)
-    draft, drafter_state, view, num_invalid = propose(run, state, ready, process)
+    draft, drafter_state, cache, view, num_invalid = propose(run, state, ready, process)
+    state = dataclasses.replace(state, cache=cache)
     bits = None
     if state.sampling is not None:  # greedy decoding needs none
         positions = state.lengths[:, None] + jnp.arange(k + 1)

@@ -195,8 +195,12 @@ class DraftModel(Drafter):
     def state_bytes(self, max_len: int) -> int:
         """Bytes per sample for the cache and the distributions of one step's drafts."""
         leaves = lambda: jax.tree.leaves(self.draft_model.init_cache(1, max_len).layers)
-        probs = 2 * self.max_draft_tokens * self.draft_model.config.vocab_size * 4
-        return tree_bytes(jax.eval_shape(leaves)) + probs
+        return tree_bytes(jax.eval_shape(leaves)) + self.probs_bytes
+
+    @property
+    def probs_bytes(self) -> int:
+        """Bytes per sample for the distributions of one step's drafts."""
+        return 2 * self.max_draft_tokens * self.draft_model.config.vocab_size * 4
 
     def _forward(self, cache: KVCache, tokens, counts) -> tuple[Array, KVCache]:
         """Feeds each sample's next `counts` tokens; float32 logits [b, v] after the last one."""

@@ -1,0 +1,56 @@
+"""Drafting with a copy of the target in a narrow format, which reads the target's own cache."""
+
+import jax
+from jaxtyping import Array, Int32
+
+from emsjax.decode.base import ModelConfig
+from emsjax.drafters.draft_model import DraftModel
+
+
+@jax.tree_util.register_pytree_node_class
+class SelfDraft(DraftModel):
+    """Drafts tokens with another form of the target, which shares the target's cache.
+
+    The draft model continues from the keys and values that the target has committed, and writes
+    those of its draft tokens behind them, where the target's will be written: it needs no cache,
+    reads no prompt and never has to catch up. It suits a target's copy whose layers are the
+    same but for rounding, such as `model.quantize("int4")`, which needs no training.
+
+    Args:
+        draft_model: the model, of the target's architecture and dtype.
+        max_draft_tokens, attention_implementation: as for `DraftModel`.
+
+    Raises:
+        ValueError: as for `DraftModel`.
+
+    Reference: the cache and the target's narrow weights as in QuantSpec, arXiv 2502.10424.
+    """
+
+    shares_cache = True
+    fork = None  # there is no state
+
+    def __init__(self, draft_model, max_draft_tokens=None, attention_implementation=None):
+        super().__init__(
+            draft_model, max_draft_tokens, attention_implementation=attention_implementation
+        )
+
+    def check_target(self, config: ModelConfig, positions: int) -> None:
+        """Raises ValueError if the target has another architecture."""
+        if self.draft_model.config != config:
+            raise ValueError(
+                "the draft model of a SelfDraft must have the target's config: it reads the "
+                "target's cache"
+            )
+
+    def init(self, prompts, prompt_lengths, max_len) -> tuple[()]:
+        return ()
+
+    def admit(self, state: tuple[()], tokens, lengths, fresh) -> tuple[()]:
+        return state
+
+    def commit(self, state: tuple[()], lengths: Int32[Array, "b"]) -> tuple[()]:
+        return state
+
+    def state_bytes(self, max_len: int) -> int:
+        """Bytes per sample for the distributions of one step's drafts."""
+        return self.probs_bytes
