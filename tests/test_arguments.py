@@ -397,9 +397,16 @@ def test_a_command_uses_the_vocabulary_that_the_models_share(monkeypatch, vocab_
     draft = tiny_model(vocab_size=vocab_size or 61, num_hidden_layers=1)
     monkeypatch.setattr("emsjax.models.checkpoint.load", lambda *args, **options: draft)
     options = SimpleNamespace(
-        drafter="model", draft_model="d", dtype="float32", draft_revision=None, max_draft_tokens=2
+        drafter="model",
+        draft_model="d",
+        model="t",
+        dtype="float32",
+        revision=None,
+        draft_revision=None,
+        quantize=None,
+        max_draft_tokens=2,
     )
-    drafter = drafting.load_drafter(options, tiny_model().config, 58, 20)
+    drafter = drafting.load_models(options, tiny_model().config, 58, 20)[1]
     assert drafter.vocab_size == {None: None, 50: 50, 200: 58}[vocab_size]
 
 

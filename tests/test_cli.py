@@ -308,13 +308,13 @@ def test_a_token_outside_the_vocabulary_names_its_record(paths, fake, tiny_model
         (["--draft-model", "d"], ["--draft-model", "--drafter model"]),
         (["--draft-model", "d", "--drafter", "prompt-lookup"], ["--draft-model", "model"]),
         (["--draft-revision", "main"], ["--draft-revision", "--drafter model"]),
-        (["--max-draft-tokens", "2"], ["--max-draft-tokens", "prompt-lookup or model"]),
-        (["--draft-length", "auto"], ["--draft-length", "prompt-lookup or model"]),
-        (["--draft-length", "0"], ["--draft-length", "prompt-lookup or model"]),
+        (["--max-draft-tokens", "2"], ["--max-draft-tokens", "prompt-lookup, self or model"]),
+        (["--draft-length", "auto"], ["--draft-length", "prompt-lookup, self or model"]),
+        (["--draft-length", "0"], ["--draft-length", "prompt-lookup, self or model"]),
         (["--draft-length", "-1"], ["--draft-length", "at least 0", "'-1'"]),
         (["--draft-length", "1.5"], ["--draft-length", "'1.5'"]),
         (["--draft-length", "long", "--drafter", "model"], ["--draft-length", "auto", "'long'"]),
-        (["--profile", "p.json"], ["--profile", "prompt-lookup or model"]),
+        (["--profile", "p.json"], ["--profile", "prompt-lookup, self or model"]),
         (
             ["--drafter", "prompt-lookup", "--draft-length", "bass", "--profile", "p.json"],
             ["--profile", "--draft-length auto or goodput"],
@@ -413,3 +413,31 @@ def test_an_evaluation_without_the_harness_says_how_to_install_it(tiny_model, mo
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     code = main(["eval", "--model", str(tiny_model), "--tasks", "any"])
     assert_error(capsys, code, "pip install 'emsjax[eval]'")
+
+
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_narrow_weights_a_narrow_cache_and_a_model_that_drafts_for_itself(
+    tiny_model, paths, fake, monkeypatch, weights
+):
+    write_records(paths.input)
+    runs = []
+    stream = emsjax.streaming.stream_numbered
+    monkeypatch.setattr(
+        "emsjax.streaming.stream_numbered",
+        lambda run, *a, **o: runs.append(run) or stream(run, *a, **o),
+    )
+    options = ["--drafter", "self", "--draft-length", "2", "--kv-dtype", "fp8"]
+    options += [] if weights is None else ["--quantize", weights]
+    assert main(command(tiny_model, paths, *options)) == 0
+    (run,) = runs
+    assert type(run.drafter) is emsjax.SelfDraft
+    assert run.drafter.max_draft_tokens == 2
+    assert run.drafter.draft_model.quantization == "int4"
+    assert (run.model.quantization, run.model.kv_dtype) == (weights, "fp8")
+    assert len(read_lines(paths.output)) == len(RECORDS)
+
+
+def test_a_model_that_drafts_for_itself_has_no_profile(tiny_model, paths, fake, capsys):
+    write_records(paths.input)
+    options = ["--drafter", "self", "--draft-length", "goodput"]
+    assert_error(capsys, main(command(tiny_model, paths, *options)), "none measures --drafter self")

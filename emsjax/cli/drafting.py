@@ -1,5 +1,6 @@
 """The drafter and the draft-length policy of `emsjax generate`."""
 
+import functools
 import shlex
 from argparse import Namespace
 from collections.abc import Mapping
@@ -13,17 +14,40 @@ from emsjax.terminal.models import load_config
 from emsjax.terminal.options import flag
 from emsjax.terminal.reporting import line
 
+SELF_FORMAT = "int4"  # the weights of a target's copy that drafts for it
 
-def load_drafter(options: RunOptions | Namespace, target, tokenizer_size: int, positions: int):
-    """The drafter for a target with this configuration that uses up to `positions` positions.
+
+def load_models(options: RunOptions | Namespace, target, tokenizer_size: int, positions: int):
+    """The model and the drafter, for up to `positions` positions of a sequence.
+
+    Args:
+        target: the model's configuration.
 
     Raises:
-        ValueError: the draft model does not suit the target.
+        ValueError: one of them cannot be loaded, or the drafter does not suit the model.
     """
+    from emsjax.models.pretrained import from_pretrained
+
+    # A draft model is loaded first: it is small, and may turn out not to suit the target.
+    drafter = _load_drafter(options, target, tokenizer_size, positions)
+    load = functools.partial(
+        from_pretrained, options.model, dtype=options.dtype, revision=options.revision
+    )
+    model = load(quantize=options.quantize)
+    if options.drafter != "self":
+        return model, drafter
+    from emsjax.drafters import SelfDraft
+
+    narrow = model.quantize if model.quantization is None else lambda format: load(quantize=format)
+    return model, SelfDraft(narrow(SELF_FORMAT), options.max_draft_tokens)
+
+
+def _load_drafter(options: RunOptions | Namespace, target, tokenizer_size: int, positions: int):
+    """The drafter, unless it is made of the target."""
     from emsjax.drafters import DraftModel, PromptLookup
     from emsjax.models.pretrained import from_pretrained
 
-    if options.drafter == "none":
+    if options.drafter in ("none", "self"):
         return None
     if options.drafter == "prompt-lookup":
         return PromptLookup(

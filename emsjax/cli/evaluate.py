@@ -7,11 +7,11 @@ from typing import Any
 
 from rich.console import Console
 
-from emsjax.cli.drafting import load_drafter
+from emsjax.cli.drafting import load_models
 from emsjax.cli.generate_arguments import complete_drafter_options
 from emsjax.device import dtype_name
 from emsjax.records.writing import to_json, write_atomically
-from emsjax.terminal.models import load_tokenizer
+from emsjax.terminal.models import load_config, load_tokenizer
 from emsjax.terminal.reporting import check_writable, line, make_console, make_table
 from emsjax.terminal.surroundings import surroundings
 
@@ -81,12 +81,11 @@ def load(options: argparse.Namespace) -> tuple[Any, Any, Any]:
     Raises:
         ValueError: one of them cannot be loaded, or the drafter does not suit the model.
     """
-    from emsjax.models.pretrained import from_pretrained
-
     tokenizer = load_tokenizer(options.model, options.revision)
-    model = from_pretrained(options.model, dtype=options.dtype, revision=options.revision)
-    positions = model.config.max_position_embeddings
-    return model, tokenizer, load_drafter(options, model.config, len(tokenizer), positions)
+    config = load_config(options.model, options.revision)
+    sizes = len(tokenizer), config.max_position_embeddings
+    model, drafter = load_models(options, config, *sizes)
+    return model, tokenizer, drafter
 
 
 def report(results: Mapping[str, Mapping[str, Any]], console: Console) -> None:

@@ -4,11 +4,19 @@ import argparse
 from pathlib import Path
 
 from emsjax.cli.generate_arguments import DRAFTER_OPTIONS
-from emsjax.terminal.options import add_model_arguments, add_numerics, count, names, positive_int
+from emsjax.terminal.options import (
+    add_model_arguments,
+    add_numerics,
+    add_quantize,
+    count,
+    names,
+    positive_int,
+)
 
 
 def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
+    add_quantize(parser)
     add_numerics(parser)
     add = parser.add_argument
     add("--tasks", required=True, type=names, metavar="TASK,TASK,...", help="names of tasks")

@@ -17,7 +17,7 @@ from rich.progress import (
 )
 
 from emsjax.checks import as_token_ids
-from emsjax.cli.drafting import draft_policy, load_drafter, resolve
+from emsjax.cli.drafting import draft_policy, load_models, resolve
 from emsjax.cli.generate_arguments import RunOptions
 from emsjax.cli.sampling_arguments import check_values
 from emsjax.cli.summary import Tally, output_line, report_errors
@@ -86,11 +86,8 @@ def run(
     else:
         resolved = resolve(options, config, profile_path)
     import pallas_kernels
-    from emsjax.models.pretrained import from_pretrained
 
-    # The drafter is loaded first: it is small, and may turn out not to suit the model.
-    drafter = load_drafter(options, config, len(tokenizer), longest - 1)
-    model = from_pretrained(options.model, dtype=options.dtype, revision=options.revision)
+    model, drafter = load_models(options, config, len(tokenizer), longest - 1)
     with open_results(
         output_path, configuration, known.keys, options.num_sequences, resolved
     ) as results:
@@ -106,7 +103,7 @@ def run(
             run = model, drafter, policy, processors
             requests = requested.arguments(missing)
             with pallas_kernels.numerics(options.numerics):
-                found = completions(run, missing, longest, options.batch_size, requests)
+                found = completions(run, missing, longest, options, requests)
             for completion in found:
                 record = missing.record_of(completion)
                 error = record.error or completion.error
@@ -170,7 +167,7 @@ def make_progress(console: Console) -> Progress:
     )
 
 
-def completions(run: tuple, missing: Missing, longest: int, batch_size: int, requests):
+def completions(run: tuple, missing: Missing, longest: int, options: RunOptions, requests):
     """The missing `emsjax.Completion`s, from all local devices.
 
     Args:
@@ -185,9 +182,9 @@ def completions(run: tuple, missing: Missing, longest: int, batch_size: int, req
     *parts, processors = run
     devices = jax.local_devices()
     return streaming.stream_numbered(
-        make_run(*parts, processors=processors),
+        make_run(*parts, processors=processors, kv_dtype=options.kv_dtype),
         iter(missing),
-        batch_size=batch_size,
+        batch_size=options.batch_size,
         max_len=longest,
         devices=devices if len(devices) > 1 else None,
         **requests,

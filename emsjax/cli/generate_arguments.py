@@ -8,8 +8,10 @@ from typing import Any
 
 from emsjax.cli.sampling_arguments import add_sampling_arguments, check_sampling
 from emsjax.terminal.options import (
+    KV_DTYPES,
     add_model_arguments,
     add_numerics,
+    add_quantize,
     flag,
     positive_int,
     seed,
@@ -26,6 +28,7 @@ DRAFTER_OPTIONS = {  # the options of each drafter, with their defaults
         "search_generated": False,
         **OWN_POLICY,
     },
+    "self": {"max_draft_tokens": None, "draft_length": "bass"},
     "model": {
         "draft_model": None,
         "draft_revision": None,
@@ -42,6 +45,8 @@ class RunOptions:
     model: str
     revision: str | None
     dtype: str
+    quantize: str | None
+    kv_dtype: str | None
     numerics: str
     drafter: str
     draft_length: str | None
@@ -91,8 +96,14 @@ def draft_length(text: str) -> str:
 
 def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
+    add_quantize(parser)
     add_numerics(parser)
     add = parser.add_argument
+    add(
+        "--kv-dtype",
+        choices=KV_DTYPES,
+        help="keys and values are stored in 8 bits (default: in the model's dtype)",
+    )
     add(
         "--input",
         required=True,
@@ -152,14 +163,19 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="sequences decoded together (default: 8)",
     )
-    add("--drafter", choices=DRAFTER_OPTIONS, default="none", help="default: none")
+    add(
+        "--drafter",
+        choices=DRAFTER_OPTIONS,
+        default="none",
+        help="self: the model with weights in 4 bits (default: none)",
+    )
     add(
         "--draft-length",
         type=draft_length,
         metavar="LENGTH",
         help="tokens drafted per step: auto, bass, goodput or a number; auto is goodput if "
         "`emsjax profile` has measured these models on this device, otherwise bass "
-        "(default: auto)",
+        "(default: auto; for self: bass)",
     )
     add("--profile", type=Path, metavar="FILE", help="profile to use instead of the stored one")
     add(
@@ -167,7 +183,7 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive_int,
         metavar="N",
         help="default: a fixed --draft-length, otherwise 7 for prompt lookup, the policy's limit "
-        "for a model",
+        "for a model and for self",
     )
     add("--match-length", type=positive_int, metavar="N", help="prompt lookup (default: 2)")
     add(
@@ -214,13 +230,19 @@ def complete_drafter_options(given: dict[str, Any]) -> None:
     own = DRAFTER_OPTIONS[given["drafter"]]
     for name in (name for options in DRAFTER_OPTIONS.values() for name in options):
         if given[name] and name not in own:
-            owners = [drafter for drafter, options in DRAFTER_OPTIONS.items() if name in options]
-            raise ValueError(f"{flag(name)} is an option of --drafter {' or '.join(owners)}")
+            *others, last = (of for of, options in DRAFTER_OPTIONS.items() if name in options)
+            owners = f"{', '.join(others)} or {last}" if others else last
+            raise ValueError(f"{flag(name)} is an option of --drafter {owners}")
     if (given["draft_length"] or "").isdecimal():  # more would never be used
         given["max_draft_tokens"] = given["max_draft_tokens"] or max(1, int(given["draft_length"]))
     for name, default in own.items():
         given[name] = given[name] or default
     if given["drafter"] == "model" and given["draft_model"] is None:
         raise ValueError("--drafter model needs --draft-model")
+    if given["drafter"] == "self" and given["draft_length"] in ("auto", "goodput"):
+        raise ValueError(
+            f"--draft-length {given['draft_length']} needs a profile, and none measures --drafter "
+            "self: use bass or a number"
+        )
     if given["profile"] is not None and given["draft_length"] not in ("auto", "goodput"):
         raise ValueError("--profile is an option of --draft-length auto or goodput")

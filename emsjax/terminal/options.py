@@ -5,6 +5,8 @@ import math
 import re
 from typing import NoReturn
 
+WEIGHT_FORMATS = ("int8", "fp8", "int4", "int8-weights")  # see `emsjax.from_pretrained`
+KV_DTYPES = ("int8", "fp8")  # see `emsjax.generate`
 NUMERICS = ("fast", "invariant")  # see `pallas_kernels.numerics`; the first is the default
 DTYPES = ("float32", "bfloat16", "float16")
 DEFAULT_DTYPE = "default: float32 on a CPU, bfloat16 on GPUs that support it, otherwise float16"
@@ -105,6 +107,15 @@ def add_numerics(parser: argparse.ArgumentParser) -> None:
         default=NUMERICS[0],
         help="invariant: a sequence's bits do not depend on what is decoded beside it "
         "(default: %(default)s)",
+    )
+
+
+def add_quantize(parser: argparse.ArgumentParser) -> None:
+    """Adds the option for narrow weights."""
+    parser.add_argument(
+        "--quantize",
+        choices=WEIGHT_FORMATS,
+        help="weights of the layers in 8 or 4 bits (default: as the model has them)",
     )
 
 
