@@ -314,7 +314,7 @@ def test_a_token_outside_the_vocabulary_names_its_record(paths, fake, tiny_model
         (["--draft-length", "-1"], ["--draft-length", "at least 0", "'-1'"]),
         (["--draft-length", "1.5"], ["--draft-length", "'1.5'"]),
         (["--draft-length", "long", "--drafter", "model"], ["--draft-length", "auto", "'long'"]),
-        (["--profile", "p.json"], ["--profile", "prompt-lookup, self or model"]),
+        (["--profile", "p.json"], ["--profile", "prompt-lookup or model"]),
         (
             ["--drafter", "prompt-lookup", "--draft-length", "bass", "--profile", "p.json"],
             ["--profile", "--draft-length auto or goodput"],
