@@ -53,27 +53,36 @@ def checked_draft(draft: Any, batch: int, max_draft_tokens: int, vocab_size: int
 
 def checked_proposal(
     drafter: Any, state: Any, *arguments: Any, kind: type, vocab_size: int
-) -> tuple[Any, Any]:
-    """Calls `drafter.propose`, and returns the checked draft and the drafter's state.
+) -> tuple[Any, Any, Any]:
+    """Calls `drafter.propose`, and checks the draft and the state.
 
     Args:
+        state: the `DecodeState`, with the drafter's state and the target's cache.
         arguments: the arguments of `Drafter.propose` after the state.
         kind: the class of a draft, `emsjax.Draft`.
         vocab_size: the target's vocabulary size.
+
+    Returns:
+        The draft, the drafter's state and the target's cache.
 
     Raises:
         ValueError: the result is not what `Drafter.propose` must return.
     """
     tokens, *_ = arguments
-    found = drafter.propose(state, *arguments)
+    given = state.cache if drafter.shares_cache else state.drafter_state
+    found = drafter.propose(given, *arguments)
     if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], kind)):
         name = lambda x: "array" if isinstance(x, jax.Array) else type(x).__name__
         several = isinstance(found, tuple)
         what = f"({', '.join(map(name, found))})" if several else name(found)
         raise ValueError(f"the drafter's propose must return a pair (Draft, state), not {what}")
     draft, after = found
-    check_state("the drafter's", "propose", state, after)
-    return checked_draft(draft, len(tokens), drafter.max_draft_tokens, vocab_size), after
+    check_state("the drafter's", "propose", given, after)
+    draft = checked_draft(draft, len(tokens), drafter.max_draft_tokens, vocab_size)
+    if not drafter.shares_cache:
+        return draft, after, state.cache
+    # What lies behind the committed tokens may have changed, and nothing else.
+    return draft, state.drafter_state, dataclasses.replace(state.cache, layers=after.layers)
 
 
 def check_state(whose: str, method: str, before: Any, after: Any) -> None:

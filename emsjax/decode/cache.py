@@ -6,7 +6,6 @@ also has the cache of the padded method, which writes all samples at one place.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from emsjax.decode.kernels import Visible
 from emsjax.decode.pack import AcceptedPath, PackedRows
 from emsjax.values import pytree
 from pallas_kernels.common.indexing import take
-from pallas_kernels.common.narrow_rows import NarrowRows, round_rows
+from pallas_kernels.common.narrow_rows import NarrowRows
 
 
 @pytree
@@ -30,14 +29,6 @@ class LayerCache:
 
     keys: Float[Array, "b l h d"] | NarrowRows
     values: Float[Array, "b l h d"] | NarrowRows
-
-    def rounded(self, qkv: Float[Array, "r hq d"]) -> Float[Array, "r hq d"]:
-        """Queries, keys and values of fresh rows, the last two as the cache will hold them."""
-        if not isinstance(self.keys, NarrowRows):
-            return qkv
-        first = qkv.shape[1] - 2 * self.keys.shape[2]
-        narrow = round_rows(qkv[:, first:], self.keys.format)
-        return jnp.concatenate([qkv[:, :first], narrow.widen(qkv.dtype)], axis=1)
 
 
 @pytree
@@ -54,20 +45,11 @@ class KVCache:
 
     @classmethod
     def init(
-        cls,
-        batch: int,
-        max_len: int,
-        *,
-        num_layers: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: Any,
-        kv_dtype: str | None = None,
+        cls, batch: int, max_len: int, *, num_layers: int, kv_heads: int, head_dim: int, dtype
     ) -> "KVCache":
-        """An empty cache of `max_len` tokens per sample, in `dtype`, or in 8 bits."""
-        shape = batch, max_len, kv_heads, head_dim
-        make = jnp.zeros if kv_dtype is None else NarrowRows.zeros
-        empty = lambda: make(shape, dtype if kv_dtype is None else kv_dtype)
+        """An empty cache of `max_len` tokens per sample, in a dtype, or in "int8" or "fp8"."""
+        make = NarrowRows.zeros if isinstance(dtype, str) else jnp.zeros
+        empty = lambda: make((batch, max_len, kv_heads, head_dim), dtype)
         layers = tuple(LayerCache(empty(), empty()) for _ in range(num_layers))
         return cls(layers, jnp.zeros(batch, jnp.int32))
 

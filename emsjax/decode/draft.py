@@ -1,13 +1,12 @@
 """The first part of a step: drafts for each sample, cut to the usable tokens."""
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from emsjax.decode.base import Draft, Drafter, StepView
+from emsjax.decode.base import Draft, StepView
 from emsjax.decode.run import Run
 from emsjax.returned import available_lengths, checked_proposal
 from emsjax.sampling import Purpose, position_keys
@@ -68,7 +67,8 @@ def propose(run: Run, state: Any, ready: Bool[Array, "b"], process: Processing) 
     arguments = (state.tokens, state.lengths, limits, keys, state.sampling)
     if process.processors:
         drafter = drafter.with_processing(process)
-    draft, drafter_state, cache = call(drafter, state, arguments, vocab_size)
+    rules = {"kind": Draft, "vocab_size": vocab_size}
+    draft, drafter_state, cache = checked_proposal(drafter, state, *arguments, **rules)
     counts = usable_counts(draft.tokens, draft.counts, limits, state.end_token_ids, vocab_size)
     if view.drafted:
         if draft.probs is not None:
@@ -90,19 +90,3 @@ def propose(run: Run, state: Any, ready: Bool[Array, "b"], process: Processing) 
     if probs is not None:  # a token counts only if what it was drawn from is a distribution
         valid = jnp.minimum(counts, leading(is_distribution(probs)))
     return Proposal(Draft(tokens, valid, probs), drafter_state, cache, view, counts - valid)
-
-
-def call(drafter: Drafter, state: Any, arguments: tuple, vocab_size: int) -> tuple[Draft, Any, Any]:
-    """The checked draft, the drafter's state and the target's cache.
-
-    Args:
-        state: the `DecodeState`.
-        arguments: of `Drafter.propose`, after the drafter's state.
-        vocab_size: the target's vocabulary size.
-    """
-    given = state.cache if drafter.shares_cache else state.drafter_state
-    rules = {"kind": Draft, "vocab_size": vocab_size}
-    draft, after = checked_proposal(drafter, given, *arguments, **rules)
-    if not drafter.shares_cache:
-        return draft, after, state.cache
-    return draft, state.drafter_state, dataclasses.replace(state.cache, layers=after.layers)

@@ -156,7 +156,7 @@ class Decoder(nnx.Module):
         """Returns an empty cache with room for `max_len` tokens of each of `batch` samples."""
         a = self.architecture
         sizes = {"num_layers": len(a.layers), "kv_heads": a.kv_heads, "head_dim": a.head_dim}
-        return KVCache.init(batch, max_len, dtype=self.dtype, kv_dtype=self.kv_dtype, **sizes)
+        return KVCache.init(batch, max_len, dtype=self.kv_dtype or self.dtype, **sizes)
 
     def with_kv_dtype(self, kv_dtype: str | None) -> "Decoder":
         """Returns the same model with caches in 8 bits, "int8" or "fp8"; None: in its dtype."""

@@ -31,6 +31,7 @@ from emsjax.models.architecture import (
 )
 from pallas_kernels.add_norm import xla as plain
 from pallas_kernels.common.implementations import matmul_precision
+from pallas_kernels.common.narrow_rows import round_fresh
 from pallas_kernels.common.numerics import is_invariant
 from pallas_kernels.matmul.narrow import NarrowWeight
 
@@ -336,7 +337,7 @@ def run_layer(
     """
 
     def see(qkv, kind: AttentionKind):
-        qkv = cached.rounded(qkv)
+        qkv = round_fresh(qkv, cached.keys)
         limits = {"max_rows_per_sample": max_rows_per_sample}
         if kind.window is not None:
             limits["window"] = kind.window

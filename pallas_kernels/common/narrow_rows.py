@@ -81,3 +81,12 @@ def round_rows(x: Array, format: str) -> NarrowRows:
 def wide_array(x: Array | NarrowRows, dtype) -> Array:
     """The array itself, or in another dtype if it is narrow."""
     return x.widen(dtype) if isinstance(x, NarrowRows) else x
+
+
+def round_fresh(qkv: Array, cached: Array | NarrowRows) -> Array:
+    """Queries, keys and values [r, heads, d] of fresh rows, the last two as a cache holds them."""
+    if not isinstance(cached, NarrowRows):
+        return qkv
+    first = qkv.shape[1] - 2 * cached.shape[2]
+    narrow = round_rows(qkv[:, first:], cached.format)
+    return jnp.concatenate([qkv[:, :first], narrow.widen(qkv.dtype)], axis=1)
