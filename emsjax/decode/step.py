@@ -48,8 +48,7 @@ def advance(
     # Draft: each sample has its own number of tokens, 0 allowed.
     ready = state.active if num_sequences is None else is_ready(state)
     process = state.processing(run)
-    draft, drafter_state, cache, view, num_invalid = propose(run, state, ready, process)
-    state = dataclasses.replace(state, cache=cache)
+    draft, drafter_state, cached, view, num_invalid = propose(run, state, ready, process)
     bits = None
     if state.sampling is not None:  # greedy decoding needs none
         positions = state.lengths[:, None] + jnp.arange(k + 1)
@@ -62,7 +61,7 @@ def advance(
 
     def body(num_rows: int, *, feeds_prompts: bool):
         # Pack: all rows lie on one axis. A sample verifies its draft or is fed its prompt.
-        starts, prompt_counts = state.cache.lengths, plan.prompt_counts
+        starts, prompt_counts = cached.lengths, plan.prompt_counts
         rows = run.layout.pack(starts, counts + prompt_counts, num_rows)
         token_ids = rows.gather(block)
         if feeds_prompts:
@@ -73,7 +72,7 @@ def advance(
         out = run.model(
             token_ids,
             rows,
-            state.cache,
+            cached,
             attention=run.kernels.attention,
             max_rows_per_sample=None if feeds_prompts else k + 1,
             taps=run.taps,
@@ -90,7 +89,7 @@ def advance(
 
         # Commit: only accepted rows are written, each sample at its own offset.
         path = verdict.path(rows, prompt_counts)
-        cache = state.cache.commit(out.fresh, rows, path, run.kernels.update)
+        cache = cached.commit(out.fresh, rows, path, run.kernels.update)
         if not run.taps:  # the drafter's state stays out of branches that do not change it
             return verdict, cache
         seen = ObservedRows(token_ids, path.segment_ids(rows), rows.positions)
