@@ -140,7 +140,7 @@ class Drafter:
         free: whether proposing costs next to nothing and draws no tokens. A draft-length policy
             is then asked after `propose` and chooses among the tokens that were found.
         taps: static; the layers of the target whose hidden states `observe` wants: see `Model`.
-        shares_cache: static; `propose` gets the target's cache as its state, to write behind tokens.
+        shares_cache: static; `propose` gets the target's cache as its state, to write behind it.
         fork: for an expensive `init`, a method fork(state, samples) that returns the state in
             which slot i starts from samples[i]'s state. None: `init` sees the prompt of every
             slot, including prompts that several sequences share.
