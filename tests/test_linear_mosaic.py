@@ -42,7 +42,7 @@ TILES = {
     "units of several rows": (384, 64, 1, 2, False, False),
     "swapped": (80, 128, 2, 2, True, False),
     "swapped, weights shared": (40, 192, 2, 3, True, True),
-    "swapped, weights shared, several clusters": (24, 128, 2, 2, True, True),
+    "swapped, weights shared, several clusters": (16, 128, 2, 2, True, True),
     "swapped, alone, an unfinished tile": (56, 64, 1, 1, True, False),
     "swapped, a cluster beyond the rows": (80, 64, 2, 1, True, True),
 }
