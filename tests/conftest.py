@@ -69,7 +69,18 @@ jaxtyping.install_import_hook([f"emsjax.{name}" for name in CHECKED], "beartype.
 
 from hypothesis import HealthCheck, settings  # noqa: E402
 
+from emsjax.decode import layout, row_counts  # noqa: E402
+from emsjax.decode.step import decode_loop  # noqa: E402
 from pallas_kernels.common.implementations import runs_triton  # noqa: E402
+
+EVERY_ROW_COUNT = [
+    (module, name, getattr(module, name))
+    for module, name in (
+        (row_counts, "PROMPT_SIXTEENTHS"),
+        (layout, "row_buckets"),
+        (layout, "MAX_WIDTHS"),
+    )
+]
 
 # The first example of a shape compiles; later ones do not.
 settings.register_profile(
@@ -128,31 +139,41 @@ def unchecked_annotations():
         yield
 
 
-@pytest.fixture
-def few_row_counts(monkeypatch):
-    """Steps that feed prompts have two row counts instead of four, to compile less."""
-    from emsjax.decode import row_counts
+@pytest.fixture(scope="module", autouse=True)
+def few_row_counts(request):
+    """Steps have few row counts, to compile less.
 
-    monkeypatch.setattr(row_counts, "PROMPT_SIXTEENTHS", (6, 16))
+    They have the smallest and the largest of the library's, and one if they feed prompts, or those
+    of the module's `PROMPT_SIXTEENTHS`: modules whose tests are about steps have two.
+    """
+    one, every = (16,), row_counts.row_buckets
+    sixteenths = getattr(request.module, "PROMPT_SIXTEENTHS", one)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_counts, "PROMPT_SIXTEENTHS", sixteenths)
+        two = lambda batch, k1: tuple(sorted({every(batch, k1)[0], batch * k1}))
+        patch.setattr(layout, "row_buckets", two)
+        # Row counts of padded steps, besides one row per sample.
+        patch.setattr(layout, "MAX_WIDTHS", 1)
+        if sixteenths != one:  # loops of other modules are not used here, nor these elsewhere
+            decode_loop.clear_cache()
+        yield
+    if sixteenths != one:
+        decode_loop.clear_cache()
 
 
 @pytest.fixture
 def fresh_loops():
     """Loops are traced again in a test and after it."""
-    from emsjax.decode.step import decode_loop
-
     decode_loop.clear_cache()
     yield decode_loop.clear_cache
     decode_loop.clear_cache()
 
 
 @pytest.fixture
-def two_row_counts(monkeypatch, fresh_loops):
-    """Steps have one row per sample or all rows, to compile less for large batches."""
-    two = lambda batch, k1: tuple(sorted({batch, batch * k1}))
-    monkeypatch.setattr("emsjax.decode.layout.row_buckets", two)
-    # Row counts of padded steps, besides one row per sample.
-    monkeypatch.setattr("emsjax.decode.layout.MAX_WIDTHS", 1)
+def every_row_count(monkeypatch, fresh_loops):
+    """Steps have all the row counts that users have."""
+    for module, name, value in EVERY_ROW_COUNT:
+        monkeypatch.setattr(module, name, value)
 
 
 @pytest.fixture(autouse=True)

@@ -665,7 +665,7 @@ def draw(rng: np.random.Generator, function: Function) -> dict[str, Value]:
     return drawn
 
 
-@pytest.mark.usefixtures("unchecked_annotations", "few_row_counts")
+@pytest.mark.usefixtures("unchecked_annotations")
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_arguments_are_right_or_named(name):
     function, faults = FUNCTIONS[name], []

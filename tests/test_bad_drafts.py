@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from toy import VOCAB, ragged_prompts, tiny_model
+from toy import VOCAB, ragged_prompts, shallow_model
 
 import emsjax
 from emsjax.verification import SUM_TOLERANCE, is_distribution
@@ -18,7 +18,6 @@ OPTIONS = {
     "sampling": emsjax.Sampling(0.9, top_k=20),
     "key": jax.random.key(4),
 }
-pytestmark = pytest.mark.usefixtures("two_row_counts")
 
 
 @jax.tree_util.register_dataclass
@@ -62,7 +61,7 @@ BAD = {
 
 @pytest.mark.parametrize("row", BAD.values(), ids=BAD)
 def test_a_token_drawn_from_no_distribution_is_no_draft(row):
-    model, prompts = tiny_model(), ragged_prompts(LENGTHS)
+    model, prompts = shallow_model(), ragged_prompts(LENGTHS)
     plain = emsjax.generate(model, prompts, **OPTIONS)
     out = emsjax.generate(model, prompts, claims(row), **OPTIONS)
     np.testing.assert_array_equal(out.tokens, plain.tokens)  # under the same keys
@@ -72,7 +71,7 @@ def test_a_token_drawn_from_no_distribution_is_no_draft(row):
 
 
 def test_tokens_before_an_invalid_one_are_still_drafts():
-    model, prompts = tiny_model(), ragged_prompts(LENGTHS)
+    model, prompts = shallow_model(), ragged_prompts(LENGTHS)
     uniform = changed(0, 1 / VOCAB)
     out = emsjax.generate(model, prompts, claims(uniform, BAD["NaN"]), **OPTIONS)
     drafted, invalid = out.stats.num_drafted, out.stats.num_invalid
@@ -83,14 +82,14 @@ def test_tokens_before_an_invalid_one_are_still_drafts():
 
 def overflowing():
     """A draft model with finite weights whose activations overflow in float16."""
-    small = nnx.clone(tiny_model(num_hidden_layers=1).astype(jnp.float16))
+    small = nnx.clone(shallow_model(ffn_dim=32).astype(jnp.float16))
     kernel = small.layers[0].up_proj.kernel
     kernel[...] = 60_000 * jnp.sign(kernel[...])
     return small
 
 
 def with_nan():
-    small = nnx.clone(tiny_model(num_hidden_layers=1))
+    small = nnx.clone(shallow_model(ffn_dim=32))
     kernel = small.layers[0].up_proj.kernel
     kernel[...] = kernel[...].at[0, 0].set(jnp.nan)
     return small
@@ -99,7 +98,7 @@ def with_nan():
 @pytest.mark.parametrize("batch_size", [None, 2])
 @pytest.mark.parametrize("make", [with_nan, overflowing])
 def test_a_draft_model_that_is_not_finite_changes_nothing(make, batch_size):
-    model, prompts = tiny_model(), ragged_prompts(LENGTHS)
+    model, prompts = shallow_model(), ragged_prompts(LENGTHS)
     for sampled in (True, False):
         options = OPTIONS if sampled else {"max_new_tokens": 12}
         plain = emsjax.generate(model, prompts, **options)
@@ -113,7 +112,7 @@ def test_a_draft_model_that_is_not_finite_changes_nothing(make, batch_size):
 
 def test_a_completion_counts_invalid_tokens():
     (found,) = emsjax.stream(
-        tiny_model(), ragged_prompts([5]), claims(BAD["zero"]), batch_size=1, **OPTIONS
+        shallow_model(), ragged_prompts([5]), claims(BAD["zero"]), batch_size=1, **OPTIONS
     )
     assert (found.num_drafted, found.num_invalid) == (0, 30)
 

@@ -197,7 +197,6 @@ def sampled_tokens(model, paths, batch_size, *drafter):
     return {(line["id"], line["sequence"]): line["tokens"] for line in read_lines(paths.output)}
 
 
-@pytest.mark.usefixtures("few_row_counts", "two_row_counts")
 def test_sampled_tokens_are_the_same_for_any_batch_size(tiny_model, draft_models, paths):
     write_records(paths.input, RECORDS[:6])
     plain = sampled_tokens(tiny_model, paths, 8)

@@ -190,7 +190,6 @@ def policies_of_parts(monkeypatch, arguments, between):
     return [policy for part in parts for policy in part.policies]
 
 
-@pytest.mark.usefixtures("few_row_counts", "two_row_counts")
 @pytest.mark.parametrize("before", ["bass", "goodput"])
 def test_a_resumed_run_keeps_its_policy(
     tiny_model, draft_model, paths, drafting, profiles, monkeypatch, capsys, before

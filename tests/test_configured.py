@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy import ragged_prompts, tiny_model
+from toy import ragged_prompts, shallow_model
 
 import emsjax
 from emsjax import distillation
@@ -17,7 +17,6 @@ from emsjax.configured import NEEDED
 from emsjax.demo import DRAFT
 from emsjax.testing import assert_lossless, assert_same_distribution
 
-pytestmark = pytest.mark.usefixtures("few_row_counts")
 PROMPTS, NEW = ragged_prompts([5, 9, 3]), 6
 LOOKUP = emsjax.PromptLookup(match_length=1)
 
@@ -37,12 +36,12 @@ def told():
 
 
 def generated():
-    return emsjax.generate(tiny_model(), PROMPTS, LOOKUP, max_new_tokens=NEW).tokens
+    return emsjax.generate(shallow_model(), PROMPTS, LOOKUP, max_new_tokens=NEW).tokens
 
 
 def streamed(prompts=PROMPTS, **options):
     found = emsjax.stream(
-        tiny_model(), prompts, LOOKUP, max_new_tokens=NEW, batch_size=2, **options
+        shallow_model(), prompts, LOOKUP, max_new_tokens=NEW, batch_size=2, **options
     )
     return in_order(found)
 
@@ -59,14 +58,14 @@ settings_seen: list[dict] = []
 
 
 def of_engine():
-    engine = emsjax.Engine(tiny_model(), LOOKUP, batch_size=2)
+    engine = emsjax.Engine(shallow_model(), LOOKUP, batch_size=2)
     first = in_order(engine.stream(PROMPTS, max_new_tokens=NEW))
     np.testing.assert_array_equal(in_order(engine.stream(iter(PROMPTS), max_new_tokens=NEW)), first)
     return first
 
 
 def stepped(jit):
-    model = tiny_model()
+    model = shallow_model()
     state = emsjax.init_state(model, LOOKUP, PROMPTS, max_new_tokens=NEW)
     step = lambda model, drafter, state: emsjax.step(model, drafter, state)[0]
     step = jax.jit(step) if jit else step
@@ -77,7 +76,7 @@ def stepped(jit):
 
 
 def of_vanilla():
-    return emsjax.vanilla.generate(tiny_model(), PROMPTS, LOOKUP, max_new_tokens=NEW).tokens
+    return emsjax.vanilla.generate(shallow_model(), PROMPTS, LOOKUP, max_new_tokens=NEW).tokens
 
 
 DECODED = {
@@ -90,7 +89,7 @@ DECODED = {
     "step in jit": lambda: stepped(jit=True),
     "vanilla": of_vanilla,
     "assert_lossless": lambda: (
-        assert_lossless(tiny_model(), LOOKUP, PROMPTS, max_new_tokens=NEW).output.tokens
+        assert_lossless(shallow_model(), LOOKUP, PROMPTS, max_new_tokens=NEW).output.tokens
     ),
 }
 
@@ -113,23 +112,23 @@ def test_decoding_is_the_same_under_any_settings_of_jax(decode, expected):
 
 def test_an_unread_stream_outlives_the_settings_it_was_made_under(expected):
     with jax.enable_x64(True):
-        unread = emsjax.stream(tiny_model(), PROMPTS, LOOKUP, max_new_tokens=NEW, batch_size=2)
+        unread = emsjax.stream(shallow_model(), PROMPTS, LOOKUP, max_new_tokens=NEW, batch_size=2)
     np.testing.assert_array_equal(in_order(unread), expected)
 
 
 def test_sampling_is_the_same_under_any_settings_of_jax():
     options = {"max_new_tokens": NEW, "sampling": emsjax.Sampling(0.9, 20, 0.9)}
     options |= {"key": jax.random.key(3), "num_sequences": 2}
-    drafter = emsjax.DraftModel(tiny_model(num_hidden_layers=1), 3)
-    plain = emsjax.generate(tiny_model(), PROMPTS, drafter, **options)
+    drafter = emsjax.DraftModel(shallow_model(ffn_dim=32), 3)
+    plain = emsjax.generate(shallow_model(), PROMPTS, drafter, **options)
     with other_settings():
-        again = emsjax.generate(tiny_model(), PROMPTS, drafter, **options)
+        again = emsjax.generate(shallow_model(), PROMPTS, drafter, **options)
     np.testing.assert_array_equal(again.tokens, plain.tokens)
 
 
 def test_the_distribution_is_checked_under_any_settings_of_jax():
-    model = tiny_model(vocab_size=8, num_hidden_layers=1)
-    drafter = emsjax.DraftModel(tiny_model(vocab_size=8, num_hidden_layers=1, ffn_dim=32), 2)
+    model = shallow_model(vocab_size=8)
+    drafter = emsjax.DraftModel(shallow_model(vocab_size=8, ffn_dim=32), 2)
     options = {"sampling": emsjax.Sampling(1.0), "key": jax.random.key(0), "samples": 256}
     with other_settings():
         out = assert_same_distribution(model, drafter, [3, 5], **options)
@@ -139,14 +138,14 @@ def test_the_distribution_is_checked_under_any_settings_of_jax():
 def test_a_closed_stream_restores_the_settings():
     with other_settings():
         before = told()
-        found = emsjax.stream(tiny_model(), PROMPTS, max_new_tokens=NEW, batch_size=2)
+        found = emsjax.stream(shallow_model(), PROMPTS, max_new_tokens=NEW, batch_size=2)
         next(found)
         found.close()
         assert told() == before
 
 
 def test_distillation_is_the_same_under_any_settings_of_jax():
-    target = tiny_model()
+    target = shallow_model()
     documents = ragged_prompts([40] * 4, seed=3)
 
     def distilled():

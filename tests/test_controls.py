@@ -12,7 +12,7 @@ from golden.tiny_families import MAX_NEW_TOKENS, VARIANTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_generation import stepped
-from toy import CARELESS, VOCAB, ragged_prompts, tiny_model
+from toy import CARELESS, VOCAB, ragged_prompts, shallow_model
 
 import emsjax
 from emsjax.testing import assert_lossless, assert_same_distribution
@@ -45,9 +45,8 @@ MIXED = {
 DRAFTERS = {
     "lookup": functools.partial(emsjax.PromptLookup, match_length=1, search_generated=True),
     "careless": lambda: CARELESS,
-    "model": lambda: emsjax.DraftModel(tiny_model(), 3),
+    "model": lambda: emsjax.DraftModel(shallow_model(), 3),
 }
-few_shapes = pytest.mark.usefixtures("few_row_counts", "two_row_counts")
 
 
 @functools.cache
@@ -102,7 +101,6 @@ def tokens_of(out) -> list[list[int]]:
     return [row[:n].tolist() for row, n in zip(out.tokens, out.lengths, strict=True)]
 
 
-@few_shapes
 @pytest.mark.parametrize("name", GOLDEN)
 def test_greedy_tokens_equal_those_of_transformers(llama, name):
     asked = {"sampling": emsjax.Sampling(**GOLDEN[name]), "max_new_tokens": MAX_NEW_TOKENS}
@@ -122,10 +120,9 @@ def test_golden_tokens_are_those_of_transformers(name):
     np.testing.assert_array_equal(golden()[name], found)
 
 
-@few_shapes
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_every_setting_in_one_batch_has_its_definition(name):
-    model, prompts = tiny_model(), ragged_prompts(LENGTHS)
+    model, prompts = shallow_model(), ragged_prompts(LENGTHS)
     each = [of_prompt(MIXED, i) for i in range(len(prompts))]
     expected = expected_tokens(model, prompts, each, 20)
     options = {"max_new_tokens": 20, "eos_token_ids": END, "sampling": emsjax.Sampling(**MIXED)}
@@ -144,7 +141,6 @@ def test_every_setting_in_one_batch_has_its_definition(name):
         assert out.logprobs[i, len(new) - 1] == pytest.approx(right, abs=1e-4)
 
 
-@few_shapes
 @settings(max_examples=6)
 @given(st.data())
 def test_all_settings_are_lossless(data):
@@ -177,10 +173,9 @@ def test_all_settings_are_lossless(data):
         "key": jax.random.key(data.draw(st.integers(0, 99))),
     }
     for name in ("lookup", "careless"):
-        assert_lossless(tiny_model(), DRAFTERS[name](), ragged_prompts(LENGTHS), **options)
+        assert_lossless(shallow_model(), DRAFTERS[name](), ragged_prompts(LENGTHS), **options)
 
 
-@few_shapes
 def test_sampled_tokens_follow_the_distribution_of_the_changed_logits():
     """With a draft model, whose own logits are changed in the same way."""
     sampling = emsjax.Sampling(
@@ -193,13 +188,12 @@ def test_sampled_tokens_follow_the_distribution_of_the_changed_logits():
         suppress_tokens=[8],
         min_new_tokens=1,
     )
-    drafter = emsjax.DraftModel(tiny_model(num_hidden_layers=1), 2)
+    drafter = emsjax.DraftModel(shallow_model(ffn_dim=32), 2)
     options = {"sampling": sampling, "key": jax.random.key(1), "detects": 0.12}
     prompt = [5, 9, 9, 30]
-    assert_same_distribution(tiny_model(), drafter, prompt, **options)
+    assert_same_distribution(shallow_model(), drafter, prompt, **options)
 
 
-@few_shapes
 @pytest.mark.parametrize(
     "drawn", [{}, {"temperature": 1.1, "min_p": 0.05}], ids=["greedy", "drawn"]
 )
@@ -207,7 +201,7 @@ def test_a_draft_model_that_is_the_target_is_always_right(drawn):
     """Its logits pass through the same settings and the same processors with the same states."""
     options = {"sampling": emsjax.Sampling(**MIXED, **drawn), "processors": [NoTokenTwice(4)]}
     options |= {"max_new_tokens": 16, "eos_token_ids": END, "key": jax.random.key(0)}
-    out = emsjax.generate(tiny_model(), ragged_prompts(LENGTHS), DRAFTERS["model"](), **options)
+    out = emsjax.generate(shallow_model(), ragged_prompts(LENGTHS), DRAFTERS["model"](), **options)
     assert out.stats.acceptance_rate == 1
     assert out.stats.num_drafted.sum() > 20
 
@@ -237,10 +231,9 @@ class NoTokenTwice(emsjax.LogitsProcessor):
         return jnp.take_along_axis(joined, counts[:, None] + jnp.arange(self.width), axis=1)
 
 
-@few_shapes
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_processor_with_a_state_is_lossless(name):
-    model, prompts = tiny_model(), ragged_prompts(LENGTHS)
+    model, prompts = shallow_model(), ragged_prompts(LENGTHS)
     options = {"max_new_tokens": 16, "processors": [NoTokenTwice(4)]}
     out = assert_lossless(model, DRAFTERS[name](), prompts, **options).output
     for new in tokens_of(out):
@@ -252,9 +245,8 @@ def test_a_processor_with_a_state_is_lossless(name):
     assert tokens_of(refilled) == tokens_of(out)
 
 
-@few_shapes
 def test_forks_and_single_steps_have_states_of_their_own():
-    model, prompts = tiny_model(), ragged_prompts(LENGTHS)
+    model, prompts = shallow_model(), ragged_prompts(LENGTHS)
     options = {"sampling": emsjax.Sampling(1.5, presence_penalty=1.0), "key": jax.random.key(3)}
     options |= {"max_new_tokens": 9, "processors": [NoTokenTwice(3)]}
     lookup = DRAFTERS["lookup"]()
@@ -271,7 +263,7 @@ def test_forks_and_single_steps_have_states_of_their_own():
 
 
 def test_settings_that_nobody_asks_for_are_not_compiled_in():
-    model, prompts = tiny_model(), ragged_prompts(LENGTHS)
+    model, prompts = shallow_model(), ragged_prompts(LENGTHS)
     neutral = emsjax.Sampling(
         min_p=[0.0] * 4,
         repetition_penalty=[1.0] * 4,
@@ -287,9 +279,8 @@ def test_settings_that_nobody_asks_for_are_not_compiled_in():
     assert plain.processor_states == ()
 
 
-@few_shapes
 def test_the_likeliest_tokens_are_those_of_the_distribution():
-    model, prompts = tiny_model(), ragged_prompts(LENGTHS)
+    model, prompts = shallow_model(), ragged_prompts(LENGTHS)
     min_p = [0.0, 0.0, 0.0, 0.9]
     sampling = emsjax.Sampling([0.0, 0.8, 0.0, 1.1], [0, 2, 0, 0], 1.0, min_p, suppress_tokens=[4])
     options = {"sampling": sampling, "key": jax.random.key(0), "max_new_tokens": 8}
@@ -345,7 +336,7 @@ def test_bad_settings_are_errors_before_anything_runs(name):
     options = {"max_new_tokens": 8, "eos_token_ids": END, "key": jax.random.key(0)}
     with pytest.raises(ValueError, match=message):
         emsjax.generate(
-            tiny_model(), ragged_prompts(LENGTHS), sampling=emsjax.Sampling(**given), **options
+            shallow_model(), ragged_prompts(LENGTHS), sampling=emsjax.Sampling(**given), **options
         )
 
 
@@ -385,4 +376,4 @@ class Growing(emsjax.LogitsProcessor):
 def test_bad_processors_are_errors(processors, message):
     error = NotImplementedError if "define" in message else ValueError
     with pytest.raises(error, match=message):
-        emsjax.generate(tiny_model(), [[3]], max_new_tokens=2, processors=processors)
+        emsjax.generate(shallow_model(), [[3]], max_new_tokens=2, processors=processors)

@@ -283,7 +283,6 @@ def statistic_and_bound(observed, expected):
     return statistic, freedom + 3.5 * np.sqrt(2 * freedom)
 
 
-@pytest.mark.usefixtures("two_row_counts")
 @pytest.mark.parametrize("drafter", ["model", "prompt lookup", None])
 def test_the_first_tokens_have_exactly_the_targets_distribution(drafter):
     model = four_tokens(0)
@@ -329,7 +328,6 @@ class AfterWholeDrafts:
         return num_drafted
 
 
-@pytest.mark.usefixtures("two_row_counts")
 def test_a_policy_learns_nothing_about_the_next_token_from_a_rejected_draft():
     model, prompt, sequences = four_tokens(0), [1, 3, 0, 2, 1, 3], SEQUENCES // 10
     drafter, policy = HalfEnds(), AfterWholeDrafts()  # new instances would be traced again
@@ -353,7 +351,6 @@ def test_a_policy_learns_nothing_about_the_next_token_from_a_rejected_draft():
     assert statistic < bound
 
 
-@pytest.mark.usefixtures("two_row_counts")
 def test_the_chi_square_test_rejects_a_verifier_without_the_residual(monkeypatch):
     monkeypatch.setattr("emsjax.decode.verify.residual", lambda p, q: p)
     drafter = emsjax.DraftModel(four_tokens(1), 1)  # not compiled by another test

@@ -26,6 +26,7 @@ from emsjax import generation
 from emsjax.decode.step import decode_loop
 from emsjax.engine import slots
 
+PROMPT_SIXTEENTHS = (6, 16)  # of the row counts of steps that feed prompts
 NEW = 20
 ragged_lengths = st.lists(st.integers(1, 40), min_size=4, max_size=4)
 
@@ -77,6 +78,7 @@ def test_a_sample_does_not_depend_on_the_rest_of_the_batch(lengths):
         assert alone.stats.num_drafted[0] == together.stats.num_drafted[i]
 
 
+@pytest.mark.usefixtures("every_row_count")
 def test_the_last_sequences_of_a_large_batch_use_a_smaller_bucket():
     """The last steps have fewer rows than the batch has sequences."""
     model, prompts = tiny_model(), ragged_prompts([1 + i % 9 for i in range(24)])
@@ -194,7 +196,6 @@ def test_the_configs_end_token_is_the_default():
         assert out.lengths[i] == (ends[0] + 1 if ends.size else 40)
 
 
-@pytest.mark.usefixtures("few_row_counts", "two_row_counts")
 def test_refilled_slots_and_several_sequences_give_the_same_tokens():
     model, prompts = tiny_model(), ragged_prompts([5, 9, 20, 3, 14])
     references = [prompt[::-1] for prompt in prompts]

@@ -17,7 +17,7 @@ from emsjax.testing import assert_invariant, assert_lossless, invariant, lossles
 from emsjax.testing.divergence import Divergence
 from pallas_kernels.common.numerics import current_numerics
 
-pytestmark = pytest.mark.usefixtures("few_row_counts")
+PROMPT_SIXTEENTHS = (6, 16)  # of the row counts of steps that feed prompts
 PROMPTS, NEW = ragged_prompts([5, 14, 3]), 6
 LOOKUP = emsjax.PromptLookup(match_length=1, search_generated=True)
 SAMPLED = {"sampling": emsjax.Sampling(temperature=0.9, top_p=0.8), "key": jax.random.key(3)}
@@ -168,7 +168,7 @@ def seen_numerics():
 
 
 def test_every_entry_takes_numerics_and_streams_keep_them():
-    model, own = tiny_model(), {"max_new_tokens": 2}
+    model, own = tiny_model(num_hidden_layers=1), {"max_new_tokens": 2}
 
     def stepped(**options):
         state = emsjax.init_state(model, None, PROMPTS, **own, **options)

@@ -51,7 +51,6 @@ def test_a_layers_rows_are_counted_until_they_are_committed():
     assert more.logits - plan.logits == bytes_of_layer(most)
 
 
-@pytest.mark.usefixtures("few_row_counts", "two_row_counts")
 def test_a_run_that_does_not_fit_names_the_sum_and_the_largest_batch(monkeypatch):
     model, prompts = tiny_model(), ragged_prompts([5] * 60)
     sizes = {"max_len": 64, "max_draft_tokens": 0}

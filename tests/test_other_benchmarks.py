@@ -73,7 +73,6 @@ def test_a_warm_call_finds_what_the_cold_one_compiled(tmp_path, monkeypatch, cap
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
-@pytest.mark.usefixtures("few_row_counts", "two_row_counts")
 def test_slots_that_refill_are_compared_with_static_batches(tmp_path, capsys):
     path = tmp_path / "refill.json"
     options = ["--model", "tiny", "--prompts", "14", "--batch-size", "4", "--shortest", "5"]

@@ -36,7 +36,6 @@ def test_every_file_that_the_readme_names_exists():
     assert [path for path in (*links, *paths, *stages) if not (ROOT / path).exists()] == []
 
 
-@pytest.mark.usefixtures("few_row_counts", "two_row_counts")
 def test_the_example_gives_the_tokens_of_plain_decoding_in_fewer_calls(capsys):
     (example,) = examples.python_examples(README)
     names = {}

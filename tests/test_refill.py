@@ -21,6 +21,7 @@ from emsjax.engine import slots
 from emsjax.engine.adapt import make_run
 from emsjax.engine.preparation import check
 
+PROMPT_SIXTEENTHS = (6, 16)  # of the row counts of steps that feed prompts
 LENGTHS = [5, 9, 20, 3, 14, 1, 2, 33, 7, 11, 4]
 NEW = [7, 20, 3, 12, 9, 1, 25, 2, 16, 8, 5]
 SAMPLED = emsjax.Sampling(0.9, top_k=20, top_p=[0.9, 1.0] * 5 + [0.8])
@@ -47,7 +48,6 @@ def drafters():
     }
 
 
-@pytest.mark.usefixtures("few_row_counts", "two_row_counts")
 @pytest.mark.parametrize(
     ("name", "sampling"),
     [("prompt lookup", None), ("draft model", None), *((name, SAMPLED) for name in drafters())],
@@ -62,7 +62,6 @@ def test_refilled_sequences_equal_those_of_one_batch(name, sampling):
     same(out, whole, steps=drafter is not CARELESS)  # its drafts depend on the step
 
 
-@pytest.mark.usefixtures("few_row_counts", "two_row_counts")
 @pytest.mark.parametrize("name", ["plain", "references", "draft model"])
 def test_sequences_of_a_prompt_copy_the_cache_of_its_first_sequence(name):
     model, prompts, drafter = tiny_model(), ragged_prompts(LENGTHS), drafters()[name]
@@ -73,7 +72,6 @@ def test_sequences_of_a_prompt_copy_the_cache_of_its_first_sequence(name):
     same(emsjax.generate(model, prompts, drafter, batch_size=batch_size, **options), whole)
 
 
-@pytest.mark.usefixtures("few_row_counts", "two_row_counts")
 def test_long_prompts_of_several_sequences_are_fed_in_chunks(monkeypatch):
     model, prompts = tiny_model(), ragged_prompts(LENGTHS)
     options = {"max_new_tokens": 6, "num_sequences": 2, "key": jax.random.key(5)}
@@ -99,7 +97,6 @@ class FirstSteps:
         return state + view.active.astype(jnp.int32)
 
 
-@pytest.mark.usefixtures("few_row_counts", "two_row_counts")
 def test_policy_state_is_reset_when_a_slot_is_refilled():
     model, prompts = tiny_model(), ragged_prompts(LENGTHS)
     drafter = emsjax.DraftModel(tiny_model(num_hidden_layers=1), 3)
@@ -109,7 +106,6 @@ def test_policy_state_is_reset_when_a_slot_is_refilled():
     same(out, whole)
 
 
-@pytest.mark.usefixtures("few_row_counts")
 def test_state_of_a_capped_policy_is_reset_when_a_slot_is_refilled():
     """The policy has no `admit`. Drafting costs almost nothing, so no draft is capped."""
     model, prompts = tiny_model(), ragged_prompts(LENGTHS)
@@ -120,7 +116,6 @@ def test_state_of_a_capped_policy_is_reset_when_a_slot_is_refilled():
     assert (out.stats.num_drafted[out.stats.num_steps > 1] > 0).all()
 
 
-@pytest.mark.usefixtures("few_row_counts")
 @pytest.mark.parametrize("policy", [emsjax.BassHeuristic(3, limit=4), "goodput", "capped"])
 def test_policies_that_depend_on_the_batch_do_not_change_greedy_tokens(policy):
     costs = emsjax.StepCosts.of({16: 1.0, 64: 1.5}, draft_ms=0.1)
@@ -153,7 +148,6 @@ def test_a_prompt_is_fed_once_for_any_number_of_sequences():
     assert served.counts()["real_rows"] == emitted + sum(len(p) - 1 for p in prompts)
 
 
-@pytest.mark.usefixtures("few_row_counts", "two_row_counts")
 def test_previous_contents_of_a_slot_have_no_influence(monkeypatch):
     """Undefined cache entries are NaN at first and later hold what earlier sequences left."""
     model, prompts = tiny_model(), ragged_prompts(LENGTHS)
@@ -170,6 +164,7 @@ def test_previous_contents_of_a_slot_have_no_influence(monkeypatch):
     same(emsjax.generate(model, prompts, drafter, max_new_tokens=NEW, batch_size=3), whole)
 
 
+@pytest.mark.usefixtures("every_row_count")
 def test_caches_equal_those_of_a_prefill_while_slots_are_refilled():
     model, prompts = tiny_model(), ragged_prompts(LENGTHS)
     drafter = emsjax.PromptLookup(match_length=1)
@@ -248,7 +243,6 @@ def test_each_prompt_is_admitted_once_and_in_order():
     assert entered == sorted(entered)
 
 
-@pytest.mark.usefixtures("few_row_counts")
 def test_one_compilation_serves_all_prompts():
     model = tiny_model()
     before = decode_loop._cache_size()
@@ -263,7 +257,6 @@ def test_one_compilation_serves_all_prompts():
     assert decode_loop._cache_size() == before + 1
 
 
-@pytest.mark.usefixtures("few_row_counts")
 def test_an_exhausted_time_budget_is_the_finish_reason_of_unfinished_sequences(monkeypatch):
     model, prompts = tiny_model(), ragged_prompts([9, 2, 7, 5])
     whole = emsjax.generate(model, prompts, max_new_tokens=[40, 3, 40, 40], eos_token_ids=())
@@ -325,6 +318,7 @@ class _State:
     cache: _Lengths
 
 
+@pytest.mark.usefixtures("every_row_count")
 @pytest.mark.parametrize(("batch", "k1", "width"), [(1, 1, 64), (24, 8, 2048), (64, 17, 1024)])
 def test_the_largest_step_has_room_for_prompts_besides_all_drafts(batch, k1, width):
     counts = prompt_row_counts(batch, k1, width)
@@ -333,6 +327,7 @@ def test_the_largest_step_has_room_for_prompts_besides_all_drafts(batch, k1, wid
     assert all(count % 16 == 0 for count in counts)
 
 
+@pytest.mark.usefixtures("every_row_count")
 @settings(max_examples=200)
 @given(st.integers(0, 512), st.integers(1, 3000))
 def test_steps_that_feed_prompts_are_full_or_feed_all_waiting_rows(verified, unread):

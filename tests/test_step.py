@@ -21,13 +21,14 @@ from emsjax.engine.preparation import check
 from emsjax.generation import complete
 from pallas_kernels.common.indexing import take
 
+PROMPT_SIXTEENTHS = (6, 16)  # of the row counts of steps that feed prompts
 LENGTHS = [5, 9, 20, 3, 14, 1]
 RUNS = {
     "ems": emsjax.generate,
     "vanilla": vanilla.generate,
     "refilled": lambda *args, **options: emsjax.generate(*args, batch_size=4, **options),
 }
-pytestmark = pytest.mark.usefixtures("few_row_counts", "two_row_counts", "unchecked_annotations")
+pytestmark = pytest.mark.usefixtures("unchecked_annotations")
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -14,12 +14,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from toy import NEARLY_GREEDY, VOCAB, ragged_prompts, tiny_model
+from toy import NEARLY_GREEDY, VOCAB, ragged_prompts, shallow_model
 
 import emsjax
 from emsjax.decode.step import decode_loop
 
-pytestmark = pytest.mark.usefixtures("few_row_counts")
+PROMPT_SIXTEENTHS = (6, 16)  # of the row counts of steps that feed prompts
 LENGTHS = [5, 9, 20, 3, 14, 1, 2, 33, 7, 11, 4]
 SAMPLED = {"sampling": emsjax.Sampling(0.9), "key": jax.random.key(5)}
 
@@ -45,7 +45,7 @@ def assert_same(completions, whole, num_sequences=1):
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("num_sequences", [1, 3])
 def test_completions_equal_those_of_generate(lazy, num_sequences):
-    model, prompts = tiny_model(), ragged_prompts(LENGTHS)
+    model, prompts = shallow_model(), ragged_prompts(LENGTHS)
     drafter = emsjax.PromptLookup(match_length=1)
     options = {"max_new_tokens": 9, "num_sequences": num_sequences, **SAMPLED}
     whole = emsjax.generate(model, prompts, drafter, **options)
@@ -55,7 +55,7 @@ def test_completions_equal_those_of_generate(lazy, num_sequences):
 
 
 def test_an_iterator_is_read_as_slots_become_free():
-    model, read = tiny_model(), itertools.count()
+    model, read = shallow_model(), itertools.count()
     taken = 0
 
     def prompts():
@@ -73,7 +73,7 @@ def test_an_iterator_is_read_as_slots_become_free():
 
 
 def test_a_prompt_of_an_iterator_that_cannot_be_decoded_is_refused():
-    model, good = tiny_model(), ragged_prompts([5, 9, 20])
+    model, good = shallow_model(), ragged_prompts([5, 9, 20])
     prompts = [good[0], [], good[1], [VOCAB], [4] * 40, good[2], [4] * 60]
     whole = emsjax.generate(model, good, max_new_tokens=9)
     given = emsjax.stream(model, iter(prompts), max_new_tokens=9, batch_size=2, max_len=40)
@@ -99,7 +99,7 @@ def test_a_prompt_that_cannot_be_read_at_all_is_refused():
         def __array__(self, *args, **options):
             raise RuntimeError("deleted")
 
-    model = tiny_model()
+    model = shallow_model()
     found = list(emsjax.stream(model, iter([[3, 4], Deleted()]), max_new_tokens=3, batch_size=2))
     assert {c.prompt: c.error for c in found} == {
         0: None,
@@ -114,7 +114,7 @@ def test_caches_of_an_iterator_are_not_much_longer_than_the_model_allows(monkeyp
         "make_slots",
         lambda run, requests, *_: found.append(requests),
     )
-    model = tiny_model(max_position_embeddings=2048)
+    model = shallow_model(max_position_embeddings=2048)
     emsjax.stream(model, iter([]), max_new_tokens=3, batch_size=2)
     assert 2049 <= found[0].max_len <= 2049 + 64
 
@@ -123,13 +123,13 @@ def test_refused_prompts_are_yielded_at_once():
     endless = ([VOCAB] for _ in itertools.count())
     options = {"max_new_tokens": 4, "batch_size": 2, "max_len": 16, "num_sequences": 2}
     options |= NEARLY_GREEDY
-    refused = emsjax.stream(tiny_model(), endless, **options)
+    refused = emsjax.stream(shallow_model(), endless, **options)
     found = [(c.prompt, c.sequence, c.finish_reason) for c in itertools.islice(refused, 4)]
     assert found == [(place, n, "refused") for place in (0, 1) for n in (0, 1)]
 
 
 def test_prompts_read_before_the_iterator_raises_are_completed_first():
-    model, good = tiny_model(), ragged_prompts([5, 9, 20, 4])
+    model, good = shallow_model(), ragged_prompts([5, 9, 20, 4])
 
     def prompts():
         yield from good
@@ -172,12 +172,14 @@ def test_invalid_arguments_are_rejected_before_any_prompt_is_read(options, error
         yield
 
     with pytest.raises(ValueError, match=error):
-        emsjax.stream(tiny_model(), prompts(), **({"batch_size": 2, "max_new_tokens": 5} | options))
+        emsjax.stream(
+            shallow_model(), prompts(), **({"batch_size": 2, "max_new_tokens": 5} | options)
+        )
 
 
 @pytest.mark.parametrize("lazy", [True, False])
 def test_a_stream_that_is_closed_early_leaves_no_threads(lazy):
-    model = tiny_model()
+    model = shallow_model()
     endless = ([3 + n % 50, 4] for n in itertools.count())
     prompts = endless if lazy else list(itertools.islice(endless, 500))
     before = threading.active_count()
@@ -198,7 +200,7 @@ def test_a_stream_that_is_closed_early_leaves_no_threads(lazy):
 
 
 def test_an_error_on_a_device_ends_the_stream():
-    model, prompts = tiny_model(), ragged_prompts(LENGTHS)
+    model, prompts = shallow_model(), ragged_prompts(LENGTHS)
 
     class Broken(emsjax.PromptLookup):
         def propose(self, *args):
@@ -221,11 +223,11 @@ FOUR_DEVICES = """
     import json
     import jax
     import emsjax
-    from toy import ragged_prompts, tiny_model
+    from toy import ragged_prompts, shallow_model
 
     emsjax.decode.row_counts.PROMPT_SIXTEENTHS = (16,)  # each device compiles
-    model, prompts = tiny_model(), ragged_prompts({lengths})
-    draft_model = tiny_model(num_hidden_layers=1)
+    model, prompts = shallow_model(), ragged_prompts({lengths})
+    draft_model = shallow_model(ffn_dim=32)
     used = []
     serve = emsjax.engine.slots.Slots.serve
 
@@ -250,7 +252,7 @@ FOUR_DEVICES = """
 
 
 def test_four_devices_output_the_same_tokens_as_one():
-    model, prompts = tiny_model(), ragged_prompts(LENGTHS * 3)
+    model, prompts = shallow_model(), ragged_prompts(LENGTHS * 3)
     whole = emsjax.generate(model, prompts, max_new_tokens=9)
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
     tests = Path(__file__).parent
@@ -272,8 +274,8 @@ def test_four_devices_output_the_same_tokens_as_one():
 
 def test_every_call_of_an_engine_equals_stream():
     """Calls repeat prompts and differ in every option that a call may set."""
-    model, prompts = tiny_model(), ragged_prompts(LENGTHS)
-    drafter = emsjax.DraftModel(tiny_model(num_hidden_layers=1), 3)
+    model, prompts = shallow_model(), ragged_prompts(LENGTHS)
+    drafter = emsjax.DraftModel(shallow_model(ffn_dim=32), 3)
     engine = emsjax.Engine(model, drafter, batch_size=2, max_len=64)
     sampled = {"sampling": emsjax.Sampling(0.9, 20), "key": jax.random.key(3)}
     calls = [
@@ -301,7 +303,7 @@ def told(completions):
 
 
 def test_an_engine_compiles_its_loop_once():
-    engine = emsjax.Engine(tiny_model(), emsjax.PromptLookup(3), batch_size=3, max_len=64)
+    engine = emsjax.Engine(shallow_model(), emsjax.PromptLookup(3), batch_size=3, max_len=64)
     list(engine.stream(ragged_prompts(LENGTHS), max_new_tokens=5))
     before = decode_loop._cache_size()
     list(engine.stream(ragged_prompts(LENGTHS[::-1], seed=1), max_new_tokens=6))
@@ -309,7 +311,7 @@ def test_an_engine_compiles_its_loop_once():
 
 
 def test_an_engine_serves_one_call_at_a_time_and_drops_a_closed_call():
-    model, prompts = tiny_model(), ragged_prompts(LENGTHS)
+    model, prompts = shallow_model(), ragged_prompts(LENGTHS)
     engine = emsjax.Engine(model, batch_size=2, max_len=64)
     unread = engine.stream(prompts, max_new_tokens=9)
     with pytest.raises(ValueError, match="serve another call"):
@@ -325,7 +327,7 @@ def test_an_engine_serves_one_call_at_a_time_and_drops_a_closed_call():
 
 
 def test_an_engine_on_devices_waits_for_the_threads_of_a_closed_call():
-    model, prompts = tiny_model(), ragged_prompts(LENGTHS)
+    model, prompts = shallow_model(), ragged_prompts(LENGTHS)
     engine = emsjax.Engine(model, batch_size=2, max_len=64, devices=jax.local_devices()[:1])
     whole = told(emsjax.stream(model, prompts, batch_size=2, max_new_tokens=9))
     for _ in range(3):
@@ -338,11 +340,11 @@ def test_an_engine_on_devices_waits_for_the_threads_of_a_closed_call():
 def test_an_engine_rejects_a_drafter_that_holds_data_for_each_prompt():
     drafter = emsjax.PromptLookup(references=ragged_prompts(LENGTHS))
     with pytest.raises(ValueError, match=r"holds data for each prompt .* use emsjax\.stream"):
-        emsjax.Engine(tiny_model(), drafter, batch_size=2)
+        emsjax.Engine(shallow_model(), drafter, batch_size=2)
 
 
 def test_an_engine_rejects_prompts_that_do_not_fit_before_any_work():
-    engine = emsjax.Engine(tiny_model(), batch_size=2, max_len=16)
+    engine = emsjax.Engine(shallow_model(), batch_size=2, max_len=16)
     with pytest.raises(ValueError, match="more than max_len 16"):
         engine.stream(ragged_prompts([9]), max_new_tokens=8)
     assert len(list(engine.stream(ragged_prompts([9]), max_new_tokens=7))) == 1

@@ -198,7 +198,6 @@ def few_tokens():
     return tiny_model(vocab_size=8, init_std=0.1)
 
 
-@pytest.mark.usefixtures("two_row_counts")
 @pytest.mark.parametrize(
     "drafter", [Draws(jnp.stack([RIGHT, RIGHT])), LOOKUP, None], ids=["draws", "lookup", "none"]
 )
@@ -208,7 +207,6 @@ def test_correct_drafters_keep_the_distribution(few_tokens, drafter):
     assert len(np.unique(out.tokens, axis=0)) > 100
 
 
-@pytest.mark.usefixtures("two_row_counts")
 @pytest.mark.parametrize(
     ("claimed", "position"),
     [((UNIFORM, RIGHT), 0), ((REVERSED, RIGHT), 0), ((RIGHT, REVERSED), 1)],
@@ -258,7 +256,6 @@ def test_too_few_samples_to_compare_are_rejected(few_tokens):
     assert 12 < enough <= 8 * 8
 
 
-@pytest.mark.usefixtures("two_row_counts")
 def test_the_number_of_samples_suffices_to_detect_probabilities_that_are_not_warped(few_tokens):
     """Draws have a temperature of 0.5, and the claimed probabilities a temperature of 1."""
     warped = DRAWN**2 / jnp.sum(DRAWN**2)
@@ -290,7 +287,6 @@ def test_the_number_of_samples_detects_the_distance_it_is_chosen_for():
     assert refused["wrong"] >= 194
 
 
-@pytest.mark.usefixtures("two_row_counts")
 def test_a_drafter_whose_drafts_are_not_verified_or_accepted_is_not_judged(few_tokens):
     drafter = Draws(jnp.stack([RIGHT, RIGHT]))
     nothing = {"draft_length": emsjax.FixedLength(0)}
@@ -306,7 +302,6 @@ def test_a_drafter_whose_drafts_are_not_verified_or_accepted_is_not_judged(few_t
         assert_same_distribution(few_tokens, drafter, prompt, **likeliest)
 
 
-@pytest.mark.usefixtures("two_row_counts")
 @pytest.mark.parametrize("factor", [0.5, 1.01, jnp.nan, -1.0])
 def test_numbers_that_are_not_a_distribution_are_named(few_tokens, factor):
     drafter = Draws(jnp.stack([RIGHT, RIGHT * factor]))

@@ -45,7 +45,6 @@ def replay(script, counts, right) -> Replay:
     return Replay(script, table(counts), table(right), VOCAB, k)
 
 
-@pytest.mark.usefixtures("two_row_counts")
 @every_method
 def test_greedy_tokens_equal_plain_decoding_for_every_method(method):
     model, prompts = tiny_model(), ragged_prompts([17, 1, 40, 6])
@@ -72,6 +71,7 @@ def test_samples_end_where_plain_decoding_ends(method):
     np.testing.assert_array_equal(out.tokens, plain.tokens)
 
 
+@pytest.mark.usefixtures("every_row_count")
 @every_method
 def test_padding_may_reach_beyond_the_last_position(method):
     model, prompts = shallow(), ragged_prompts([POSITIONS - NEW + 1, 4])
@@ -99,6 +99,7 @@ def decode(model, prompts, drafter, layout, steps):
     return states, infos
 
 
+@pytest.mark.usefixtures("every_row_count")
 def test_the_papers_example_of_padding():
     """Table 1 of EMS-SD gives predicted and accepted tokens, with the padding of each."""
     model, prompts = shallow(), ragged_prompts([9, 9])
@@ -124,6 +125,7 @@ def test_the_papers_example_of_padding():
     assert int(states[-1].cache.num_masked) == 7
 
 
+@pytest.mark.usefixtures("every_row_count")
 @every_method
 def test_padding_ratios_equal_the_padding_of_the_run(method):
     model, prompts = shallow(), ragged_prompts([9, 5])
@@ -141,6 +143,7 @@ def test_padding_ratios_equal_the_padding_of_the_run(method):
     assert out.stats.padding_ratio.kv == pytest.approx(slots / 14 - 1)
 
 
+@pytest.mark.usefixtures("every_row_count")
 def test_with_both_ablations_the_baseline_equals_the_library():
     model, prompts = shallow(), ragged_prompts([20, 3, 9])
     lookup = emsjax.PromptLookup(match_length=1, max_draft_tokens=4)
@@ -156,6 +159,7 @@ def test_with_both_ablations_the_baseline_equals_the_library():
     assert expected.stats.padding_ratio.kv == 0
 
 
+@pytest.mark.usefixtures("every_row_count")
 @settings(max_examples=6)
 @given(seed=st.integers(0, 10**6))
 @example(seed=-1)
@@ -197,6 +201,7 @@ def test_the_cache_has_room_for_every_gap(slots, k1):
     assert layout.cache_length(1000, new, slots, k1) >= 1000 + new * min(slots, k1)
 
 
+@pytest.mark.usefixtures("every_row_count")
 @every_layout
 @settings(max_examples=20)
 @given(counts=st.lists(st.integers(0, 5), min_size=3, max_size=3))
@@ -222,6 +227,7 @@ def test_packed_rows_are_gathered_and_scattered_by_sample_and_position(layout, c
         )
 
 
+@pytest.mark.usefixtures("every_row_count")
 def test_row_counts_of_long_drafts_are_few():
     for k1 in range(1, 40):
         widths = Layout(pad_inputs=True).row_counts(5, k1)

@@ -33,6 +33,13 @@ def tiny_model(**overrides) -> emsjax.OPT:
     return emsjax.OPT(config, rngs=nnx.Rngs(7), dtype=jnp.float32)
 
 
+def shallow_model(**overrides) -> emsjax.OPT:
+    """The tiny model with one layer, which compiles in half the time: for tests of what surrounds
+    the layers.
+    """
+    return tiny_model(num_hidden_layers=1, **overrides)
+
+
 def ragged_prompts(lengths, seed=0) -> list[np.ndarray]:
     rng = np.random.default_rng(seed)
     return [rng.integers(3, VOCAB, length) for length in lengths]
