@@ -135,7 +135,7 @@ def _llama(config):
     if not config.get("tie_word_embeddings", kind == "gemma3_text"):
         shapes["lm_head.weight"] = (VOCAB, size)
     bias = config.get("attention_bias", False)
-    for i in range(LAYERS):
+    for i in range(config["num_hidden_layers"]):
         layer = f"model.layers.{i}"
         for part, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
             name = f"{layer}.self_attn.{part}_proj"
