@@ -504,7 +504,7 @@ def random_masks(inputs):
     [(10, 2**27), (10, 0), (None, 0)],
     ids=["small-tiles", "decode", "unbounded"],
 )
-@pytest.mark.parametrize("group", [2, 7, 8])  # and 4 where all are packed
+@pytest.mark.parametrize("group", [2, 4, 7, 8])
 def test_query_heads_share_keys_and_values_in_groups(
     implementation, programs, bound, shared_bytes, group, monkeypatch, request
 ):

@@ -109,7 +109,6 @@ def test_updates_write_rounded_rows(format, implementation):
         np.testing.assert_array_equal(found.scales.astype(jnp.float32), expected)
 
 
-@pytest.mark.usefixtures("few_row_counts")
 @FORMAT
 def test_decoding_is_lossless_and_its_bits_do_not_depend_on_the_batch(format):
     prompts = ragged_prompts([5, 14, 3])
@@ -123,7 +122,6 @@ def test_decoding_is_lossless_and_its_bits_do_not_depend_on_the_batch(format):
     assert_invariant(narrow, prompts, LOOKUP, max_new_tokens=4)
 
 
-@pytest.mark.usefixtures("few_row_counts")
 def test_every_entry_takes_a_cache_in_8_bits():
     model, prompts = tiny_model(), ragged_prompts([5, 9])
     options = {"max_new_tokens": 5, "kv_dtype": "int8"}

@@ -10,7 +10,7 @@ import emsjax
 from emsjax.decode.cache import KVCache
 from emsjax.testing import assert_invariant, assert_lossless, assert_same_distribution
 
-pytestmark = pytest.mark.usefixtures("few_row_counts")
+PROMPT_SIXTEENTHS = (6, 16)  # of the row counts of steps that feed prompts
 PROMPTS = ragged_prompts([5, 14, 3])
 
 
