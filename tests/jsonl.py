@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 import emsjax
 from emsjax import Completion, streaming
+from emsjax.models.numbers import NumberFormats
 from emsjax.policies import profiles as profile_store
 from emsjax.policies.costs import FORMAT
 from emsjax.terminal.models import load_config
@@ -56,7 +57,7 @@ def save_tiny_model(folder):
     ).save_pretrained(folder)
 
 
-def profile_of(model, draft_model=None, dtype="float32", row_ms=None, draft_ms=0.0):
+def profile_of(model, draft_model=None, dtype="float32", row_ms=None, draft_ms=0.0, quantize=None):
     """A plausible profile of these folders' models. By default drafting pays off."""
     configs = [
         None if folder is None else load_config(folder, None) for folder in (model, draft_model)
@@ -64,7 +65,7 @@ def profile_of(model, draft_model=None, dtype="float32", row_ms=None, draft_ms=0
     row_ms = {1: 1.0, 1000: 1.1} if row_ms is None else row_ms
     return {
         "format": FORMAT,
-        "subject": profile_store.subject(*configs, dtype),
+        "subject": profile_store.subject(*configs, NumberFormats(dtype, quantize)),
         "costs": {"row_ms": row_ms, "token_ms": 0.0, "reread": 0.0, "draft_ms": {1: draft_ms}},
     }
 

@@ -9,7 +9,7 @@ import pytest
 from jsonl import assert_error
 
 from emsjax.benchmarks import draft_length, policy_runs, step_costs, workloads
-from emsjax.benchmarks.draft_length_command import find_models
+from emsjax.benchmarks.workloads import ScriptedModels
 from emsjax.cli.main import main
 from emsjax.policies import profiles as profile_store
 from emsjax.policies.costs import FORMAT, StepCosts
@@ -32,7 +32,7 @@ def short(monkeypatch):
 
 
 def profile_of(models):
-    subject = profile_store.subject(models.config, models.draft_config, models.dtype)
+    subject = profile_store.subject(models.config, models.draft_config, models.numbers)
     costs = {
         "row_ms": {"1": 1.0, "100": 2.0},
         "token_ms": 0.0,
@@ -45,7 +45,7 @@ def profile_of(models):
 @pytest.fixture
 def stored():
     """A stored profile of the tiny pair."""
-    profile = profile_of(find_models("tiny", "tiny"))
+    profile = profile_of(ScriptedModels("tiny", "tiny"))
     profile_store.store(profile)
     return profile
 

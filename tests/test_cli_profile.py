@@ -101,6 +101,20 @@ def test_prompt_lookup_uses_a_profile_with_any_draft_model(tiny_model, draft_mod
     assert isinstance(policies(fake), emsjax.Goodput)
 
 
+def test_narrow_weights_have_profiles_of_their_own(tiny_model, paths, fake, capsys):
+    write_records(paths.input)
+    options = ["--drafter", "prompt-lookup", "--quantize", "int8"]
+    profile_store.store(profile_of(tiny_model))
+    assert main(command(tiny_model, paths, *options)) == 0
+    assert policies(fake) == emsjax.BassHeuristic()
+    advised = f"emsjax profile --model {tiny_model} --dtype float32 --quantize int8"
+    assert f"`{advised}`" in capsys.readouterr().err
+    start_afresh(paths)
+    profile_store.store(profile_of(tiny_model, quantize="int8"))
+    assert main(command(tiny_model, paths, *options)) == 0
+    assert isinstance(policies(fake), emsjax.Goodput)
+
+
 def test_plain_decoding_has_no_policy(tiny_model, paths, fake, capsys):
     write_records(paths.input)
     profile_store.store(profile_of(tiny_model))

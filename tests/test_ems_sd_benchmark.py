@@ -64,6 +64,22 @@ def test_scripted_models_have_the_given_dtype_and_prompt_lengths():
     assert {len(prompt) for prompt in models.prompts(64, NEW)} == {3, 4, 5}
 
 
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_a_narrow_model_outputs_the_text(quantize):
+    models = workloads.ScriptedModels("tiny", "tiny", quantize=quantize, kv_dtype="int8")
+    workload = workloads.Workload("prompt-lookup", NEW, CopyAcceptance(draft_tokens=3))
+    bench = ems_sd.Bench(Scripted(models, workload), BATCH, RATES, repeats=1)
+    figures = bench.measure(("greedy", "ems"), lambda said: None)["methods"]
+    assert all(of["identical"] for of in figures.values())
+    model = models.model
+    assert (model.quantization, model.kv_dtype) == (quantize, "int8")
+    context = np.mean(
+        [run["live_cached_tokens"] / NEW / BATCH for run in figures["greedy"]["runs"]]
+    )
+    expected = floor_ms(model.config, BATCH, 1, context, RATES, models.numbers)
+    assert figures["greedy"]["floor_ms"] == pytest.approx(expected)
+
+
 def test_wrong_tokens_are_noticed(source):
     ((task,),) = source.rounds(BATCH, 1)
     wrong = dataclasses.replace(task, expected=task.expected + 1)

@@ -13,7 +13,7 @@ from golden.tiny_families import VARIANTS
 import emsjax
 from emsjax import embedded
 from emsjax.device import tree_bytes
-from emsjax.models.layers import NarrowLinear, dense_weight
+from emsjax.models.linears import NarrowLinear, dense_weight
 from emsjax.testing import assert_lossless
 from pallas_kernels.matmul.narrow import FORMATS
 

@@ -13,7 +13,7 @@ from golden.tiny_families import VARIANTS
 from safetensors.numpy import save_file
 
 import emsjax
-from emsjax.models.layers import dense_weight
+from emsjax.models.linears import dense_weight
 
 CONFIG = VARIANTS["llama"] | {
     "hidden_size": 128,

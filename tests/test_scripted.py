@@ -19,6 +19,7 @@ from emsjax.benchmarks.scripted import (
     scripted_model,
 )
 from emsjax.decode.pack import pack
+from emsjax.models.numbers import NumberFormats
 
 LENGTHS, NEW_TOKENS = [1, 9, 30, 33], [64, 17, 35, 1]  # two sequences reach the last position
 SMALL = tiny_model(num_hidden_layers=1).config
@@ -67,7 +68,7 @@ def text_of(vocab_size=VOCAB, length=POSITIONS + 1, seed=3) -> np.ndarray:
 
 @functools.cache
 def model_of_text() -> emsjax.OPT:
-    return scripted_model(SMALL, text_of(), dtype=jnp.float32)
+    return scripted_model(SMALL, text_of(), numbers=NumberFormats(jnp.float32))
 
 
 def generate(drafter, model=None, **options) -> emsjax.GenerateOutput:
@@ -138,7 +139,7 @@ def test_texts_that_tokens_cannot_force_are_refused():
 
 
 def test_text_may_be_shorter_than_the_models_positions():
-    out = generate(None, scripted_model(SMALL, text_of()[:40], dtype=jnp.float32))
+    out = generate(None, scripted_model(SMALL, text_of()[:40], numbers=NumberFormats(jnp.float32)))
     for row, start in zip(out.tokens, LENGTHS, strict=True):
         new = min(40 - start, 1 if start == 33 else 10)
         np.testing.assert_array_equal(row[:new], text_of()[start : start + new])

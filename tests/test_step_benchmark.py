@@ -13,6 +13,7 @@ from emsjax.benchmarks import device_times, overheads, runs, step
 from emsjax.benchmarks.rates import Rates
 from emsjax.benchmarks.registry import BENCHMARKS
 from emsjax.benchmarks.shapes import MODELS
+from emsjax.models.numbers import NumberFormats
 from emsjax.models.opt import OPTConfig
 
 # flax's LayerNorm promotes bfloat16 to float32 on its own.
@@ -27,6 +28,46 @@ REFERENCE = Rates(read=4.35e12, matmul=790e12)
 def test_floor_of_opt_6_7b(batch, rows, expected):
     floor = step.floor_ms(MODELS["opt-6.7b"], batch, rows, 900, REFERENCE)
     assert floor == pytest.approx(expected, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("quantize", "kv_dtype", "layers", "cached"),
+    [
+        (None, None, 2, 2),
+        ("int8", "int8", 1, 1 + 4 / 128),  # a scale of 4 bytes for each token and head
+        ("int8-weights", None, 1, 2),
+        ("int4", "fp8", 0.5 + 5 / 128, 1 + 4 / 128),  # a scale and a zero for 128 weights
+    ],
+)
+def test_the_floor_reads_narrow_numbers(quantize, kv_dtype, layers, cached):
+    numbers = NumberFormats(jnp.bfloat16, quantize, kv_dtype)
+    floor = step.floor_ms(MODELS["opt-6.7b"], 1, 1, 900, REFERENCE, numbers)
+    weights = 32 * (4 * 4096**2 + 2 * 4096 * 16384) * layers + 4096 * 50272 * 2
+    read = weights + 900 * 32 * 2 * 4096 * cached
+    assert floor == pytest.approx(1e3 * read / REFERENCE.read, rel=1e-6)
+
+
+@pytest.mark.parametrize(("quantize", "speed"), [(None, 1), ("fp8", 2), ("int4", 1)])
+def test_the_floor_multiplies_two_narrow_factors_twice_as_fast(quantize, speed):
+    numbers = NumberFormats(jnp.bfloat16, quantize)
+    floor = step.floor_ms(MODELS["opt-6.7b"], 64, 64, 0, Rates(1e18, 1e12), numbers)
+    layers, head = 32 * (4 * 4096**2 + 2 * 4096 * 16384), 4096 * 50272
+    assert floor == pytest.approx(1e3 * 2 * 64 * 64 * (layers / speed + head) / 1e12)
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_steps_of_narrow_models_are_timed(quantize, tmp_path):
+    path = tmp_path / "step.json"
+    arguments = ["--model", "tiny", "--context", "20", "--shapes", "1x2", "--layers", "1"]
+    arguments += ["--quantize", quantize, "--kv-dtype", "fp8", "--output", str(path)]
+    with standard_dtypes():
+        assert BENCHMARKS["step"].main(arguments) == 0
+    results = json.loads(path.read_text())
+    formats = {"dtype": "bfloat16", "quantize": quantize, "kv_dtype": "fp8"}
+    assert results["settings"].items() >= formats.items()
+    (entry,) = results["shapes"]
+    wide = step.floor_ms(MODELS["tiny"].resized(layers=1), 1, 2, entry["mean_context"], REFERENCE)
+    assert entry["floor_ms"]["reference"] < 0.8 * wide
 
 
 def test_default_shapes_and_rates():

@@ -18,6 +18,7 @@ from emsjax.benchmarks import step_costs as measured
 from emsjax.benchmarks.shapes import MODELS
 from emsjax.benchmarks.step_costs import Measurement, Point
 from emsjax.decode.row_counts import row_buckets
+from emsjax.models.numbers import NumberFormats
 from emsjax.policies.costs import (
     FORMAT,
     LEAST_GAIN,
@@ -354,7 +355,7 @@ def test_accepted_tokens_of_a_rate_are_sums_of_its_powers():
 MEASUREMENT = Measurement(
     config=MODELS["tiny"],
     draft_config=MODELS["tiny"],
-    dtype=jnp.float32,
+    numbers=NumberFormats(jnp.float32),
     batch_sizes=(1, 2),
     context=24,
     max_draft_tokens=3,

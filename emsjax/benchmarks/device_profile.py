@@ -10,6 +10,7 @@ from emsjax.benchmarks.options import PROFILED_BATCH_SIZES, PROFILED_CONTEXT, PR
 from emsjax.benchmarks.results import write_results
 from emsjax.benchmarks.runs import LONG, SHORT
 from emsjax.models.config import DecoderConfig
+from emsjax.models.numbers import NumberFormats
 from emsjax.policies import profiles as profile_store
 from emsjax.terminal.reporting import check_writable, own_version
 from emsjax.terminal.surroundings import surroundings
@@ -33,7 +34,8 @@ def measure_and_store(
         ValueError: models that cannot be measured, or a folder that cannot be written.
     """
     started = time.perf_counter()
-    subject = profile_store.subject(measurement.config, measurement.draft_config, measurement.dtype)
+    of = measurement
+    subject = profile_store.subject(of.config, of.draft_config, of.numbers)
     stored = profile_store.path_of(subject)
     stored.parent.mkdir(parents=True, exist_ok=True)
     check_writable("the store of profiles", stored)
@@ -52,7 +54,7 @@ def measure_and_store(
 def fitting_measurement(
     config: DecoderConfig,
     draft_config: DecoderConfig | None,
-    dtype: Any,
+    numbers: NumberFormats,
     *,
     batch_sizes: Sequence[int] = PROFILED_BATCH_SIZES,
     context: int | None = None,
@@ -68,7 +70,7 @@ def fitting_measurement(
     """
     context = fitting_context(context, config, draft_config, max_draft_tokens)
     return step_costs.Measurement(
-        config, draft_config, dtype, batch_sizes, context, max_draft_tokens
+        config, draft_config, numbers, batch_sizes, context, max_draft_tokens
     )
 
 

@@ -38,6 +38,7 @@ from emsjax.drafters import DraftModel, PromptLookup
 from emsjax.engine.output import GenerateOutput
 from emsjax.generation import generate
 from emsjax.models.decoder import Decoder
+from emsjax.models.numbers import NumberFormats
 from emsjax.streaming import stream
 from emsjax.terminal.options import NUMERICS
 from emsjax.testing.divergence import NEAR_TIE, first_divergences
@@ -69,7 +70,8 @@ def find_pair(name: str, draft_shape: str, new_tokens: int) -> ModelPair:
         model, draft = (one.astype(DTYPE) for one in (models.model, models.draft_model))
     else:
         models = ScriptedModels(name, draft_shape)
-        model, draft = random_model(models.config, DTYPE), random_model(models.draft_config, DTYPE)
+        configs, numbers = (models.config, models.draft_config), NumberFormats(DTYPE)
+        model, draft = (random_model(config, numbers) for config in configs)
     return ModelPair(model, draft, lambda batch: models.prompts(batch, new_tokens))
 
 

@@ -15,11 +15,13 @@ from emsjax.benchmarks.device_profile import fitting_measurement, measure_and_st
 from emsjax.benchmarks.options import ACCEPTANCE_RATE, EMBEDDED
 from emsjax.benchmarks.registry import BENCHMARKS
 from emsjax.benchmarks.results import begin
-from emsjax.benchmarks.subjects import check_shapes
+from emsjax.benchmarks.subjects import check_absent, check_shapes
 from emsjax.benchmarks.workloads import EmbeddedModels, ScriptedModels
 from emsjax.policies import profiles as profile_store
 from emsjax.policies.costs import FORMAT
 from emsjax.terminal.reporting import check_plot, check_writable, make_console, progress
+
+OF_SHAPES = ("draft_shape", "quantize", "kv_dtype")  # options of models of random weights
 
 
 def run(options: argparse.Namespace, command: str) -> int:
@@ -30,7 +32,7 @@ def run(options: argparse.Namespace, command: str) -> int:
             cannot be written, or sequences that exceed the models' positions.
         ImportError: a plot without matplotlib.
     """
-    models = find_models(options.shape, options.draft_shape)
+    models = find_models(options)
     for name in options.workloads or ():
         if name not in models.workloads:
             known = ", ".join(models.workloads)
@@ -38,12 +40,12 @@ def run(options: argparse.Namespace, command: str) -> int:
     check_plot(options.plot)
     check_writable("--output", options.output)
     say = progress()
-    wanted = profile_store.subject(models.config, models.draft_config, models.dtype)
+    wanted = profile_store.subject(models.config, models.draft_config, models.numbers)
     costs = find_costs(models, wanted, options, command, say)
     settings = {
         **models.describe,
         "device": wanted["device"],
-        "dtype": wanted["dtype"],
+        **models.numbers.settings,
         "max_draft_tokens": options.max_draft_tokens,
         "max_new_tokens": options.max_new_tokens,
         "costs": costs,
@@ -66,13 +68,14 @@ def run(options: argparse.Namespace, command: str) -> int:
     return 0 if draft_length.all_identical(results) else 1
 
 
-def find_models(shape: str, draft_shape: str | None) -> draft_length.Models:
+def find_models(options: argparse.Namespace) -> draft_length.Models:
     """The models of these shapes; raises a ValueError for unknown ones."""
-    if shape == EMBEDDED:
-        if draft_shape is not None:
-            raise ValueError("--draft-shape is an option of other shapes than --shape embedded")
+    if options.shape == EMBEDDED:
+        check_absent(options, OF_SHAPES, f"another --shape than {EMBEDDED}")
         return EmbeddedModels()
-    return ScriptedModels(shape, check_shapes(shape, draft_shape, EMBEDDED))
+    draft_shape = check_shapes(options.shape, options.draft_shape, EMBEDDED)
+    narrow = {"quantize": options.quantize, "kv_dtype": options.kv_dtype}
+    return ScriptedModels(options.shape, draft_shape, **narrow)
 
 
 def find_costs(
@@ -97,7 +100,7 @@ def find_costs(
     if path is not None:
         say(f"Step costs: from the stored profile {path}")
         return profile_store.read_for(path, wanted)["costs"]
-    measurement = fitting_measurement(models.config, models.draft_config, models.dtype)
+    measurement = fitting_measurement(models.config, models.draft_config, models.numbers)
     measured, path = measure_and_store(measurement, ACCEPTANCE_RATE, command=command, say=say)
     say(f"Step costs: measured, and stored in {path}")
     return measured["costs"]

@@ -29,6 +29,7 @@ from emsjax.decode.run import Run
 from emsjax.decode.step import decode_loop
 from emsjax.engine.adapt import make_run
 from emsjax.generation import init_state
+from emsjax.models.numbers import NumberFormats
 
 GREEDY = "greedy"
 METHODS: dict[str, Layout] = {
@@ -204,7 +205,8 @@ class Bench:
         step = 1e3 * total["live_seconds"] / steps
         floor = utilisation = None
         if self.rates is not None:
-            floor = floor_ms(config, self.batch, rows, context, self.rates)
+            numbers = NumberFormats.of(self.source.model)
+            floor = floor_ms(config, self.batch, rows, context, self.rates, numbers)
             flops = step_flops(config, self.batch * rows, context)
             utilisation = flops / (step / 1e3) / self.rates.matmul
         return {

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from rich.table import Table
 
 from emsjax import plotting
@@ -112,8 +111,9 @@ def scripted(options: argparse.Namespace) -> tuple[Callable[[], Scripted], dict[
         if name not in own:
             raise ValueError(f"{flag(name)} is not a parameter of --draft {options.draft}")
     profile = dataclasses.replace(profile, **given)
-    models = ScriptedModels(options.shape, draft_shape)
-    subject = {**models.describe, "dtype": jnp.dtype(models.dtype).name}
+    narrow = {"quantize": options.quantize, "kv_dtype": options.kv_dtype}
+    models = ScriptedModels(options.shape, draft_shape, **narrow)
+    subject = {**models.describe, **models.numbers.settings}
     workload = Workload(drafts, options.max_new_tokens, profile)
     return lambda: Scripted(models, workload), subject | {"acceptance": dataclasses.asdict(profile)}
 

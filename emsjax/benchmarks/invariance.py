@@ -36,6 +36,7 @@ from emsjax.decode.base import Model
 from emsjax.decode.cache import KVCache
 from emsjax.decode.kernels import resolve_kernels
 from emsjax.decode.pack import PackedRows, pack
+from emsjax.models.numbers import NumberFormats
 from emsjax.sampling import log_softmax
 from emsjax.terminal.options import NUMERICS
 from pallas_kernels.common.blocks import in_blocks
@@ -182,7 +183,7 @@ def comparison_of(model: str, layers: int, context: int, kind: str) -> Compariso
     """The model's sequence. A process keeps the one of its last task."""
     with numerics(kind):
         config = MODELS[model].resized(layers=layers)
-        return Comparison(random_model(config, DTYPE), context)
+        return Comparison(random_model(config, NumberFormats(DTYPE)), context)
 
 
 def compare(task: Task) -> list[int]:

@@ -8,6 +8,7 @@ from emsjax.benchmarks.shapes import MODELS
 from emsjax.terminal.options import (
     DEFAULT_DTYPE,
     DTYPES,
+    add_number_formats,
     add_numerics,
     count,
     names,
@@ -81,6 +82,7 @@ def add_draft_length_options(parser: argparse.ArgumentParser) -> None:
         f"({SHAPES}) with random weights and scripted drafts ({SHOWN})",
     )
     add("--draft-shape", help=f"draft model beside a model shape (default: {DRAFT_SHAPE})")
+    add_number_formats(parser)
     add_batch_sizes(parser, shown="depends on the shape")
     add("--workloads", type=names, metavar="NAME,NAME,...", help="default: all that the shape has")
     add(
@@ -189,6 +191,7 @@ def add_ems_sd_options(parser: argparse.ArgumentParser) -> None:
         help="draft-model: probability that a draft token is right (default: 0.8)",
     )
     add_batch_sizes(parser, shown="1 to 64")
+    add_number_formats(parser)
     add_numerics(parser)
     add("--methods", type=names, metavar="NAME,NAME,...", help="default: all")
     add(
@@ -220,6 +223,7 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
     add("--layers", **NUMBER, help="another depth; the floor is that model's")
     add_context(parser)
     add_attention(parser)
+    add_number_formats(parser)
     add_numerics(parser)
     rate = "for the floor (default: an H200's, %(default)g)"
     add("--read-rate", type=positive_float, default=H200.read / 1e12, help=f"TB/s {rate}")

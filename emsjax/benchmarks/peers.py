@@ -73,7 +73,7 @@ def scripted_subject(shape: str, draft_shape: str, new_tokens: int) -> Subject:
         return found
 
     draft_text = miscopied(models.text, MISCOPIED, vocab, seed=4)
-    draft = scripted_model(models.draft_config, draft_text, dtype=models.dtype)
+    draft = scripted_model(models.draft_config, draft_text, numbers=models.numbers)
     return Subject(models.model, draft, prompts, new_tokens, expected, end_token_ids=())
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import lax
 
 from emsjax.benchmarks.device_times import kernel_times, kernels_per_step
@@ -33,6 +32,7 @@ from emsjax.engine.adapt import as_drafter, make_run
 from emsjax.generation import init_state
 from emsjax.models.config import DecoderConfig
 from emsjax.models.decoder import Decoder
+from emsjax.models.numbers import BFLOAT16, NumberFormats
 from emsjax.policies.lengths import FixedLength
 from emsjax.sampling import Sampling
 from pallas_kernels.common.numerics import current_numerics, numerics
@@ -77,10 +77,10 @@ class RejectedDrafter(Overriding):
         return Draft(jnp.full(shape, self.token_id, jnp.int32), draft_lengths)
 
 
-def random_model(config: DecoderConfig, dtype=jnp.bfloat16) -> Decoder:
+def random_model(config: DecoderConfig, numbers: NumberFormats = BFLOAT16) -> Decoder:
     """A model of random weights whose most likely token is never the last token id."""
     # Not under jit: compiling the random draws of every layer takes longer than the draws.
-    model = Decoder(config, rngs=nnx.Rngs(0), dtype=dtype)
+    model = numbers.model(config)
     table = (model.lm_head or model.embed_tokens).embedding
     # A zero embedding has logit 0, which is below the largest of the others and loses a tie.
     table[...] = table[...].at[-1].set(0)

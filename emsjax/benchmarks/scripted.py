@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from emsjax.checks import as_token_ids, check_at_least
 from emsjax.drafters.replay import Replay
@@ -21,6 +20,7 @@ from emsjax.engine.adapt import as_drafter, unwrapped
 from emsjax.models.architecture import AFTER, BOTH, Architecture
 from emsjax.models.config import DecoderConfig
 from emsjax.models.decoder import Decoder
+from emsjax.models.numbers import BFLOAT16, NumberFormats
 
 SIGNAL = 4  # ratio of what decides the next token to everything that layers add to it
 FIRST_TOKEN = 5  # of a script: the ids below have meanings of their own
@@ -37,7 +37,11 @@ def script(config: DecoderConfig, length: int, *, seed: int) -> np.ndarray:
 
 
 def scripted_model(
-    config: DecoderConfig, text: Sequence[int], *, dtype=jnp.bfloat16, seed: int = 0
+    config: DecoderConfig,
+    text: Sequence[int],
+    *,
+    numbers: NumberFormats = BFLOAT16,
+    seed: int = 0,
 ) -> Decoder:
     """A model of random weights whose greedy output is `text` [t].
 
@@ -62,7 +66,7 @@ def scripted_model(
     if len(text) > limit:
         raise ValueError(f"text must have at most {limit} tokens, not {len(text)}")
     # Not under jit: see `random_model`.
-    model = Decoder(config, rngs=nnx.Rngs(seed), dtype=dtype)
+    model, dtype = numbers.model(config, seed=seed), numbers.dtype
     table, added = model.embed_tokens.embedding, _added(a) / a.init_std
     embedding = table[...]
     if model.embed_positions is not None:

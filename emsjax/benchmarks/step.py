@@ -1,7 +1,7 @@
 """`emsjax bench step`: the time of a decoding step beside the least that the device allows.
 
 A step consists of draft, pack, forward, verify and commit in the library's own device loop, here
-with random bfloat16 weights and drafts that are always rejected: at a shape BxR every step feeds R
+with random weights and drafts that are always rejected: at a shape BxR every step feeds R
 rows of each of B samples and emits one token per sample. The state is reset before every run, so
 that all runs have the same contexts. The time of a step is a tenth of the difference between runs
 of 13 and of 3 steps. The floor counts the work that no step can avoid: every product takes the time
@@ -21,6 +21,7 @@ import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from emsjax.benchmarks.device_times import measured_rates
 from emsjax.benchmarks.rates import Rates
@@ -37,18 +38,32 @@ from emsjax.benchmarks.runs import (
 from emsjax.benchmarks.shapes import MODELS
 from emsjax.decode.kernels import resolve_kernels
 from emsjax.models.config import DecoderConfig
+from emsjax.models.numbers import BFLOAT16, NumberFormats
 
-ITEM_BYTES = 2  # bfloat16
 
+def floor_ms(
+    config: DecoderConfig,
+    batch: int,
+    rows: float,
+    context: float,
+    rates: Rates,
+    numbers: NumberFormats = BFLOAT16,
+) -> float:
+    """The least time of a step with `rows` rows of each of `batch` samples of `context` tokens.
 
-def floor_ms(config: DecoderConfig, batch: int, rows: float, context: float, rates: Rates) -> float:
-    """The least time of a step with `rows` rows of each of `batch` samples of `context` tokens."""
-    seconds = sum(
-        max(n * m * ITEM_BYTES / rates.read, 2 * batch * rows * n * m / rates.matmul)
-        for n, m in config.architecture.products
-    )
-    _, keys, values = config.architecture.columns
-    cached = batch * config.architecture.attended(context) * (keys + values) * ITEM_BYTES
+    Products of two factors in 8 bits take half as long to compute.
+    """
+    a, wide = config.architecture, NumberFormats(numbers.dtype)
+    of_layers, others = a.products[: a.products_of_layers], a.products[a.products_of_layers :]
+
+    def least(n: int, m: int, kind: NumberFormats) -> float:
+        read = n * m * kind.weight_bytes / rates.read
+        return max(read, 2 * batch * rows * n * m / (kind.speed * rates.matmul))
+
+    seconds = sum(least(*sizes, numbers) for sizes in of_layers)
+    seconds += sum(least(*sizes, wide) for sizes in others)
+    _, keys, values = a.columns
+    cached = batch * a.attended(context) * (keys + values) * numbers.cached_bytes(a.head_dim)
     return 1e3 * (seconds + cached / rates.read)
 
 
@@ -60,8 +75,9 @@ def measure(model, shape, context, attention, rates: dict[str, Rates], top: int)
     setup = time.perf_counter() - start
     times = time_steps({"step": run})["step"]
     fed = run.fed()
+    numbers = NumberFormats.of(model)
     floors = {
-        name: floor_ms(model.config, *shape, fed["mean_context"], rate)
+        name: floor_ms(model.config, *shape, fed["mean_context"], rate, numbers)
         for name, rate in rates.items()
     }
     ratios = {
@@ -115,17 +131,18 @@ def run(options: argparse.Namespace, command: str) -> int:
         "reference": Rates(options.read_rate * 1e12, options.matmul_rate * 1e12),
         "measured": measured_rates(large=jax.default_backend() == "gpu"),
     }
+    numbers = NumberFormats(jnp.bfloat16, options.quantize, options.kv_dtype)
     settings = {
         "model": options.model,
         "config": config.to_json(),
-        "dtype": "bfloat16",
+        **numbers.settings,
         "context": options.context,
         "repetitions": REPETITIONS,
         "attention": resolve_kernels(options.attention).attention.implementation,
     }
     results = begin(options, command, settings, entries="shapes")
     results["rates"] = {name: rate.describe() for name, rate in rates.items()}
-    model = random_model(config)
+    model = random_model(config, numbers)
     for shape in options.shapes:
         asked = (options.context, options.attention)
         entry = measure(model, shape, *asked, rates, options.profile_top)

@@ -31,6 +31,7 @@ from emsjax.decode.row_counts import row_buckets
 from emsjax.drafters import DraftModel
 from emsjax.models.config import DecoderConfig
 from emsjax.models.decoder import Decoder
+from emsjax.models.numbers import NumberFormats
 from emsjax.policies.costs import FORMAT, TILE_ROWS, StepCosts, accepted_at_rate, synergy_lengths
 from emsjax.policies.lengths import FixedLength
 
@@ -60,7 +61,7 @@ class Measurement:
 
     config: DecoderConfig
     draft_config: DecoderConfig | None
-    dtype: Any
+    numbers: NumberFormats
     batch_sizes: Sequence[int]
     context: int  # mean cached tokens per sample
     max_draft_tokens: int
@@ -85,7 +86,7 @@ class Measurement:
             ValueError: the runs do not fit into the positions or into memory.
         """
         slices = [
-            random_model(self.config.resized(layers=count), self.dtype) for count in self.slices
+            random_model(self.config.resized(layers=count), self.numbers) for count in self.slices
         ]
         draft_ms = self.time_drafting(say) if self.draft_config is not None else {}
         # One slice after the other. XLA chooses kernels for products by timing them: when slices
@@ -140,7 +141,7 @@ class Measurement:
 
     def time_drafting(self, say: Callable[[str], None]) -> dict[int, float]:
         """Milliseconds per draft token, by batch size."""
-        draft_model = random_model(self.draft_config, self.dtype)
+        draft_model = random_model(self.draft_config, NumberFormats(self.numbers.dtype))
         tokens = min(DRAFTED, self.max_draft_tokens)
         drafter = DraftModel(draft_model, tokens, attention_implementation=self.attention)
         start = lambda batch: DraftRun(drafter, batch, self.context)

@@ -1,6 +1,7 @@
 """Models and prompts that options name: shapes, or a trained model and a file of prompts."""
 
 import argparse
+import functools
 import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -8,6 +9,7 @@ from typing import Any, NamedTuple
 from emsjax.benchmarks.shapes import MODELS
 from emsjax.device import dtype_name
 from emsjax.models.decoder import Decoder
+from emsjax.models.numbers import NumberFormats
 from emsjax.models.pretrained import from_pretrained
 from emsjax.records.input import Records, survey
 from emsjax.records.prompts import Limits, Prompts, check_prompts
@@ -70,24 +72,28 @@ def read_trained(options: argparse.Namespace, max_prompts: int, largest_batch: i
             f"--batch-sizes: {largest_batch} is more than the {len(prompts)} prompts of --data"
         )
     check_prompts(prompts)
-    dtype = dtype_name(options.dtype)
-
-    def loads(model: str, revision: str | None) -> Callable[[], Decoder]:
-        return lambda: from_pretrained(model, dtype=dtype, revision=revision)
-
+    names = ("quantize", "kv_dtype")
+    numbers = NumberFormats(dtype_name(options.dtype), *(getattr(options, n, None) for n in names))
     load_draft = None
     if options.draft_model is not None:
-        load_draft = loads(options.draft_model, options.draft_revision)
+        draft = (options.draft_model, options.draft_revision)
+        load_draft = functools.partial(load, NumberFormats(numbers.dtype), *draft)
     describe = {
         "model": options.model,
         "revision": options.revision,
         "draft_model": options.draft_model,
         "draft_revision": options.draft_revision,
-        "dtype": dtype,
+        **numbers.settings,
         "data_sha256": data.sha256,
         "prompt_template": options.prompt_template,
         "max_prompt_tokens": options.max_prompt_tokens,
         "max_prompts": max_prompts,
     }
-    load = loads(options.model, options.revision)
-    return Trained([ids for _, ids in prompts], describe, load, load_draft)
+    target = functools.partial(load, numbers, options.model, options.revision)
+    return Trained([ids for _, ids in prompts], describe, target, load_draft)
+
+
+def load(numbers: NumberFormats, model: str, revision: str | None) -> Decoder:
+    """The model of a folder or id, with its numbers in these formats."""
+    options = {"dtype": numbers.dtype, "quantize": numbers.quantize, "revision": revision}
+    return from_pretrained(model, **options).with_kv_dtype(numbers.kv_dtype)

@@ -25,6 +25,7 @@ from emsjax.drafters import DraftModel, PromptLookup
 from emsjax.embedded import DRAFT, PROMPTS, TARGET
 from emsjax.models.config import DecoderConfig
 from emsjax.models.decoder import Decoder
+from emsjax.models.numbers import NumberFormats
 from emsjax.models.pretrained import from_pretrained
 
 MOST_TOKENS = 8192  # of a script: models may have positions for far more
@@ -75,14 +76,15 @@ class ScriptedModels:
     Args:
         dtype: None: bfloat16.
         prompt_tokens: the least and the most tokens of a prompt; None: 700 and 1100.
+        narrow: `quantize` and `kv_dtype` of the target: see `NumberFormats`.
     """
 
     workloads = SCRIPTED
     batch_sizes = (1, 8, 24, 64)
     dtype = jnp.bfloat16
 
-    def __init__(self, shape: str, draft_shape: str, dtype=None, prompt_tokens=None):
-        self.dtype = self.dtype if dtype is None else dtype
+    def __init__(self, shape: str, draft_shape: str, dtype=None, prompt_tokens=None, **narrow: Any):
+        self.numbers = NumberFormats(self.dtype if dtype is None else dtype, **narrow)
         self.prompt_tokens = prompt_tokens or PROMPT_TOKENS
         self.config, self.draft_config = MODELS[shape], MODELS[draft_shape]
         self.describe = {"shape": shape, "draft_shape": draft_shape}
@@ -93,11 +95,11 @@ class ScriptedModels:
 
     @functools.cached_property
     def model(self) -> Decoder:
-        return scripted_model(self.config, self.text, dtype=self.dtype)
+        return scripted_model(self.config, self.text, numbers=self.numbers)
 
     @functools.cached_property
     def draft_model(self) -> Decoder:
-        return random_model(self.draft_config, self.dtype)
+        return random_model(self.draft_config, NumberFormats(self.numbers.dtype))
 
     def prompts(self, batch: int, max_new_tokens: int) -> list[np.ndarray]:
         positions = len(self.text)
@@ -150,18 +152,18 @@ class EmbeddedModels:
 
     workloads = EMBEDDED_WORKLOADS
     batch_sizes = (1, 8)
-    dtype = jnp.float32
+    numbers = NumberFormats(jnp.float32)
 
     def __init__(self):
         self.describe = {"shape": "embedded", "draft_shape": "embedded"}
 
     @functools.cached_property
     def model(self) -> Decoder:
-        return from_pretrained(TARGET, dtype=self.dtype)
+        return from_pretrained(TARGET, dtype=self.numbers.dtype)
 
     @functools.cached_property
     def draft_model(self) -> Decoder:
-        return from_pretrained(DRAFT, dtype=self.dtype)
+        return from_pretrained(DRAFT, dtype=self.numbers.dtype)
 
     @property
     def config(self) -> DecoderConfig:

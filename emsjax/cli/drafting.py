@@ -78,12 +78,14 @@ def resolve(options: RunOptions, target, profile_path: Path | None) -> dict[str,
     """
     if options.draft_length is None:
         return {}
+    from emsjax.models.numbers import NumberFormats
     from emsjax.policies import profiles as profile_store
 
     draft_config = None
     if options.draft_model is not None:
         draft_config = load_config(options.draft_model, options.draft_revision)
-    wanted = profile_store.subject(target, draft_config, options.dtype)
+    numbers = NumberFormats(options.dtype, options.quantize, options.kv_dtype)
+    wanted = profile_store.subject(target, draft_config, numbers)
     advice = profile_command(options)
     return {
         "draft_length": profile_store.choose(options.draft_length, wanted, profile_path, advice)
@@ -92,7 +94,7 @@ def resolve(options: RunOptions, target, profile_path: Path | None) -> dict[str,
 
 def profile_command(options: RunOptions) -> str:
     """The command that measures the steps of these models."""
-    names = ("model", "revision", "draft_model", "draft_revision", "dtype")
+    names = ("model", "revision", "draft_model", "draft_revision", "dtype", "quantize", "kv_dtype")
     given = [(name, getattr(options, name)) for name in names]
     words = [word for name, value in given if value is not None for word in (flag(name), value)]
     return shlex.join(["emsjax", "profile", *words])

@@ -8,10 +8,9 @@ from typing import Any
 
 from emsjax.cli.sampling_arguments import add_sampling_arguments, check_sampling
 from emsjax.terminal.options import (
-    KV_DTYPES,
     add_model_arguments,
+    add_number_formats,
     add_numerics,
-    add_quantize,
     flag,
     positive_int,
     seed,
@@ -96,14 +95,9 @@ def draft_length(text: str) -> str:
 
 def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
-    add_quantize(parser)
+    add_number_formats(parser)
     add_numerics(parser)
     add = parser.add_argument
-    add(
-        "--kv-dtype",
-        choices=KV_DTYPES,
-        help="keys and values are stored in 8 bits (default: in the model's dtype)",
-    )
     add(
         "--input",
         required=True,

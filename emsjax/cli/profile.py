@@ -9,6 +9,7 @@ from rich.console import Console
 
 from emsjax.benchmarks.device_profile import fitting_measurement, measure_and_store
 from emsjax.device import dtype_name
+from emsjax.models.numbers import NumberFormats
 from emsjax.terminal.models import load_config
 from emsjax.terminal.reporting import check_writable, line, make_console, make_table, progress
 
@@ -24,7 +25,7 @@ def run(options: argparse.Namespace, command: str) -> None:
     measurement = fitting_measurement(
         load_config(options.model, options.revision),
         draft_config,
-        dtype_name(options.dtype),
+        NumberFormats(dtype_name(options.dtype), options.quantize, options.kv_dtype),
         batch_sizes=options.batch_sizes,
         context=options.context,
         max_draft_tokens=options.max_draft_tokens,

@@ -9,11 +9,17 @@ from emsjax.benchmarks.options import (
     PROFILED_CONTEXT,
     PROFILED_DRAFT_TOKENS,
 )
-from emsjax.terminal.options import add_model_arguments, positive_int, positive_ints
+from emsjax.terminal.options import (
+    add_model_arguments,
+    add_number_formats,
+    positive_int,
+    positive_ints,
+)
 
 
 def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
+    add_number_formats(parser)
     add = parser.add_argument
     add(
         "--batch-sizes",

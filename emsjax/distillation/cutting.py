@@ -9,7 +9,8 @@ from jaxtyping import Array, Float
 
 from emsjax.models.architecture import ACTIVATIONS, AFTER, SHARED, Architecture
 from emsjax.models.decoder import Decoder
-from emsjax.models.layers import DecoderLayer, Norm, dense_weight
+from emsjax.models.layers import DecoderLayer, Norm
+from emsjax.models.linears import dense_weight
 from pallas_kernels.matmul.xla import activate
 
 

@@ -145,6 +145,11 @@ class Architecture:
         projections = [(table, self.width), (self.width, table)] if self.is_projected else []
         return [*layer * len(self.layers), *projections, (table, self.vocab_size)]
 
+    @property
+    def products_of_layers(self) -> int:
+        """How many of the `products`, the first ones, belong to layers."""
+        return 4 * len(self.layers)
+
     def attended(self, context: float) -> float:
         """Tokens that a token sees among `context` earlier ones, over all layers."""
         windows = (kind.window for kind in self.layers)

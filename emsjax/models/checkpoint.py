@@ -18,7 +18,7 @@ from emsjax.models.config import DecoderConfig, check_supported
 from emsjax.models.families import FAMILIES, family_of
 from emsjax.models.family import Family
 from emsjax.models.hub import CONFIG, GENERATION_CONFIG, folder_of
-from emsjax.models.layers import LINEARS, narrow_linear
+from emsjax.models.linears import LINEARS, narrow_linear
 from emsjax.models.parameters import Parameter, Parameters
 from emsjax.models.stored import READABLE_DTYPES, StoredTensor, read_json
 from emsjax.models.weight_files import choose_format, first_files, open_weights

@@ -18,16 +18,13 @@ from emsjax.decode.pack import PackedRows
 from emsjax.models import saving
 from emsjax.models.architecture import AFTER
 from emsjax.models.layers import (
-    LINEARS,
     Addend,
     DecoderLayer,
     Norm,
-    narrow_linear,
-    new_linear,
-    project,
     residual_stream,
     run_layer,
 )
+from emsjax.models.linears import new_linear, project, quantize_layer
 from emsjax.models.rotary import angles
 from pallas_kernels.common.indexing import take
 from pallas_kernels.matmul import narrow
@@ -46,12 +43,15 @@ class Decoder(nnx.Module):
         dtype: type of weights, matrix products and cache; the residual stream is float32
             unless layers normalise after each part. In float32, products are computed in full
             float32.
+        quantize: the format of the layers' weights, one layer after the other: see `quantize`.
     """
 
     quantization: str | None = None  # the format of the layers' weights, if they are narrow
     kv_dtype: str | None = None  # the format of caches, if they are in 8 bits
 
-    def __init__(self, config: Any, *, rngs: nnx.Rngs, dtype=jnp.bfloat16):
+    def __init__(
+        self, config: Any, *, rngs: nnx.Rngs, dtype=jnp.bfloat16, quantize: str | None = None
+    ):
         dtype = jnp.dtype(dtype)
         a = self.architecture = config.architecture
         self.config, self.dtype = config, dtype
@@ -68,9 +68,12 @@ class Decoder(nnx.Module):
         self.final_norm = Norm(a.width, a.norm, dtype=dtype) if a.final_norm else None
         # Layers of the same kind are compiled once, also in models of other depths.
         shared = dataclasses.replace(a, layers=(), rotaries=())
-        self.layers = nnx.List(
-            DecoderLayer(shared, kind, dtype=dtype, rngs=rngs) for kind in a.layers
-        )
+        self.quantization = quantize
+        self.layers = nnx.List()
+        for kind in a.layers:
+            self.layers.append(layer := DecoderLayer(shared, kind, dtype=dtype, rngs=rngs))
+            if quantize is not None:
+                quantize_layer(layer, quantize)
         self.lm_head = None if a.tied_head else nnx.Embed(a.vocab_size, width, **options)
         self.lm_head_bias = nnx.Param(jnp.zeros(a.vocab_size, dtype)) if a.head_bias else None
 
@@ -199,9 +202,7 @@ class Decoder(nnx.Module):
         model = nnx.merge(*nnx.split(self))
         model.quantization = format
         for layer in model.layers:
-            for name in LINEARS:
-                kernel = getattr(layer, name).kernel[...]
-                narrow_linear(layer, name, narrow.quantize(kernel, format=format))
+            quantize_layer(layer, format)
         return model
 
     def save_pretrained(self, path: str | PathLike) -> None:

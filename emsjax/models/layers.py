@@ -1,9 +1,9 @@
-"""Building blocks of decoders: linear layers, norms, attention and feed-forward parts.
+"""Building blocks of decoders: norms, attention and feed-forward parts.
 
 The residual stream is passed from layer to layer as two terms x and y: the norm that follows adds
 them in the same pass.
 
-Axis legend: see `emsjax.decode.pack`; i = inputs of a linear layer, o = outputs, p = rotated pairs.
+Axis legend: see `emsjax.decode.pack`; i = inputs of a linear layer, p = rotated pairs.
 """
 
 import functools
@@ -29,11 +29,10 @@ from emsjax.models.architecture import (
     AttentionKind,
     NormKind,
 )
+from emsjax.models.linears import NarrowLinear, linear, new_linear, weight_and_bias
 from pallas_kernels.add_norm import xla as plain
-from pallas_kernels.common.implementations import matmul_precision
 from pallas_kernels.common.narrow_rows import round_fresh
 from pallas_kernels.common.numerics import is_invariant
-from pallas_kernels.matmul.narrow import NarrowWeight
 
 Angles = tuple[Float[Array, "r p"], Float[Array, "r p"]]  # cosines and sines
 
@@ -78,86 +77,11 @@ class Norm(nnx.Module):
         return plain.Norm(self.kind.epsilon, self.dtype, self.kind.centred, self.kind.offset)
 
 
-NARROW_ARRAYS = ("values", "scales", "zeros", "order")  # of a NarrowWeight
-
-
-class NarrowVariable(nnx.Variable):
-    """An array of a narrow weight, which is not trained."""
-
-
-class NarrowLinear(nnx.Module):
-    """A linear layer with a narrow weight, and a bias [o] unless it is None."""
-
-    def __init__(self, weight: NarrowWeight, bias: nnx.Param | None):
-        for name in NARROW_ARRAYS:
-            array = getattr(weight, name)
-            setattr(self, name, None if array is None else NarrowVariable(array))
-        self.format, self.inputs, self.bias = weight.format, weight.inputs, bias
-
-    @property
-    def weight(self) -> NarrowWeight:
-        """The weight, as the kernels take it."""
-        variables = (getattr(self, name) for name in NARROW_ARRAYS)
-        arrays = (None if one is None else one[...] for one in variables)
-        return NarrowWeight(*arrays, format=self.format, inputs=self.inputs)
-
-
-def new_linear(inputs: int, outputs: int, *, bias: bool, init, dtype, rngs: nnx.Rngs) -> nnx.Linear:
-    """Makes a linear layer of these sizes with random weights."""
-    return nnx.Linear(
-        inputs,
-        outputs,
-        use_bias=bias,
-        kernel_init=init,
-        dtype=dtype,
-        param_dtype=dtype,
-        precision=matmul_precision(dtype),
-        rngs=rngs,
-    )
-
-
-def weight_and_bias(
-    module: nnx.Linear | NarrowLinear,
-) -> tuple[Array | NarrowWeight, Array | None]:
-    """Returns a linear layer's parameters; the bias is None if the layer has none."""
-    weight = module.weight if isinstance(module, NarrowLinear) else module.kernel[...]
-    return weight, None if module.bias is None else module.bias[...]
-
-
-def dense_weight(module: nnx.Linear | NarrowLinear) -> Float[Array, "i o"]:
-    """Returns a linear layer's matrix; it is float32 if its weight is narrow."""
-    weight, _ = weight_and_bias(module)
-    return weight.dense() if isinstance(weight, NarrowWeight) else weight
-
-
-def narrow_linear(layer: nnx.Module, name: str, weight: NarrowWeight) -> None:
-    """Gives a layer's linear layer a narrow weight; its bias stays."""
-    setattr(layer, name, NarrowLinear(weight, getattr(layer, name).bias))
-
-
 def scale_and_bias(norm: Norm) -> tuple[Array | None, Array | None]:
     """Returns a norm's scale and bias; each is None if the norm does not have it."""
     return tuple(
         None if parameter is None else parameter[...] for parameter in (norm.scale, norm.bias)
     )
-
-
-def linear(
-    module: nnx.Linear | NarrowLinear,
-    x: Float[Array, "r i"],
-    *,
-    activation: str | None = None,
-    gated: bool = False,
-):
-    """Applies a linear layer with its bias to rows: see `pallas_kernels.linear`. [r, o]"""
-    weight, bias = weight_and_bias(module)
-    options = {"activation": activation, "gated": gated}
-    return pallas_kernels.linear(x, weight, bias, **options)
-
-
-def project(module: nnx.Linear, x: Float[Array, "r i"]):
-    """Applies a linear layer outside of the decoder layers to rows. [r, o]"""
-    return linear(module, x) if is_invariant() else module(x)
 
 
 def linear_addend(
@@ -212,9 +136,6 @@ def add_addends(one: Addend, other: Addend) -> Addend:
 def add_shares(shares: Float[Array, "s r e"]) -> Float[Array, "r e"]:
     """Returns the sum of a product's shares, in their order where numerics are invariant."""
     return functools.reduce(jnp.add, shares) if is_invariant() else shares.sum(axis=0)
-
-
-LINEARS = ("qkv_proj", "out_proj", "up_proj", "down_proj")  # of a decoder layer
 
 
 class DecoderLayer(nnx.Module):

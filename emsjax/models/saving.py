@@ -19,7 +19,7 @@ from emsjax.models.checkpoint import TOKEN_IDS
 from emsjax.models.config import DecoderConfig
 from emsjax.models.families import family_of
 from emsjax.models.hub import CONFIG, GENERATION_CONFIG, tokenizer_files
-from emsjax.models.layers import LINEARS, NarrowLinear
+from emsjax.models.linears import LINEARS, NarrowLinear
 from emsjax.models.parameters import Parameter
 from emsjax.models.stored import read_json
 from emsjax.models.weight_files import SAFETENSORS

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from emsjax.decode.base import DraftLength
 from emsjax.models.config import OWN_HEADS, DecoderConfig
 from emsjax.models.families import family_of
 from emsjax.models.gpt2 import GPT2_SIZES
+from emsjax.models.numbers import NumberFormats
 from emsjax.policies.costs import FORMAT, StepCosts, read_profile
 from emsjax.policies.goodput import Goodput
 from emsjax.policies.lengths import BassHeuristic, FixedLength
@@ -34,9 +34,9 @@ def device() -> str:
 
 
 def subject(
-    config: DecoderConfig, draft_config: DecoderConfig | None, dtype: Any
+    config: DecoderConfig, draft_config: DecoderConfig | None, numbers: NumberFormats
 ) -> dict[str, Any]:
-    """The subject of a profile: the device, the dtype and the shapes of the models."""
+    """The subject of a profile: the device, the target's numbers and the shapes of the models."""
 
     def shape(config: DecoderConfig) -> dict[str, Any]:
         fields = {"model_type": family_of(config).model_type, **config.to_json()}
@@ -44,7 +44,7 @@ def subject(
 
     return {
         "device": device(),
-        "dtype": jnp.dtype(dtype).name,
+        "dtype": str(numbers),
         "model": shape(config),
         "draft_model": None if draft_config is None else shape(draft_config),
     }

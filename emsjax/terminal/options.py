@@ -119,6 +119,16 @@ def add_quantize(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_number_formats(parser: argparse.ArgumentParser) -> None:
+    """Adds the options for narrow weights and caches."""
+    add_quantize(parser)
+    parser.add_argument(
+        "--kv-dtype",
+        choices=KV_DTYPES,
+        help="keys and values are stored in 8 bits (default: in the model's dtype)",
+    )
+
+
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", required=True, metavar="DIR_OR_ID", help="local folder or Hugging Face id")

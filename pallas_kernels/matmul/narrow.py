@@ -55,6 +55,11 @@ class Format:
         """Whether a byte holds two values."""
         return self.dtype == jnp.int4
 
+    @property
+    def bytes(self) -> float:
+        """Bytes of a value, with its part of the group's scale and zero; columns' do not count."""
+        return (0.5 if self.is_packed else self.dtype.itemsize) + (5 / GROUP if self.grouped else 0)
+
 
 FORMATS = {
     "int8": Format(jnp.dtype(jnp.int8), 127.0, (-127.0, 127.0), large=8.0),
