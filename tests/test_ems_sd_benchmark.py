@@ -21,6 +21,7 @@ from emsjax.benchmarks.sources import Scripted
 from emsjax.benchmarks.step import floor_ms
 from emsjax.cli.main import main, make_parser
 from emsjax.models import checkpoint
+from emsjax.models.numbers import NumberFormats
 from emsjax.models.opt import OPTConfig
 
 NEW, BATCH, RATES = 10, 3, Rates(1e12, 1e14)
@@ -143,7 +144,7 @@ def test_figures_follow_from_the_runs(source, entry):
     context = np.mean([run["live_cached_tokens"] / NEW / BATCH for run in greedy["runs"]])
     assert context == pytest.approx(entry["mean_prompt_tokens"] + NEW / 2 - 1, abs=0.01)
     assert greedy["floor_ms"] == pytest.approx(
-        floor_ms(source.model.config, BATCH, 1, context, RATES)
+        floor_ms(source.model.config, BATCH, 1, context, RATES, NumberFormats(jnp.float32))
     )
     assert greedy["mean_acceptance_length"] == 1
     assert entry["methods"]["vanilla"]["mean_acceptance_length"] > 1

@@ -71,7 +71,7 @@ def run(options: argparse.Namespace, command: str) -> int:
 def find_models(options: argparse.Namespace) -> draft_length.Models:
     """The models of these shapes; raises a ValueError for unknown ones."""
     if options.shape == EMBEDDED:
-        check_absent(options, OF_SHAPES, f"another --shape than {EMBEDDED}")
+        check_absent(options, OF_SHAPES, f"a model's shape instead of --shape {EMBEDDED}")
         return EmbeddedModels()
     draft_shape = check_shapes(options.shape, options.draft_shape, EMBEDDED)
     narrow = {"quantize": options.quantize, "kv_dtype": options.kv_dtype}
