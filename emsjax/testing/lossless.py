@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from emsjax.configured import configured
-from emsjax.decode.base import Drafter, DraftLength, Model
-from emsjax.decode.draft import call
+from emsjax.decode.base import Draft, Drafter, DraftLength, Model
 from emsjax.decode.run import Run
 from emsjax.decode.state import DecodeState
 from emsjax.engine.adapt import make_run
@@ -18,6 +17,7 @@ from emsjax.engine.output import GenerateOutput
 from emsjax.engine.preparation import check, for_prompts
 from emsjax.engine.requests import ASKED
 from emsjax.generation import generate, init_state
+from emsjax.returned import checked_proposal
 from emsjax.sampling import Sampling
 from emsjax.testing.divergence import (
     NEAR_TIE,
@@ -159,7 +159,8 @@ def _draws(drafter: Drafter, state: DecodeState, vocab_size: int) -> bool:
     def propose(state: DecodeState):
         lengths = jnp.full_like(state.lengths, drafter.max_draft_tokens)
         arguments = (state.tokens, state.lengths, lengths, state.keys, state.sampling)
-        draft, *_ = call(drafter, state, arguments, vocab_size)
+        rules = {"kind": Draft, "vocab_size": vocab_size}
+        draft, *_ = checked_proposal(drafter, state, *arguments, **rules)
         found.append(draft.probs is not None)
 
     jax.eval_shape(propose, state)

@@ -34,8 +34,8 @@ def ragged_attention(
     query: Array,  # [r, h, d], or [r, h + 2k, d] with keys and values
     key: Array | None,  # [r, k, d]
     value: Array | None,  # [r, k, d]
-    key_cache: Array | NarrowRows,  # [b, l, k, d]
-    value_cache: Array | NarrowRows,  # [b, l, k, d]
+    key_cache: Array,  # [b, l, k, d], or NarrowRows
+    value_cache: Array,  # [b, l, k, d], or NarrowRows
     segment_ids: Array,  # int32 [r]
     positions: Array,  # int32 [r]
     cache_lengths: Array,  # int32 [b]
