@@ -131,6 +131,13 @@ KINDS = (
         result_tables.divergences,
     ),
     Kind(
+        "Whether a row's bits depend on other rows",
+        benchmark("invariance"),
+        "Rows of one sequence that have other bits when they are computed beside others: see "
+        "[numerics](concepts/numerics.md).",
+        result_tables.invariance,
+    ),
+    Kind(
         "Training steps",
         benchmark("training"),
         "A step of distillation beside the rate of a large matrix product.",

@@ -157,6 +157,19 @@ def divergences(results: Results) -> list[str]:
     ]
 
 
+def invariance(results: Results) -> list[str]:
+    settings, names = results["settings"], ("model", "numerics", "calls", "rows", "differing_rows")
+    rows = [
+        [f"{of[name]:,}" if name == "rows" else of[name] for name in names]
+        for of in results["entries"]
+    ]
+    return [
+        f"{settings['dtype']}, {settings['layers']} layers, {settings['context']} tokens, calls of "
+        f"{settings['row_counts']} rows and {settings['batches']} random batches.",
+        table(["model", "numerics", "calls", "rows compared", "rows that differ"], rows),
+    ]
+
+
 def distillation(results: Results) -> list[str]:
     settings, found = results["settings"], results["results"]
     config, parameters = found["config"], found["parameters"]
