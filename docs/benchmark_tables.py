@@ -138,6 +138,13 @@ KINDS = (
         result_tables.invariance,
     ),
     Kind(
+        "What narrow weights and caches cost",
+        benchmark("quality"),
+        "Bits per byte of the embedded target on texts that it was not trained on, and draft "
+        "tokens of its narrow copies that it accepts: see [narrow numbers](how-to/narrow.md).",
+        result_tables.quality,
+    ),
+    Kind(
         "Training steps",
         benchmark("training"),
         "A step of distillation beside the rate of a large matrix product.",

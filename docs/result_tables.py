@@ -170,6 +170,26 @@ def invariance(results: Results) -> list[str]:
     ]
 
 
+def quality(results: Results) -> list[str]:
+    settings, entries = results["settings"], results["entries"]
+    formats = [
+        [of["format"], f"{of['bits_per_byte']:.4f}", f"{of['ratio'] - 1:+.2%}"]
+        for of in entries
+        if "format" in of
+    ]
+    accepted = [
+        [of["drafter"], f"{of['acceptance_rate']:.1%}", number(of["mean_acceptance_length"])]
+        for of in entries
+        if "drafter" in of
+    ]
+    return [
+        f"{settings['dtype']}, {settings['passages']} passages of at most {settings['tokens']} "
+        f"tokens, {settings['bytes']:,} bytes; drafts of {settings['draft_tokens']} tokens.",
+        table(["format", "bits per byte", "beside wide numbers"], formats),
+        table(["drafts of", "accepted", "mean acceptance length"], accepted),
+    ]
+
+
 def distillation(results: Results) -> list[str]:
     settings, found = results["settings"], results["results"]
     config, parameters = found["config"], found["parameters"]

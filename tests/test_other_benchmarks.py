@@ -1,14 +1,17 @@
-"""The benchmarks of row buckets, first calls, refilled slots and training steps."""
+"""The benchmarks of row buckets, first calls, refilled slots, training and narrow numbers."""
 
 import json
 
 import jax
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
-from emsjax.benchmarks import buckets, first_call, refill, training
+import emsjax
+from emsjax.benchmarks import buckets, first_call, quality, refill, training
 from emsjax.benchmarks.registry import BENCHMARKS
 from emsjax.benchmarks.shapes import MODELS
+from emsjax.embedded import TARGET
 from emsjax.models.opt import OPTConfig
 
 
@@ -124,3 +127,41 @@ def test_training_is_timed_with_and_without_a_target(tmp_path, capsys):
         rate = results["rates"]["matmul_tflop_per_s"]
         assert entry["share"] == pytest.approx(entry["tflop_per_s"] / rate)
     assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_narrow_numbers_are_compared_in_bits_per_byte_and_acceptance(tmp_path, monkeypatch):
+    texts = {f"{name}.py": f"def {name}(x):\n    return x + 1\n\n\n" * 30 for name in "abc"}
+    monkeypatch.setattr(quality.corpus, "read_library", lambda: texts)
+    monkeypatch.setattr(quality.corpus, "HELD_OUT_SIZES", range(1, 10**6))
+    monkeypatch.setattr(quality.corpus, "HELD_OUT_FRACTION", 1)
+    for name, value in {
+        "WEIGHT_FORMATS": ("int4",),
+        "KV_DTYPES": ("fp8",),
+        "COPIES": ("int4",),
+        "NEW_TOKENS": 6,
+        "PROMPTS": 2,
+    }.items():
+        monkeypatch.setattr(quality, name, value)
+    path = tmp_path / "quality.json"
+    options = ["--passages", "2", "--tokens", "24", "--commit", "abc", "--output", str(path)]
+    assert BENCHMARKS["quality"].main(options) == 0
+    results = json.loads(path.read_bytes())
+    *formats, alone, copy, embedded = results["entries"]
+    names = ["wide", "weights in int4", "caches in fp8"]
+    assert [of["format"] for of in formats] == names
+    assert [of["ratio"] for of in formats] == pytest.approx(
+        [of["bits_per_byte"] / formats[0]["bits_per_byte"] for of in formats]
+    )
+    assert len({of["bits_per_byte"] for of in formats}) == 3
+    # The first token is given, and no byte of it counts.
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    model, nats, size = emsjax.from_pretrained(TARGET, dtype="float32"), 0.0, 0
+    for text in (texts["a.py"], texts["c.py"]):
+        ids = tokenizer(text).input_ids[:24]
+        nats -= emsjax.score(model, [ids[:1]], [ids[1:]]).logprobs[0].sum()
+        size += len(text.encode()[: len(tokenizer.decode(ids))]) - len(tokenizer.decode(ids[:1]))
+    assert results["settings"]["bytes"] == size
+    assert formats[0]["bits_per_byte"] == pytest.approx(nats / np.log(2) / size, rel=1e-5)
+    drafters = [of["drafter"] for of in (alone, copy, embedded)]
+    assert drafters == ["self, int4", "a copy, int4", "the embedded draft model"]
+    assert all(0 < of["acceptance_rate"] <= 1 for of in (alone, copy, embedded))

@@ -299,6 +299,12 @@ def add_invariance_options(parser: argparse.ArgumentParser) -> None:
     add_result_options(parser, resumes=True)
 
 
+def add_quality_options(parser: argparse.ArgumentParser) -> None:
+    add_number(parser, "--passages", 40, "passages of held-out modules")
+    add_number(parser, "--tokens", 1024, "most tokens of a passage")
+    add_result_options(parser, resumes=False)
+
+
 def add_training_options(parser: argparse.ArgumentParser) -> None:
     add_model(parser, "opt-125m")
     add_model(parser, "opt-1.3b", "--target")

@@ -140,6 +140,13 @@ BENCHMARKS = {
         of.add_invariance_options,
         resumes=True,
     ),
+    "quality": Benchmark(
+        "quality",
+        "what narrow weights and caches cost the embedded target, and what its copies draft",
+        "Bits per byte of the embedded target on texts that it was not trained on, by the format "
+        "of its weights and caches, and how many draft tokens of its narrow copies are accepted.",
+        of.add_quality_options,
+    ),
     "training": Benchmark(
         "training",
         "a training step beside a large matrix product",
