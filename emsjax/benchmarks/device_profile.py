@@ -34,8 +34,8 @@ def measure_and_store(
         ValueError: models that cannot be measured, or a folder that cannot be written.
     """
     started = time.perf_counter()
-    of = measurement
-    subject = profile_store.subject(of.config, of.draft_config, of.numbers)
+    measured = (measurement.config, measurement.draft_config, measurement.numbers)
+    subject = profile_store.subject(*measured)
     stored = profile_store.path_of(subject)
     stored.parent.mkdir(parents=True, exist_ok=True)
     check_writable("the store of profiles", stored)

@@ -19,6 +19,7 @@ from emsjax.benchmarks.subjects import check_absent, check_shapes
 from emsjax.benchmarks.workloads import EmbeddedModels, ScriptedModels
 from emsjax.policies import profiles as profile_store
 from emsjax.policies.costs import FORMAT
+from emsjax.terminal.options import number_formats
 from emsjax.terminal.reporting import check_plot, check_writable, make_console, progress
 
 OF_SHAPES = ("draft_shape", "quantize", "kv_dtype")  # options of models of random weights
@@ -74,8 +75,7 @@ def find_models(options: argparse.Namespace) -> draft_length.Models:
         check_absent(options, OF_SHAPES, f"a model's shape instead of --shape {EMBEDDED}")
         return EmbeddedModels()
     draft_shape = check_shapes(options.shape, options.draft_shape, EMBEDDED)
-    narrow = {"quantize": options.quantize, "kv_dtype": options.kv_dtype}
-    return ScriptedModels(options.shape, draft_shape, **narrow)
+    return ScriptedModels(options.shape, draft_shape, **number_formats(options))
 
 
 def find_costs(

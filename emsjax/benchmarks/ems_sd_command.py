@@ -20,7 +20,7 @@ from emsjax.benchmarks.subjects import OF_TRAINED, check_absent, check_shapes, r
 from emsjax.benchmarks.workloads import ScriptedModels, Workload
 from emsjax.drafters import DraftModel, PromptLookup
 from emsjax.policies import profiles as profile_store
-from emsjax.terminal.options import flag
+from emsjax.terminal.options import flag, number_formats
 from emsjax.terminal.reporting import (
     check_plot,
     check_writable,
@@ -111,8 +111,7 @@ def scripted(options: argparse.Namespace) -> tuple[Callable[[], Scripted], dict[
         if name not in own:
             raise ValueError(f"{flag(name)} is not a parameter of --draft {options.draft}")
     profile = dataclasses.replace(profile, **given)
-    narrow = {"quantize": options.quantize, "kv_dtype": options.kv_dtype}
-    models = ScriptedModels(options.shape, draft_shape, **narrow)
+    models = ScriptedModels(options.shape, draft_shape, **number_formats(options))
     subject = {**models.describe, **models.numbers.settings}
     workload = Workload(drafts, options.max_new_tokens, profile)
     return lambda: Scripted(models, workload), subject | {"acceptance": dataclasses.asdict(profile)}

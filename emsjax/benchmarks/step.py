@@ -39,6 +39,7 @@ from emsjax.benchmarks.shapes import MODELS
 from emsjax.decode.kernels import resolve_kernels
 from emsjax.models.config import DecoderConfig
 from emsjax.models.numbers import BFLOAT16, NumberFormats
+from emsjax.terminal.options import number_formats
 
 
 def floor_ms(
@@ -131,7 +132,7 @@ def run(options: argparse.Namespace, command: str) -> int:
         "reference": Rates(options.read_rate * 1e12, options.matmul_rate * 1e12),
         "measured": measured_rates(large=jax.default_backend() == "gpu"),
     }
-    numbers = NumberFormats(jnp.bfloat16, options.quantize, options.kv_dtype)
+    numbers = NumberFormats(jnp.bfloat16, **number_formats(options))
     settings = {
         "model": options.model,
         "config": config.to_json(),

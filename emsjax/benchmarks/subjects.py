@@ -14,7 +14,7 @@ from emsjax.models.pretrained import from_pretrained
 from emsjax.records.input import Records, survey
 from emsjax.records.prompts import Limits, Prompts, check_prompts
 from emsjax.terminal.models import load_config, load_tokenizer
-from emsjax.terminal.options import flag
+from emsjax.terminal.options import flag, number_formats
 
 DRAFT_SHAPE = "opt-125m"
 DRAFT_SHAPES = {"qwen3-8b": "qwen3-0.6b", "llama-3.1-8b": "llama-3.2-1b"}  # others: DRAFT_SHAPE
@@ -72,8 +72,7 @@ def read_trained(options: argparse.Namespace, max_prompts: int, largest_batch: i
             f"--batch-sizes: {largest_batch} is more than the {len(prompts)} prompts of --data"
         )
     check_prompts(prompts)
-    names = ("quantize", "kv_dtype")
-    numbers = NumberFormats(dtype_name(options.dtype), *(getattr(options, n, None) for n in names))
+    numbers = NumberFormats(dtype_name(options.dtype), **number_formats(options))
     load_draft = None
     if options.draft_model is not None:
         draft = (options.draft_model, options.draft_revision)

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from emsjax.cli.generate_arguments import RunOptions
 from emsjax.terminal.models import load_config
-from emsjax.terminal.options import flag
+from emsjax.terminal.options import flag, number_formats
 from emsjax.terminal.reporting import line
 
 SELF_FORMAT = "int4"  # the weights of a target's copy that drafts for it
@@ -84,7 +84,7 @@ def resolve(options: RunOptions, target, profile_path: Path | None) -> dict[str,
     draft_config = None
     if options.draft_model is not None:
         draft_config = load_config(options.draft_model, options.draft_revision)
-    numbers = NumberFormats(options.dtype, options.quantize, options.kv_dtype)
+    numbers = NumberFormats(options.dtype, **number_formats(options))
     wanted = profile_store.subject(target, draft_config, numbers)
     advice = profile_command(options)
     return {

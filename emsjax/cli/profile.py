@@ -11,6 +11,7 @@ from emsjax.benchmarks.device_profile import fitting_measurement, measure_and_st
 from emsjax.device import dtype_name
 from emsjax.models.numbers import NumberFormats
 from emsjax.terminal.models import load_config
+from emsjax.terminal.options import number_formats
 from emsjax.terminal.reporting import check_writable, line, make_console, make_table, progress
 
 
@@ -25,7 +26,7 @@ def run(options: argparse.Namespace, command: str) -> None:
     measurement = fitting_measurement(
         load_config(options.model, options.revision),
         draft_config,
-        NumberFormats(dtype_name(options.dtype), options.quantize, options.kv_dtype),
+        NumberFormats(dtype_name(options.dtype), **number_formats(options)),
         batch_sizes=options.batch_sizes,
         context=options.context,
         max_draft_tokens=options.max_draft_tokens,

@@ -61,9 +61,10 @@ def load(
     Raises:
         ValueError: the dtype or the format is another one; the path is neither a folder nor a
             repository; there is no config.json or there are no weights; a file is malformed,
-            truncated, or does not fit the config; the weights are quantised, or not finite, in the
-            file or in the dtype; there is a head that differs from the embeddings; the device has
-            no room for the weights.
+            truncated, or does not fit the config; the weights are quantised in a way that is not
+            read, or already although a format is given; they are not finite, in the file or in the
+            dtype; there is a head that differs from the embeddings; the device has no room for the
+            weights.
     """
     check_dtype(dtype)
     if quantize is not None:

@@ -129,6 +129,11 @@ def add_number_formats(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def number_formats(options: argparse.Namespace) -> dict[str, str | None]:
+    """What was given of `add_number_formats`, by the names that `NumberFormats` has for it."""
+    return {name: getattr(options, name, None) for name in ("quantize", "kv_dtype")}
+
+
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", required=True, metavar="DIR_OR_ID", help="local folder or Hugging Face id")

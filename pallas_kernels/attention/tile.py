@@ -103,12 +103,9 @@ class Tile:
         place = self.places.cached[2 + which].at[sample, entry, self.head]
         scales = plgpu.load(place, mask=defined, other=None if defined is None else 0.0)
         dtype = self.query.dtype
-        if dtype != jnp.float16:
-            return loaded.astype(dtype), scales.astype(dtype)
-        # A weight times a scale may be too small for a float16.
-        return (loaded.astype(jnp.float32) * scales.astype(jnp.float32)[:, None]).astype(
-            dtype
-        ), None
+        if dtype == jnp.float16:  # in which a weight times a scale may be too small
+            return (loaded.astype(jnp.float32) * scales[:, None]).astype(dtype), None
+        return loaded.astype(dtype), scales.astype(dtype)
 
     def descends(self, fresh):
         """Whether each lane's row sees the sample's fresh rows `fresh` [m], [t, m]."""
