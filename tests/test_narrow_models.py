@@ -12,8 +12,10 @@ from golden.tiny_families import VARIANTS
 
 import emsjax
 from emsjax import embedded
+from emsjax.benchmarks.shapes import MODELS
 from emsjax.device import tree_bytes
 from emsjax.models.linears import NarrowLinear, dense_weight
+from emsjax.models.numbers import NumberFormats
 from emsjax.testing import assert_lossless
 from pallas_kernels.matmul.narrow import FORMATS
 
@@ -106,3 +108,15 @@ def test_what_cannot_be_is_an_error():
         narrow.quantize("int4")
     with pytest.raises(ValueError, match="weights in int8 have no other dtype"):
         narrow.astype(jnp.bfloat16)
+
+
+@pytest.mark.parametrize("quantize", [None, *FORMATS])
+def test_a_model_made_narrow_layer_by_layer_is_one_made_narrow_at_once(quantize):
+    numbers = NumberFormats(jnp.float32, quantize, "fp8")
+    made, wide = (of.model(MODELS["tiny"], seed=3) for of in (numbers, NumberFormats(jnp.float32)))
+    expected = (wide if quantize is None else wide.quantize(quantize)).with_kv_dtype("fp8")
+    assert nnx.graphdef(made) == nnx.graphdef(expected)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(made), nnx.state(expected))
+    assert NumberFormats.of(made) == numbers
+    weights = "" if quantize is None else f", weights in {quantize}"
+    assert str(numbers) == f"float32{weights}, caches in fp8"
