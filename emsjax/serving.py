@@ -36,8 +36,8 @@ class Engine:
     the same as from `emsjax.stream` with the same arguments. One call is served at a time.
 
     Args:
-        model, drafter, draft_length, attention_implementation, devices, processors, numerics,
-            kv_dtype: as for `emsjax.stream`.
+        model, drafter, draft_length, attention_implementation, devices: as for `emsjax.stream`.
+        processors, numerics, kv_dtype: as for `emsjax.stream`.
         batch_size: slots per device.
         max_len: tokens of the longest prompt and its continuation together, which set the size
             of the caches; None: as many as the model has positions for.

@@ -191,6 +191,8 @@ def test_a_gate_by_itself_has_the_bits_of_one_in_a_product(activation, dtype):
     inside = functools.partial(triton.launch, x, weight, bias, **options)
     np.testing.assert_array_equal(apart, inside(rounded=True))
     assert np.array_equal(apart, inside(rounded=False)) == (dtype == "float32")
+    invariant = {**TRITON, **INVARIANT, "activation": activation, "gated": True}
+    np.testing.assert_array_equal(apart, pallas_kernels.linear(x, weight, bias, **invariant))
 
 
 @pytest.mark.parametrize("capability", [8.0, 9.0])
@@ -200,9 +202,9 @@ def test_the_launches_lower_for_cuda(rows, capability, monkeypatch):
     linear = functools.partial(pallas_kernels.linear, activation="silu", **INVARIANT)
     sums = functools.partial(pallas_kernels.linear_sums, **INVARIANT)
     many = rows > 128 and capability == 9.0 and not IS_OLD
-    for dtype in ("bfloat16", "float32"):
+    for dtype in ("bfloat16", "float16", "float32"):
         x, odd = (rows, 1024, dtype), (rows, 100, dtype)
-        backend = "mosaic_gpu" if many and dtype == "bfloat16" else "triton"
+        backend = "mosaic_gpu" if many and dtype != "float32" else "triton"
         lower_for_cuda(sums, x, (1024, 1024, dtype), backend=backend)
         gated = functools.partial(linear, gated=True)
         lower_for_cuda(gated, x, (1024, 6144, dtype), (6144, dtype), backend=backend)
