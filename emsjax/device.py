@@ -1,5 +1,6 @@
 """The dtype that suits the default device, and the memory that a device has free."""
 
+import math
 import os
 from typing import Any
 
@@ -31,6 +32,17 @@ def dtype_name(given: str | None) -> str:
 def tree_bytes(tree: Any) -> int:
     """Bytes of the arrays of a pytree, which may be abstract."""
     return sum(x.size * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
+
+
+def device_bytes(tree: Any) -> int:
+    """Bytes that the arrays of a pytree have on each device; abstract ones are on one."""
+
+    def size(x) -> int:
+        is_put = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+        shape = x.sharding.shard_shape(x.shape) if is_put else x.shape
+        return math.prod(shape) * jnp.dtype(x.dtype).itemsize
+
+    return sum(map(size, jax.tree.leaves(tree)))
 
 
 def available_bytes(device: jax.Device | None = None) -> int | None:

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 import pallas_kernels
 from emsjax.decode.cache import KVCache
-from emsjax.decode.kernels import attend, resolve_kernels
+from emsjax.decode.kernels import resolve_kernels
 from emsjax.decode.pack import AcceptedPath, pack
 from emsjax.decode.row_counts import round_up_length, row_buckets
+from emsjax.models.attention import attend
 from emsjax.verification import accepted_counts, first_end, usable_counts
 
 small = st.lists(st.integers(0, 6), min_size=3, max_size=3)

@@ -14,9 +14,13 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from emsjax.decode.kernels import Visible
 from emsjax.decode.pack import AcceptedPath, PackedRows
+from emsjax.tensor_parallel import REPLICATED, TensorParallel
 from emsjax.values import pytree
 from pallas_kernels.common.indexing import take
 from pallas_kernels.common.narrow_rows import NarrowRows
+
+HEADS = 2  # the axis of a cache's arrays that several devices share
+STATIC = {"static": True}
 
 
 @pytree
@@ -38,10 +42,12 @@ class KVCache:
     Attributes:
         layers: one `LayerCache` per layer.
         lengths: committed tokens of each sample.
+        parallel: the devices, if the model is on a mesh: they have different heads.
     """
 
     layers: tuple[LayerCache, ...]
     lengths: Int32[Array, "b"]
+    parallel: TensorParallel | None = dataclasses.field(default=None, metadata=STATIC)
 
     @classmethod
     def init(
@@ -52,6 +58,11 @@ class KVCache:
         empty = lambda: make((batch, max_len, kv_heads, head_dim), dtype)
         layers = tuple(LayerCache(empty(), empty()) for _ in range(num_layers))
         return cls(layers, jnp.zeros(batch, jnp.int32))
+
+    def on(self, parallel: TensorParallel) -> "KVCache":
+        """The cache on the devices of a mesh."""
+        layers = lax.with_sharding_constraint(self.layers, parallel.sharding(HEADS))
+        return dataclasses.replace(self, layers=layers, parallel=parallel)
 
     @property
     def max_len(self) -> int:
@@ -84,7 +95,7 @@ class KVCache:
             update: a callable with the signature of `pallas_kernels.update_kv_caches`.
         """
         places = take(self.lengths, rows.samples) + path.ranks
-        layers = _write(self.layers, fresh, path.segment_ids(rows), places, update)
+        layers = _write(self, fresh, path.segment_ids(rows), places, update)
         return dataclasses.replace(self, layers=layers, lengths=self.lengths + path.counts)
 
     def fork(self, samples: Int32[Array, "n"]) -> "KVCache":
@@ -116,6 +127,7 @@ class SharedIndexCache:
         index: the place where the next tokens are written.
         mask: the places that hold tokens.
         num_masked: gaps of all samples together, except gaps between prompts' ends.
+        parallel: as in a `KVCache`.
     """
 
     layers: tuple[LayerCache, ...]
@@ -123,13 +135,15 @@ class SharedIndexCache:
     index: Int32[Array, ""]
     mask: Bool[Array, "b l"]
     num_masked: Int32[Array, ""]
+    parallel: TensorParallel | None = dataclasses.field(default=None, metadata=STATIC)
 
     @classmethod
     def behind(cls, cache: KVCache) -> "SharedIndexCache":
         """A cache that continues after the longest sample's tokens."""
         mask = jnp.arange(cache.max_len) < cache.lengths[:, None]
         index = jnp.max(cache.lengths)
-        return cls(cache.layers, cache.lengths, index, mask, jnp.zeros((), jnp.int32))
+        none = jnp.zeros((), jnp.int32)
+        return cls(cache.layers, cache.lengths, index, mask, none, cache.parallel)
 
     @property
     def visible(self) -> Visible:
@@ -145,7 +159,7 @@ class SharedIndexCache:
     ) -> "SharedIndexCache":
         """Append the rows of each sample's accepted path, and gaps up to the longest path."""
         segment_ids = path.segment_ids(rows)
-        layers = _write(self.layers, fresh, segment_ids, self.index + path.ranks, update)
+        layers = _write(self, fresh, segment_ids, self.index + path.ranks, update)
         at = jnp.arange(self.mask.shape[1]) - self.index
         counts, most = path.counts, jnp.max(path.counts)
         return SharedIndexCache(
@@ -154,15 +168,28 @@ class SharedIndexCache:
             self.index + most,
             self.mask | ((at >= 0) & (at < counts[:, None])),
             self.num_masked + counts.shape[0] * most - jnp.sum(counts),
+            self.parallel,
         )
 
 
 Cache = KVCache | SharedIndexCache
 
 
-def _write(layers, fresh, segment_ids, places, update: Callable) -> tuple[LayerCache, ...]:
+def specs_of(cache: Cache) -> Cache:
+    """How the arrays of a cache lie on the devices of a mesh."""
+    everywhere = jax.tree.map(lambda _: REPLICATED, cache)
+    return dataclasses.replace(everywhere, layers=cache.parallel.on_axis(HEADS))
+
+
+def _write(cache: Cache, fresh, segment_ids, places, update: Callable) -> tuple[LayerCache, ...]:
     """Writes each row [r] to its place in its sample, in all layers."""
+    layers, parallel = cache.layers, cache.parallel
     keys, values = ([getattr(layer, name) for layer in layers] for name in ("keys", "values"))
-    keys, values = update(keys, values, fresh, None, segment_ids, places)
+    write = lambda keys, values, fresh, *rows: update(keys, values, fresh, None, *rows)
+    if parallel is not None:
+        heads = parallel.on_axis(HEADS)
+        specs = (heads, heads, parallel.on_axis(1), REPLICATED, REPLICATED)
+        write = parallel.map(write, specs, heads)
+    keys, values = write(keys, values, fresh, segment_ids, places)
     written = zip(layers, keys, values, strict=True)
     return tuple(dataclasses.replace(old, keys=k, values=v) for old, k, v in written)

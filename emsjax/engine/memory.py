@@ -13,12 +13,18 @@ import jax.numpy as jnp
 from emsjax.decode.base import Model
 from emsjax.decode.pack import pack
 from emsjax.decode.row_counts import chunk_rows, prompt_row_counts, row_buckets
-from emsjax.device import available_bytes, available_host_bytes, readable, tree_bytes
+from emsjax.device import (
+    available_bytes,
+    available_host_bytes,
+    device_bytes,
+    readable,
+    tree_bytes,
+)
 from pallas_kernels.attention.xla import MOST_SCORES
 
 
 class Sizes(NamedTuple):
-    """Sizes of a model's weights, packed rows and cached tokens.
+    """Sizes of a model's weights, packed rows and cached tokens, each on one device.
 
     Attributes:
         weight_bytes: bytes of all weights.
@@ -44,7 +50,7 @@ _known: dict[Any, Sizes] = {}  # cached, as tracing takes longer than the rest o
 
 def sizes_of(model: Model) -> Sizes:
     """Traces one row, once per architecture, to find the sizes; nothing is computed."""
-    formats = (getattr(model, name, None) for name in ("quantization", "kv_dtype"))
+    formats = (getattr(model, name, None) for name in ("quantization", "kv_dtype", "parallel"))
     kind = (type(model), model.config, jnp.dtype(model.dtype), *formats)
     if kind in _known:
         return _known[kind]
@@ -55,10 +61,12 @@ def sizes_of(model: Model) -> Sizes:
         return out.fresh, [jax.tree.leaves(layer) for layer in cache.layers]
 
     fresh, layers = jax.eval_shape(trace, model)
-    query_heads = fresh[0].shape[1] - 2 * layers[0][0].shape[2]
-    row_bytes = tree_bytes(fresh) + model.row_bytes
-    of_layers = (tree_bytes(layers), tree_bytes(layers[0]))
-    _known[kind] = Sizes(tree_bytes(model), row_bytes, *of_layers, query_heads)
+    parallel = getattr(model, "parallel", None)
+    devices = 1 if parallel is None else parallel.size  # that have different heads
+    query_heads = (fresh[0].shape[1] - 2 * layers[0][0].shape[2]) // devices
+    row_bytes = tree_bytes(fresh) // devices + model.row_bytes
+    of_layers = (tree_bytes(layers) // devices, tree_bytes(layers[0]) // devices)
+    _known[kind] = Sizes(device_bytes(model), row_bytes, *of_layers, query_heads)
     return _known[kind]
 
 
@@ -69,7 +77,7 @@ def _attend_to_nothing(query, *rest, **options):
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """Memory that a run of `slots` samples of up to `max_len` tokens needs, in bytes.
+    """Bytes that a run of `slots` samples of up to `max_len` tokens needs on each device.
 
     Attributes:
         weights: the target's weights; a draft model's weights are not counted.

@@ -128,7 +128,7 @@ def check_devices(run: Run) -> None:
         listed = [", ".join(sorted(map(str, devices))) for devices in (of_drafter, of_model)]
         raise ValueError(
             f"drafter is on {listed[0]} and model on {listed[1]}: put both on the same, as in "
-            "jax.device_put(draft_model, device)"
+            "jax.device_put(draft_model, device), or draft_model.replicate(mesh) on a mesh"
         )
 
 
@@ -142,8 +142,8 @@ def _devices(tree: Any) -> set[jax.Device]:
 
 
 def device_of(model: Any) -> jax.Device | None:
-    """Returns the model's device, or the first of several; None while the model is traced."""
+    """Returns the model's device, or this process's first; None while the model is traced."""
     weight = jax.tree.leaves(model)[0]
     if isinstance(weight, jax.core.Tracer):
         return None
-    return min(weight.devices(), key=lambda device: device.id)
+    return min(weight.sharding.addressable_devices, key=lambda device: device.id)

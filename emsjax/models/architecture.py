@@ -159,3 +159,31 @@ class Architecture:
     def is_projected(self) -> bool:
         """Whether there are projections between embeddings and layers."""
         return self.embedding_width not in (None, self.width)
+
+    def part(self, devices: int) -> "Architecture":
+        """What each of several devices computes of every layer, and of the tables of tokens.
+
+        Where there are fewer heads of keys and values than devices, several devices have the same.
+
+        Raises:
+            ValueError: heads or feed-forward parts cannot be divided so; the message names the
+                numbers of devices that can.
+        """
+        if not self._divides(devices):
+            possible = ", ".join(str(n) for n in range(1, self.heads + 1) if self._divides(n))
+            raise ValueError(
+                f"{self.heads} heads of queries, {self.kv_heads} heads of keys and values, and "
+                f"{self.ffn_size} inner numbers of feed-forward parts cannot be divided by the "
+                f"{devices} devices of the mesh: it must have {possible} of them"
+            )
+        return dataclasses.replace(
+            self,
+            vocab_size=-(-self.vocab_size // devices),
+            ffn_size=self.ffn_size // devices,
+            heads=self.heads // devices,
+            kv_heads=max(1, self.kv_heads // devices),
+        )
+
+    def _divides(self, devices: int) -> bool:
+        more, less = max(self.kv_heads, devices), min(self.kv_heads, devices)
+        return self.heads % devices == self.ffn_size % devices == more % less == 0

@@ -9,10 +9,13 @@ from os import PathLike
 from pathlib import Path
 from typing import TypeVar
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
+from jax.sharding import Mesh
 
-from emsjax.device import available_bytes, readable, tree_bytes
+from emsjax.device import available_bytes, readable
 from emsjax.models import narrow_layouts, parameters, quantised, values
 from emsjax.models.config import DecoderConfig, check_supported
 from emsjax.models.families import FAMILIES, family_of
@@ -20,8 +23,10 @@ from emsjax.models.family import Family
 from emsjax.models.hub import CONFIG, GENERATION_CONFIG, folder_of
 from emsjax.models.linears import LINEARS, narrow_linear
 from emsjax.models.parameters import Parameter, Parameters
+from emsjax.models.splitting import Placement
 from emsjax.models.stored import READABLE_DTYPES, StoredTensor, read_json
 from emsjax.models.weight_files import choose_format, first_files, open_weights
+from emsjax.tensor_parallel import TensorParallel
 from pallas_kernels.matmul import narrow
 from pallas_kernels.matmul.narrow import NarrowWeight
 
@@ -39,6 +44,7 @@ def load(
     revision: str | None = None,
     allow_nonfinite: bool = False,
     quantize: str | None = None,
+    mesh: Mesh | None = None,
     families: Mapping[str, Family] = FAMILIES,
 ) -> LoadedModel:
     """A model from a local folder or a repository of the Hugging Face hub.
@@ -56,6 +62,8 @@ def load(
         allow_nonfinite: whether weights may be infinite or NaN.
         quantize: the format of the layers' weights, which are rounded as they are read; None: they
             have the dtype.
+        mesh: the devices over which the model is split: see `emsjax.Decoder.split`. One parameter
+            at a time is read by the host and cut into parts on a device; None: one device.
         families: the families that the model may be of, by `model_type`.
 
     Raises:
@@ -64,9 +72,10 @@ def load(
             truncated, or does not fit the config; the weights are quantised in a way that is not
             read, or already although a format is given; they are not finite, in the file or in the
             dtype; there is a head that differs from the embeddings; the device has no room for the
-            weights.
+            weights; the model cannot be divided by the devices of the mesh.
     """
     check_dtype(dtype)
+    parallel = None if mesh is None else TensorParallel.over(mesh)
     if quantize is not None:
         narrow.check_format(quantize)
     folder = folder_of(path_or_repo_id, revision)
@@ -94,23 +103,30 @@ def load(
     planned = model
     if quantize is not None:
         planned = nnx.eval_shape(lambda: make(config).quantize(quantize))
-    check_weights_fit(planned, folder)
-    read = {}
-    for weight in layout.of_layers(layers):
+    place = Placement(config.architecture, parallel)
+    check_weights_fit(planned, folder, place)
+
+    def read(weight: Parameter) -> Array | NarrowWeight:
         if all(name in stored_narrow for name in weight.names) and is_linear(weight.path):
-            value = read_narrow(weight, stored_narrow)
-        else:
-            value = values.read(weight, tensors, dtype=dtype, finite=not allow_nonfinite)
-            if scheme is None and quantize is not None and is_linear(weight.path):
-                value = narrow.quantize(value, format=quantize)
-        if isinstance(value, NarrowWeight):
-            narrow_linear(model.layers[weight.path[1]], weight.path[2], value)
-        else:
-            read[weight.path] = value
+            return read_narrow(weight, stored_narrow)
+        value = values.read(weight, tensors, dtype=dtype, finite=not allow_nonfinite)
+        if scheme is None and quantize is not None and is_linear(weight.path):
+            return narrow.quantize(value, format=quantize)
+        return value
+
+    arrays = {}
+    with jax.default_device(place.first_device):
+        for weight in layout.of_layers(layers):
+            value = place.put(weight.path, read(weight))
+            if isinstance(value, NarrowWeight):
+                narrow_linear(model.layers[weight.path[1]], weight.path[2], value)
+            else:
+                arrays[weight.path] = value
     model.quantization = quantize
+    place.set_structure(model)
     graph, state = nnx.split(model)
     variables = dict(nnx.to_flat_state(state))
-    variables |= {path: variables[path].replace(value) for path, value in read.items()}
+    variables |= {path: variables[path].replace(value) for path, value in arrays.items()}
     return nnx.merge(graph, nnx.from_flat_state(variables))
 
 
@@ -132,12 +148,12 @@ def is_linear(path: tuple) -> bool:
     return path[0] == "layers" and path[-2] in LINEARS and path[-1] == "kernel"
 
 
-def check_weights_fit(model: nnx.Module, folder: Path) -> None:
-    """Raises ValueError unless the device has room for an abstract model's weights."""
-    needed, available = tree_bytes(model), available_bytes()
+def check_weights_fit(model: nnx.Module, folder: Path, place: Placement) -> None:
+    """Raises ValueError unless each device has room for its part of an abstract model's weights."""
+    needed, available = place.bytes_on_device(model), available_bytes(place.first_device)
     if available is not None and needed > available:
         raise ValueError(
-            f"{folder}: the model's weights need {readable(needed)} in "
+            f"{folder}: the model's weights need {readable(needed)}{place.on_each} in "
             f"{jnp.dtype(model.dtype).name}, but only {readable(available)} are free"
         )
 

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int32
 import pallas_kernels
 from emsjax.decode.base import ModelOutput
 from emsjax.decode.cache import Cache, KVCache
+from emsjax.decode.cache import specs_of as cache_specs
 from emsjax.decode.pack import PackedRows
 from emsjax.models import saving
 from emsjax.models.architecture import AFTER
@@ -26,6 +27,8 @@ from emsjax.models.layers import (
 )
 from emsjax.models.linears import new_linear, project, quantize_layer
 from emsjax.models.rotary import angles
+from emsjax.models.splitting import Placement, specs_of
+from emsjax.tensor_parallel import REPLICATED, TensorParallel, side_by_side, take_rows
 from pallas_kernels.common.indexing import take
 from pallas_kernels.matmul import narrow
 
@@ -48,6 +51,7 @@ class Decoder(nnx.Module):
 
     quantization: str | None = None  # the format of the layers' weights, if they are narrow
     kv_dtype: str | None = None  # the format of caches, if they are in 8 bits
+    parallel: TensorParallel | None = None  # the devices, if the model is on a mesh
 
     def __init__(
         self, config: Any, *, rngs: nnx.Rngs, dtype=jnp.bfloat16, quantize: str | None = None
@@ -105,6 +109,21 @@ class Decoder(nnx.Module):
             ValueError: a tap is outside of that range.
         """
         check_taps(taps, len(self.layers))
+        run = functools.partial(
+            type(self)._run, attention=attention, max_rows_per_sample=max_rows_per_sample, taps=taps
+        )
+        if self.parallel is None:
+            return run(self, token_ids, rows, cache)
+        heads = (self.parallel.on_axis(1),) * len(self.layers)
+        run = self.parallel.map(
+            run,
+            (specs_of(self, self.parallel), REPLICATED, REPLICATED, cache_specs(cache)),
+            ModelOutput(REPLICATED, heads, (REPLICATED,) * len(taps)),
+        )
+        return run(self, token_ids, rows, cache)
+
+    def _run(self, token_ids, rows, cache, *, attention, max_rows_per_sample, taps) -> ModelOutput:
+        """The model's call on one device, with the device's part of the model."""
         x, y = self.embed(token_ids, rows.positions)
         turns = [angles(rotary, rows.positions) for rotary in self.architecture.rotaries]
         norm = self.architecture.norm
@@ -133,7 +152,8 @@ class Decoder(nnx.Module):
         a = self.architecture
         # `nnx.Embed` is not called, as it fills in values for ids and positions out of range.
         token_ids = jnp.clip(token_ids, 0, a.vocab_size - 1)
-        x, y = take(self.embed_tokens.embedding[...], token_ids), None
+        table = self.embed_tokens.embedding[...]
+        x, y = (take_rows if self.is_split else take)(table, token_ids), None
         x = x if self.project_in is None else project(self.project_in, x)
         if self.embed_positions is not None:
             places = jnp.minimum(positions, a.max_positions - 1) + a.position_offset
@@ -145,6 +165,12 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: Float[Array, "r e"]) -> Float[Array, "r v"]:
         """Computes float32 logits; their gradient is rounded to the model's dtype."""
+        if self.parallel is None:
+            return self._logits(hidden)
+        specs = (specs_of(self, self.parallel), REPLICATED)
+        return self.parallel.map(type(self)._logits, specs, REPLICATED)(self, hidden)
+
+    def _logits(self, hidden: Float[Array, "r e"]) -> Float[Array, "r v"]:
         a = self.architecture
         x = hidden if self.final_norm is None else self.final_norm(hidden)
         x = x.astype(self.dtype)
@@ -153,13 +179,57 @@ class Decoder(nnx.Module):
         logits = pallas_kernels.linear_sums(x, table, transposed=True)
         if self.lm_head_bias is not None:
             logits += self.lm_head_bias[...].astype(jnp.float32)
+        if self.is_split:
+            logits = side_by_side(logits)[:, : a.vocab_size]
         return logits if a.logit_cap is None else a.logit_cap * jnp.tanh(logits / a.logit_cap)
 
     def init_cache(self, batch: int, max_len: int) -> KVCache:
         """Returns an empty cache with room for `max_len` tokens of each of `batch` samples."""
         a = self.architecture
         sizes = {"num_layers": len(a.layers), "kv_heads": a.kv_heads, "head_dim": a.head_dim}
-        return KVCache.init(batch, max_len, dtype=self.kv_dtype or self.dtype, **sizes)
+        if self.is_split:
+            sizes["kv_heads"] = self.parallel.size * a.part(self.parallel.size).kv_heads
+        dtype = self.kv_dtype or self.dtype
+        cache = KVCache.init(batch, max_len, dtype=dtype, **sizes)
+        return cache if self.parallel is None else cache.on(self.parallel)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether each of several devices has a part of the model."""
+        return self.parallel is not None and self.parallel.is_split
+
+    def split(self, mesh: jax.sharding.Mesh) -> "Decoder":
+        """Returns the model with each layer split over the devices of a mesh.
+
+        Heads, the inner numbers of feed-forward parts, and tables of tokens are divided; where
+        there are fewer heads of keys and values than devices, several devices have the same.
+
+        Args:
+            mesh: the devices, such as `jax.make_mesh((2,), ("tp",))`.
+
+        Raises:
+            ValueError: `mesh` is not a mesh with the one axis "tp", heads or feed-forward parts
+                cannot be divided by its devices, or the model is on a mesh already.
+
+        Reference: Megatron-LM, arXiv 1909.08053.
+        """
+        return self._on_mesh(TensorParallel.over(mesh))
+
+    def replicate(self, mesh: jax.sharding.Mesh) -> "Decoder":
+        """Returns the model with all of it on every device of a mesh: a draft model, for example.
+
+        Raises:
+            ValueError: `mesh` is not a mesh with the one axis "tp", or the model is on one already.
+        """
+        return self._on_mesh(TensorParallel.over(mesh, is_split=False))
+
+    def _on_mesh(self, parallel: TensorParallel) -> "Decoder":
+        if self.parallel is not None:
+            raise ValueError(f"the model is on a mesh of {self.parallel.mesh.size} devices already")
+        place = Placement(self.architecture, parallel)
+        model = place.put_all(self)
+        place.set_structure(model)
+        return model
 
     def with_kv_dtype(self, kv_dtype: str | None) -> "Decoder":
         """Returns the same model with caches in 8 bits, "int8" or "fp8"; None: in its dtype."""
@@ -170,7 +240,7 @@ class Decoder(nnx.Module):
     @property
     def row_bytes(self) -> int:
         """Bytes of activations of one packed row within a layer."""
-        a = self.architecture
+        a = self.architecture if not self.is_split else self.architecture.part(self.parallel.size)
         # The stream before and after an addition, and the addend, all in float32.
         stream = 3 * a.width * 4
         return stream + (sum(a.columns) + (1 + a.gated) * a.ffn_size) * self.dtype.itemsize
@@ -184,7 +254,9 @@ class Decoder(nnx.Module):
         if self.quantization is not None:
             raise ValueError(f"weights in {self.quantization} have no other dtype")
         make = lambda: type(self)(self.config, rngs=nnx.Rngs(0), dtype=dtype)
-        graph, _ = nnx.split(nnx.eval_shape(make))
+        abstract = nnx.eval_shape(make)
+        Placement(self.architecture, self.parallel).set_structure(abstract)
+        graph, _ = nnx.split(abstract)
         return nnx.merge(graph, jax.tree.map(lambda x: x.astype(dtype), nnx.state(self)))
 
     def quantize(self, format: str) -> "Decoder":

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 import pallas_kernels
 from emsjax.decode.cache import LayerCache
-from emsjax.decode.kernels import Visible, attend
+from emsjax.decode.kernels import Visible
 from emsjax.decode.pack import PackedRows
 from emsjax.models.architecture import (
     ACTIVATIONS,
@@ -29,7 +29,9 @@ from emsjax.models.architecture import (
     AttentionKind,
     NormKind,
 )
+from emsjax.models.attention import attend
 from emsjax.models.linears import NarrowLinear, linear, new_linear, weight_and_bias
+from emsjax.tensor_parallel import sum_of_parts
 from pallas_kernels.add_norm import xla as plain
 from pallas_kernels.common.narrow_rows import round_fresh
 from pallas_kernels.common.numerics import is_invariant
@@ -148,6 +150,8 @@ class DecoderLayer(nnx.Module):
         rngs: random generators for the initial weights.
     """
 
+    is_part = False  # of a layer that is split over several devices; the architecture is the part's
+
     def __init__(self, architecture: Architecture, kind: AttentionKind, *, dtype, rngs: nnx.Rngs):
         a = self.architecture = architecture
         self.kind = kind
@@ -187,16 +191,23 @@ class DecoderLayer(nnx.Module):
         order = self.architecture.order
         if order == AFTER:
             y, qkv = self.attend(x, angles, attention)
-            _, x = add_norm(self.attention_norm, x, y)
-            _, x = add_norm(self.ffn_norm, x, self.feed_forward(x))
+            _, x = add_norm(self.attention_norm, x, self.complete(y))
+            _, x = add_norm(self.ffn_norm, x, self.complete(self.feed_forward(x)))
             return x, None, qkv
         x, h = add_norm(self.attention_norm, x, y)
         y, qkv = self.attend(h, angles, attention)
         if order in (PARALLEL, SHARED):
             h = h if order == SHARED else self.ffn_norm(x)
-            return x, add_addends(y, self.feed_forward(h)), qkv
-        x, h = add_norm(self.ffn_norm, x, y)
-        return x, self.feed_forward(h), qkv
+            return x, self.complete(add_addends(y, self.feed_forward(h))), qkv
+        x, h = add_norm(self.ffn_norm, x, self.complete(y))
+        return x, self.complete(self.feed_forward(h)), qkv
+
+    def complete(self, y: Addend) -> Addend:
+        """Adds the parts that several devices have of a term, if the layer is split."""
+        if not self.is_part:
+            return y
+        sums = add_shares(y.sums) if y.sums.ndim == 3 else y.sums
+        return y._replace(sums=sum_of_parts(sums))
 
     def attend(self, h: Float[Array, "r e"], angles: Angles | None, attention: Callable):
         """The attention part: its term of the residual stream, and the rows' q, k and v."""

@@ -2,6 +2,7 @@
 
 from os import PathLike
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
@@ -18,6 +19,7 @@ def from_pretrained(
     dtype: DTypeLike | None = None,
     revision: str | None = None,
     quantize: str | None = None,
+    mesh: jax.sharding.Mesh | None = None,
     allow_nonfinite: bool = False,
 ) -> Decoder:
     """Loads a checkpoint of any supported family: see `emsjax.models.checkpoint.load`.
@@ -37,6 +39,8 @@ def from_pretrained(
             - "int4": a scale for each 128 inputs of an output; the rows are not rounded
 
             None: they have the dtype.
+        mesh: the devices over which each layer is split, such as `jax.make_mesh((2,), ("tp",))`:
+            see `emsjax.Decoder.split`. None: the model is on one device.
         allow_nonfinite: whether weights may be infinite or NaN.
 
     Raises:
@@ -44,6 +48,7 @@ def from_pretrained(
     """
     dtype = best_dtype() if dtype is None else dtype
     options = {"revision": revision, "allow_nonfinite": allow_nonfinite, "quantize": quantize}
+    options["mesh"] = mesh
     return checkpoint.load(make, path_or_repo_id, dtype=dtype, **options)
 
 

@@ -21,6 +21,7 @@ from emsjax.models.families import family_of
 from emsjax.models.hub import CONFIG, GENERATION_CONFIG, tokenizer_files
 from emsjax.models.linears import LINEARS, NarrowLinear
 from emsjax.models.parameters import Parameter
+from emsjax.models.splitting import Placement
 from emsjax.models.stored import read_json
 from emsjax.models.weight_files import SAFETENSORS
 from pallas_kernels.matmul.narrow import NarrowWeight
@@ -104,15 +105,15 @@ def generation_settings(config: DecoderConfig) -> dict[str, Any]:
 def stored_tensors(model: nnx.Module, weights: Iterable[Parameter]) -> Iterator[tuple[str, Array]]:
     """Names and values of these weights as in a PyTorch checkpoint."""
     variables = dict(nnx.to_flat_state(nnx.state(model)))
+    place = Placement(model.architecture, model.parallel)
     family, blocks = family_of(model.config), compressed_tensors.in_blocks(narrow_weights(model))
     for weight in weights:
         if weight.path in variables:
-            parts = weight.split(variables[weight.path][...])
+            parts = weight.split(place.whole(weight.path, variables[weight.path][...]))
             yield from zip(map(family.full_name, weight.names), parts, strict=True)
             continue
-        parts = compressed_tensors.split(
-            narrow_weight(model, weight.path), weight.sizes, weight.columns
-        )
+        narrow = place.whole(weight.path, narrow_weight(model, weight.path))
+        parts = compressed_tensors.split(narrow, weight.sizes, weight.columns)
         for name, part in zip(weight.names, parts, strict=True):
             stem = family.full_name(name).removesuffix("weight")
             for leaf, array in compressed_tensors.to_compressed_tensors(
@@ -143,9 +144,9 @@ def plan_shards(model: nnx.Module, max_shard_bytes: int) -> list[list[Parameter]
     family = family_of(model.config)
     variables = dict(nnx.to_flat_state(nnx.state(model)))
     dense = model
-    if model.quantization is not None:
-        if not family.transposed:
-            raise ValueError(f"narrow weights of {family.model_type} models cannot be saved")
+    if model.quantization is not None and not family.transposed:
+        raise ValueError(f"narrow weights of {family.model_type} models cannot be saved")
+    if model.quantization is not None or model.is_split:
         make = lambda: type(model)(model.config, rngs=nnx.Rngs(0), dtype=model.dtype)
         dense = nnx.eval_shape(make)
     for weight in parameters.weights_of(dense, family, torch_layout=True):
