@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from emsjax.checks import check_at_least, check_flag
 from emsjax.configured import configured, configured_generator, own_settings
@@ -56,7 +57,7 @@ class Engine:
         batch_size: int,
         max_len: int | None = None,
         attention_implementation: str | Callable | None = None,
-        devices: Sequence[jax.Device] | None = None,
+        devices: Sequence[jax.Device | Mesh] | None = None,
         processors: Sequence[LogitsProcessor] = (),
         numerics: str | None = None,
         kv_dtype: str | None = None,

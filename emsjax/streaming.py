@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from emsjax.checks import check_at_least, check_flag, refuse
 from emsjax.configured import configured, configured_generator
@@ -60,7 +61,7 @@ def stream(
     eos_token_ids: Iterable[int] | None = None,
     key: jax.Array | None = None,
     attention_implementation: str | Callable | None = None,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[jax.Device | Mesh] | None = None,
     attention_mask: Sequence[Sequence[int]] | None = None,
     processors: Sequence[LogitsProcessor] = (),
     stop: Any = None,
@@ -84,7 +85,8 @@ def stream(
         max_len: for an iterator, tokens of the longest prompt and its continuation together,
             which set the size of the caches; None: as many as the model has positions for.
         devices: devices that each decode with a replica of the model and take prompts from the
-            same queue; None: the model's device.
+            same queue; or meshes with the one axis "tp", over each of which a replica is split: see
+            `emsjax.Decoder.split`. None: where the model is.
         attention_mask: as for `emsjax.generate`; only with a sequence of prompts.
         partial: whether pieces are yielded too: see below.
 
@@ -153,7 +155,7 @@ def stream_numbered(
     *,
     batch_size: int,
     max_len: int | None = None,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[jax.Device | Mesh] | None = None,
     partial: bool = False,
     variants: Variants = ONE_VARIANT,
     **options: Any,

@@ -71,7 +71,11 @@ class TensorParallel:
 
     def sharding(self, axis: int | None) -> NamedSharding:
         """How an array lies on the devices whose parts are on this axis."""
-        return NamedSharding(self.mesh, self.on_axis(axis))
+        return self.sharding_of(self.on_axis(axis))
+
+    def sharding_of(self, spec: PartitionSpec) -> NamedSharding:
+        """How an array of this layout lies on the devices."""
+        return NamedSharding(self.mesh, spec)
 
     def put(self, parts: Callable[[int], Any], axis: int | None) -> Array:
         """An array from its parts, each of which is moved to its device.

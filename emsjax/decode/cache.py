@@ -175,12 +175,6 @@ class SharedIndexCache:
 Cache = KVCache | SharedIndexCache
 
 
-def specs_of(cache: Cache) -> Cache:
-    """How the arrays of a cache lie on the devices of a mesh."""
-    everywhere = jax.tree.map(lambda _: REPLICATED, cache)
-    return dataclasses.replace(everywhere, layers=cache.parallel.on_axis(HEADS))
-
-
 def _write(cache: Cache, fresh, segment_ids, places, update: Callable) -> tuple[LayerCache, ...]:
     """Writes each row [r] to its place in its sample, in all layers."""
     layers, parallel = cache.layers, cache.parallel

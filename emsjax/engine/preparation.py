@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from emsjax.checks import is_traced
@@ -121,9 +122,14 @@ def _processor_bytes(run: Run, requests: Requests) -> int | None:
 def check_devices(run: Run) -> None:
     """Raises ValueError if the drafter's arrays were put on other devices than the model's.
 
-    Arrays that were not put anywhere follow the model.
+    Arrays that were not put anywhere follow the model. On a mesh, a draft model must have been put
+    there, as it would otherwise be copied to every device in each call.
     """
     of_model, of_drafter = _devices(run.model), _devices(run.drafter)
+    if len(of_model) > 1 and not of_drafter:
+        of_drafter = _devices(
+            [x for x in jax.tree.leaves(run.drafter) if _is_weight(x)], every=True
+        )
     if of_model and of_drafter and of_model != of_drafter:
         listed = [", ".join(sorted(map(str, devices))) for devices in (of_drafter, of_model)]
         raise ValueError(
@@ -132,13 +138,17 @@ def check_devices(run: Run) -> None:
         )
 
 
-def _devices(tree: Any) -> set[jax.Device]:
-    """The devices that the arrays of a pytree were put on."""
+def _devices(tree: Any, *, every: bool = False) -> set[jax.Device]:
+    """The devices that the arrays of a pytree were put on, or that `every` array is on."""
     found = set()
     for leaf in jax.tree.leaves(tree):
-        if isinstance(leaf, jax.Array) and not is_traced(leaf) and leaf.committed:
+        if isinstance(leaf, jax.Array) and not is_traced(leaf) and (every or leaf.committed):
             found |= leaf.devices()
     return found
+
+
+def _is_weight(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
 def device_of(model: Any) -> jax.Device | None:

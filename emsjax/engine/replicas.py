@@ -1,12 +1,14 @@
 """Decodes on several devices of one process, each with a model replica, from one prompt queue."""
 
 import contextlib
+import dataclasses
 import queue
 import threading
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 
 import jax
+from jax.sharding import Mesh
 
 from emsjax.checks import check_instance
 from emsjax.configured import own_settings
@@ -37,34 +39,67 @@ class Shared:
             return next(self.entries)
 
 
+Place = jax.Device | Mesh  # of a replica
+
+
 def make_slots(
-    run: Run, requests: Requests, count: int, devices: Sequence[jax.Device] | None
-) -> dict[jax.Device | None, Slots]:
-    """Makes slots on each device, with a replica of model and drafter, and allocates caches.
+    run: Run, requests: Requests, count: int, devices: Sequence[Place] | None
+) -> dict[Place | None, Slots]:
+    """Makes slots in each place, with a replica of model and drafter, and allocates caches.
 
     Args:
-        count: slots per device.
-        devices: the devices; None: the model's device.
+        count: slots per replica.
+        devices: devices, or meshes over which replicas are split; None: where the model is.
 
     Raises:
-        ValueError: as `Slots`, or `devices` is empty, repeats one, or holds something else.
+        ValueError: as `Slots`, or `devices` is empty, repeats a device, or holds something else; or
+            the model cannot be split over a mesh.
     """
     if devices is None:
         return {None: Slots(run, requests, count)}
     if not isinstance(devices, Iterable) or getattr(devices, "shape", None) == ():
         raise ValueError(f"devices must be a sequence of devices, not {type(devices).__name__}")
-    devices = tuple(devices)
-    if not devices:
+    places = tuple(devices)
+    if not places:
         raise ValueError("devices must not be empty")
-    for i, device in enumerate(devices):
-        check_instance(f"devices[{i}]", device, jax.Device, "one of jax.local_devices()")
-    if len(set(devices)) < len(devices):
-        raise ValueError(f"devices must be different, not {', '.join(map(str, devices))}")
+    for i, place in enumerate(places):
+        check_instance(
+            f"devices[{i}]", place, Place, "one of jax.local_devices(), or a mesh of some of them"
+        )
+    every = [device for place in places for device in devices_of(place)]
+    if len(set(every)) < len(every):
+        raise ValueError(f"devices must be different, not {', '.join(map(str, every))}")
     slots = {}
-    for device in devices:
-        with jax.default_device(device):
-            slots[device] = Slots(jax.device_put(run, device), requests, count)
+    for place in places:
+        with _default(place):
+            slots[place] = Slots(replica(run, place), requests, count)
     return slots
+
+
+def devices_of(place: Place) -> list[jax.Device]:
+    """The devices of a replica."""
+    return list(place.devices.flat) if isinstance(place, Mesh) else [place]
+
+
+def replica(run: Run, place: Place) -> Run:
+    """The run with model and drafter on a device, or the model split over a mesh.
+
+    A drafter's model is split if it is split already; otherwise each device of the mesh has it.
+    """
+    if not isinstance(place, Mesh):
+        return jax.device_put(run, place)
+    if not hasattr(run.model, "split"):
+        raise ValueError(f"devices must not be meshes, as {type(run.model).__name__} has no split")
+    is_model = lambda node: hasattr(node, "replicate")
+    follow = lambda node: node.split(place) if node.is_split else node.replicate(place)
+    move = lambda node: follow(node) if is_model(node) else node
+    drafter = jax.tree.map(move, run.drafter, is_leaf=is_model)
+    return dataclasses.replace(run, model=run.model.split(place), drafter=drafter)
+
+
+def _default(place: Place):
+    """A context in which new arrays are in this place, or uncommitted on its first device."""
+    return jax.default_device(devices_of(place)[0])
 
 
 def reopen(slots: Mapping[jax.Device | None, Slots], requests: Requests) -> None:
@@ -77,12 +112,12 @@ def reopen(slots: Mapping[jax.Device | None, Slots], requests: Requests) -> None
     while any(own.serving for own in in_threads) and time.monotonic() < latest:
         time.sleep(0.01)
     for device, own in slots.items():
-        with jax.default_device(device) if device else contextlib.nullcontext():
+        with contextlib.nullcontext() if device is None else _default(device):
             own.open(requests)
 
 
 def rows_of_all(
-    slots: Mapping[jax.Device | None, Slots], entries: Iterator[Entry], *, partial: bool = False
+    slots: Mapping[Place | None, Slots], entries: Iterator[Entry], *, partial: bool = False
 ) -> Generator[Row, None, None]:
     """Yields the rows of all sequences, each from the device that had a slot for it.
 
@@ -107,9 +142,9 @@ def rows_of_all(
                 continue
         return False
 
-    def work(device: jax.Device) -> None:
+    def work(device: Place) -> None:
         try:
-            with own_settings(chosen), jax.default_device(device):
+            with own_settings(chosen), _default(device):
                 all(map(put, slots[device].serve(shared, partial=partial)))
             put(None)
         except BaseException as error:

@@ -49,6 +49,10 @@ class Entry:
     settings: Settings
 
 
+# Where the state is, as a call returns them.
+_places = jax.jit(Finished.places, static_argnames="count", keep_unused=True)
+
+
 class Slots:
     """A batch whose slots take new sequences as others finish.
 
@@ -127,7 +131,7 @@ class Slots:
             cache = self.state.cache
         run = dataclasses.replace(self.run.whole(), model=None)
         self.state = begin_idle(run, cache, keys, settings, requests.common, max_len=self.max_len)
-        self.finished = Finished.places(2 * self.count, self.state)
+        self.finished = _places(2 * self.count, self.state)
         # The counters on the device start again at 0.
         self.totals, self.busy_slots, self.seconds = dict.fromkeys(TOTALS, 0), 0, 0.0
 

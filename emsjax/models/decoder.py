@@ -13,8 +13,7 @@ from jaxtyping import Array, Float, Int32
 
 import pallas_kernels
 from emsjax.decode.base import ModelOutput
-from emsjax.decode.cache import Cache, KVCache
-from emsjax.decode.cache import specs_of as cache_specs
+from emsjax.decode.cache import HEADS, Cache, KVCache
 from emsjax.decode.pack import PackedRows
 from emsjax.models import saving
 from emsjax.models.architecture import AFTER
@@ -113,22 +112,21 @@ class Decoder(nnx.Module):
             type(self)._run, attention=attention, max_rows_per_sample=max_rows_per_sample, taps=taps
         )
         if self.parallel is None:
-            return run(self, token_ids, rows, cache)
-        heads = (self.parallel.on_axis(1),) * len(self.layers)
-        run = self.parallel.map(
-            run,
-            (specs_of(self, self.parallel), REPLICATED, REPLICATED, cache_specs(cache)),
-            ModelOutput(REPLICATED, heads, (REPLICATED,) * len(taps)),
-        )
-        return run(self, token_ids, rows, cache)
+            return ModelOutput(*run(self, token_ids, rows, cache, cache.layers))
+        heads = self.parallel.on_axis(HEADS)
+        specs = (specs_of(self, self.parallel), REPLICATED, REPLICATED, REPLICATED, heads)
+        of_rows = self.parallel.on_axis(1)
+        run = self.parallel.map(run, specs, (REPLICATED, of_rows, REPLICATED))
+        lengths = dataclasses.replace(cache, layers=())
+        return ModelOutput(*run(self, token_ids, rows, lengths, cache.layers))
 
-    def _run(self, token_ids, rows, cache, *, attention, max_rows_per_sample, taps) -> ModelOutput:
-        """The model's call on one device, with the device's part of the model."""
+    def _run(self, token_ids, rows, cache, cached_layers, *, attention, max_rows_per_sample, taps):
+        """The call on one device, with its part of the model and of the cache's layers."""
         x, y = self.embed(token_ids, rows.positions)
         turns = [angles(rotary, rows.positions) for rotary in self.architecture.rotaries]
         norm = self.architecture.norm
         fresh, tapped = [], {}
-        for index, (layer, cached) in enumerate(zip(self.layers, cache.layers, strict=True)):
+        for index, (layer, cached) in enumerate(zip(self.layers, cached_layers, strict=True)):
             if index in taps:
                 tapped[index] = residual_stream(norm, x, y)
             x, y, qkv = run_layer(
@@ -143,7 +141,7 @@ class Decoder(nnx.Module):
             )
             fresh.append(qkv)
         hidden = tapped[len(self.layers)] = residual_stream(norm, x, y)
-        return ModelOutput(hidden, tuple(fresh), tuple(tapped[index] for index in taps))
+        return hidden, tuple(fresh), tuple(tapped[index] for index in taps)
 
     def embed(
         self, token_ids: Int32[Array, "r"], positions: Int32[Array, "r"]
@@ -209,7 +207,8 @@ class Decoder(nnx.Module):
 
         Raises:
             ValueError: `mesh` is not a mesh with the one axis "tp", heads or feed-forward parts
-                cannot be divided by its devices, or the model is on a mesh already.
+                cannot be divided by its devices, or the model is split over another number of
+                devices already.
 
         Reference: Megatron-LM, arXiv 1909.08053.
         """
@@ -219,15 +218,19 @@ class Decoder(nnx.Module):
         """Returns the model with all of it on every device of a mesh: a draft model, for example.
 
         Raises:
-            ValueError: `mesh` is not a mesh with the one axis "tp", or the model is on one already.
+            ValueError: `mesh` is not a mesh with the one axis "tp", or the model is split.
         """
         return self._on_mesh(TensorParallel.over(mesh, is_split=False))
 
     def _on_mesh(self, parallel: TensorParallel) -> "Decoder":
-        if self.parallel is not None:
-            raise ValueError(f"the model is on a mesh of {self.parallel.mesh.size} devices already")
-        place = Placement(self.architecture, parallel)
-        model = place.put_all(self)
+        place, old = Placement(self.architecture, parallel), self.parallel
+        if old is None:
+            model = place.put_all(self)
+        elif (old.size, old.is_split) == (parallel.size, parallel.is_split):
+            layout = jax.tree.map(parallel.sharding_of, specs_of(self, parallel))
+            model = jax.device_put(self, layout)
+        else:
+            raise ValueError(f"the model is on a mesh of {old.mesh.size} devices already")
         place.set_structure(model)
         return model
 
@@ -273,8 +276,9 @@ class Decoder(nnx.Module):
             raise ValueError(f"the weights are in {self.quantization} already")
         model = nnx.merge(*nnx.split(self))
         model.quantization = format
+        place = Placement(self.architecture, self.parallel)
         for layer in model.layers:
-            quantize_layer(layer, format)
+            place.quantize(layer, format)
         return model
 
     def save_pretrained(self, path: str | PathLike) -> None:

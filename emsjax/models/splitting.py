@@ -11,14 +11,22 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
 
 from emsjax.device import tree_bytes
 from emsjax.models.architecture import Architecture
-from emsjax.models.linears import NARROW_ARRAYS, NarrowLinear, NarrowVariable
+from emsjax.models.linears import (
+    LINEARS,
+    NARROW_ARRAYS,
+    NarrowLinear,
+    NarrowVariable,
+    narrow_linear,
+)
 from emsjax.tensor_parallel import TensorParallel
+from pallas_kernels.matmul import narrow
 from pallas_kernels.matmul.narrow import GROUP, NarrowWeight
 
 Module = TypeVar("Module", bound=nnx.Module)
@@ -212,6 +220,15 @@ class Placement:
         for name, inputs in (("out_proj", part.columns[0]), ("down_proj", part.ffn_size)):
             if isinstance(getattr(layer, name), NarrowLinear):
                 getattr(layer, name).inputs = inputs
+
+    def quantize(self, layer: nnx.Module, format: str) -> None:
+        """Gives a layer weights in a narrow format; they are those of the whole layer."""
+        for name in LINEARS:
+            path = ("layers", 0, name, "kernel")
+            kernel = jnp.asarray(self.whole(path, getattr(layer, name).kernel[...]))
+            narrow_linear(layer, name, self.put(path, narrow.quantize(kernel, format=format)))
+        if self.devices > 1:
+            self.set_layer(layer)
 
     def bytes_on_device(self, model: nnx.Module) -> int:
         """Bytes of the part of a whole model, which may be abstract, that a device has."""

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.experimental import io_callback
 from jaxtyping import Array, Int32
 
 from emsjax.configured import configured
@@ -25,6 +27,7 @@ from emsjax.engine.preparation import check
 from emsjax.generation import generate
 from emsjax.sampling import log_softmax
 from emsjax.streaming import stream
+from emsjax.tensor_parallel import AXIS
 from emsjax.testing.lossless import check_comparable
 from emsjax.values import comparable
 from pallas_kernels.common.indexing import take
@@ -104,16 +107,29 @@ class Recording:
 
     Attributes:
         func: the attention.
-        results: where they are put.
+        is_split: whether each of several devices has some of the heads.
+        results: where they are put, by device.
     """
 
     func: Callable
-    results: list[np.ndarray] = dataclasses.field(default_factory=list)
+    is_split: bool = False
+    results: dict[int, list[np.ndarray]] = dataclasses.field(default_factory=dict)
 
     def __call__(self, *args, **options) -> Array:
         out = self.func(*args, **options)
-        jax.debug.callback(lambda x: self.results.append(np.asarray(x)), out, ordered=True)
+        device = lax.axis_index(AXIS) if self.is_split else jnp.int32(0)
+        # The next layer needs what comes back, so that each device's results come in order.
+        return io_callback(self.keep, jax.ShapeDtypeStruct(out.shape, out.dtype), device, out)
+
+    def keep(self, device: Array, out: Array) -> Array:
+        self.results.setdefault(int(device), []).append(np.asarray(out))
         return out
+
+    @property
+    def of_layers(self) -> list[np.ndarray]:
+        """The results of each layer, all heads together."""
+        layers = zip(*(self.results[device] for device in sorted(self.results)), strict=True)
+        return [np.concatenate(parts, axis=1) for parts in layers]
 
 
 class Fed(NamedTuple):
@@ -158,7 +174,7 @@ class Feeder:
 
     def __init__(self, run: Run, prompts: Sequence[np.ndarray]):
         self.run, self.prompts = run, prompts
-        self.attention = Recording(run.kernels.attention)
+        self.attention = Recording(run.kernels.attention, getattr(run.model, "is_split", False))
 
     def __call__(
         self,
@@ -203,8 +219,7 @@ class Feeder:
         )
         inputs, fresh, *scores = jax.device_get(values)
         jax.effects_barrier()
-        results = self.attention.results
-        layers = zip(inputs[:-1], fresh, results, strict=True)
+        layers = zip(inputs[:-1], fresh, self.attention.of_layers, strict=True)
         rows = [_bits(x) for layer in layers for x in layer] + [_bits(inputs[-1])]
         of, first = {}, 0
         for place, (sequence, start) in enumerate(zip(sequences, starts, strict=True)):
