@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -28,6 +29,19 @@ GATHERED_BYTES = 0  # of a sum; up to this size, parts are gathered and added wh
 def on_axis(axis: int | None) -> PartitionSpec:
     """The layout of an array whose parts lie on this axis; None: every device has all of it."""
     return REPLICATED if axis is None else PartitionSpec(*[None] * axis, AXIS)
+
+
+def meshes(size: int) -> list[Mesh]:
+    """This process's devices in meshes of this many, as many as there are.
+
+    Raises:
+        ValueError: the devices cannot be divided so.
+    """
+    devices = jax.local_devices()
+    if len(devices) % size:
+        raise ValueError(f"tensor parallelism of {size} must divide the {len(devices)} devices")
+    grouped = np.asarray(devices, object).reshape(-1, size)
+    return [Mesh(group, (AXIS,)) for group in grouped]
 
 
 @dataclasses.dataclass(frozen=True)

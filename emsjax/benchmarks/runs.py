@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 
 from emsjax.benchmarks.device_times import kernel_times, kernels_per_step
+from emsjax.benchmarks.scripted import assign
 from emsjax.decode.base import Draft
 from emsjax.decode.cache import KVCache
 from emsjax.decode.layout import UNPADDED
@@ -83,7 +84,8 @@ def random_model(config: DecoderConfig, numbers: NumberFormats = BFLOAT16) -> De
     model = numbers.model(config)
     table = (model.lm_head or model.embed_tokens).embedding
     # A zero embedding has logit 0, which is below the largest of the others and loses a tie.
-    table[...] = table[...].at[-1].set(0)
+    # The parts of a split table are filled up with copies of the last token's.
+    assign(table, table[...].at[config.vocab_size - 1 :].set(0))
     return model
 
 

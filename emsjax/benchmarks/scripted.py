@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -73,14 +74,20 @@ def scripted_model(
         # The 1 is the fed token's own embedding.
         entries = _multiple(1 + added, dtype) * embedding[text[1:]]
         positions, first = model.embed_positions.embedding, a.position_offset
-        positions[...] = positions[...].at[first : first + len(entries)].set(entries)
+        assign(positions, positions[...].at[first : first + len(entries)].set(entries))
         return model
     _check_followed(text, a)
-    table[...] = _multiple(added / a.embedding_scale, dtype) * embedding
+    assign(table, _multiple(added / a.embedding_scale, dtype) * embedding)
     if model.lm_head is not None:
         head = model.lm_head.embedding
-        head[...] = head[...].at[text[1:]].set(embedding[text[:-1]])
+        assign(head, head[...].at[text[1:]].set(embedding[text[:-1]]))
     return model
+
+
+def assign(variable: Any, value: Any) -> None:
+    """Gives a variable of a model a value, which lies where the old one does."""
+    old = variable[...].sharding
+    variable[...] = value if len(old.device_set) == 1 else jax.device_put(value, old)
 
 
 def _check_architecture(a: Architecture) -> None:

@@ -52,7 +52,8 @@ def floor_ms(
 ) -> float:
     """The least time of a step with `rows` rows of each of `batch` samples of `context` tokens.
 
-    Products of two factors in 8 bits take half as long to compute.
+    Products of two factors in 8 bits take half as long to compute. Several devices divide the work;
+    what they exchange is not counted.
     """
     a, wide = config.architecture, NumberFormats(numbers.dtype)
     of_layers, others = a.products[: a.products_of_layers], a.products[a.products_of_layers :]
@@ -65,7 +66,7 @@ def floor_ms(
     seconds += sum(least(*sizes, wide) for sizes in others)
     _, keys, values = a.columns
     cached = batch * a.attended(context) * (keys + values) * numbers.cached_bytes(a.head_dim)
-    return 1e3 * (seconds + cached / rates.read)
+    return 1e3 * (seconds + cached / rates.read) / numbers.parts
 
 
 def measure(model, shape, context, attention, rates: dict[str, Rates], top: int) -> dict[str, Any]:

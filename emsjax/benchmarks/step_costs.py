@@ -141,7 +141,7 @@ class Measurement:
 
     def time_drafting(self, say: Callable[[str], None]) -> dict[int, float]:
         """Milliseconds per draft token, by batch size."""
-        draft_model = random_model(self.draft_config, NumberFormats(self.numbers.dtype))
+        draft_model = random_model(self.draft_config, self.numbers.of_draft_model)
         tokens = min(DRAFTED, self.max_draft_tokens)
         drafter = DraftModel(draft_model, tokens, attention_implementation=self.attention)
         start = lambda batch: DraftRun(drafter, batch, self.context)

@@ -76,7 +76,7 @@ def read_trained(options: argparse.Namespace, max_prompts: int, largest_batch: i
     load_draft = None
     if options.draft_model is not None:
         draft = (options.draft_model, options.draft_revision)
-        load_draft = functools.partial(load, NumberFormats(numbers.dtype), *draft)
+        load_draft = functools.partial(load, numbers.of_draft_model, *draft)
     describe = {
         "model": options.model,
         "revision": options.revision,
@@ -95,4 +95,5 @@ def read_trained(options: argparse.Namespace, max_prompts: int, largest_batch: i
 def load(numbers: NumberFormats, model: str, revision: str | None) -> Decoder:
     """The model of a folder or id, with its numbers in these formats."""
     options = {"dtype": numbers.dtype, "quantize": numbers.quantize, "revision": revision}
-    return from_pretrained(model, **options).with_kv_dtype(numbers.kv_dtype)
+    options["mesh"] = numbers.mesh if numbers.is_split else None
+    return numbers.placed(from_pretrained(model, **options)).with_kv_dtype(numbers.kv_dtype)

@@ -99,7 +99,7 @@ class ScriptedModels:
 
     @functools.cached_property
     def draft_model(self) -> Decoder:
-        return random_model(self.draft_config, NumberFormats(self.numbers.dtype))
+        return random_model(self.draft_config, self.numbers.of_draft_model)
 
     def prompts(self, batch: int, max_new_tokens: int) -> list[np.ndarray]:
         positions = len(self.text)

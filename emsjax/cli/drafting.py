@@ -27,12 +27,16 @@ def load_models(options: RunOptions | Namespace, target, tokenizer_size: int, po
         ValueError: one of them cannot be loaded, or the drafter does not suit the model.
     """
     from emsjax.models.pretrained import from_pretrained
+    from emsjax.tensor_parallel import meshes
 
     # A draft model is loaded first: it is small, and may turn out not to suit the target.
     drafter = _load_drafter(options, target, tokenizer_size, positions)
     load = functools.partial(
         from_pretrained, options.model, dtype=options.dtype, revision=options.revision
     )
+    tensor_parallel = getattr(options, "tensor_parallel", 1)
+    if tensor_parallel > 1:
+        load = functools.partial(load, mesh=meshes(tensor_parallel)[0])
     model = load(quantize=options.quantize)
     if options.drafter != "self":
         return model, drafter
@@ -96,6 +100,8 @@ def profile_command(options: RunOptions) -> str:
     """The command that measures the steps of these models."""
     names = ("model", "revision", "draft_model", "draft_revision", "dtype", "quantize", "kv_dtype")
     given = [(name, getattr(options, name)) for name in names]
+    if options.tensor_parallel > 1:
+        given.append(("tensor_parallel", str(options.tensor_parallel)))
     words = [word for name, value in given if value is not None for word in (flag(name), value)]
     return shlex.join(["emsjax", "profile", *words])
 

@@ -168,7 +168,7 @@ def make_progress(console: Console) -> Progress:
 
 
 def completions(run: tuple, missing: Missing, longest: int, options: RunOptions, requests):
-    """The missing `emsjax.Completion`s, from all local devices.
+    """The missing `emsjax.Completion`s, from all local devices, or from groups of them.
 
     Args:
         run: model, drafter, draft-length policy and logits processors.
@@ -178,14 +178,16 @@ def completions(run: tuple, missing: Missing, longest: int, options: RunOptions,
 
     from emsjax import streaming
     from emsjax.engine.adapt import make_run
+    from emsjax.tensor_parallel import meshes
 
     *parts, processors = run
-    devices = jax.local_devices()
+    size = options.tensor_parallel
+    devices = jax.local_devices() if size == 1 else meshes(size)
     return streaming.stream_numbered(
         make_run(*parts, processors=processors, kv_dtype=options.kv_dtype),
         iter(missing),
         batch_size=options.batch_size,
         max_len=longest,
-        devices=devices if len(devices) > 1 else None,
+        devices=devices if len(devices) > 1 or size > 1 else None,
         **requests,
     )

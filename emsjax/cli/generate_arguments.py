@@ -46,6 +46,7 @@ class RunOptions:
     dtype: str
     quantize: str | None
     kv_dtype: str | None
+    tensor_parallel: int
     numerics: str
     drafter: str
     draft_length: str | None

@@ -46,6 +46,7 @@ class Decoder(nnx.Module):
             unless layers normalise after each part. In float32, products are computed in full
             float32.
         quantize: the format of the layers' weights, one layer after the other: see `quantize`.
+        mesh: devices over which each layer is split once it is made: see `split`.
     """
 
     quantization: str | None = None  # the format of the layers' weights, if they are narrow
@@ -53,7 +54,13 @@ class Decoder(nnx.Module):
     parallel: TensorParallel | None = None  # the devices, if the model is on a mesh
 
     def __init__(
-        self, config: Any, *, rngs: nnx.Rngs, dtype=jnp.bfloat16, quantize: str | None = None
+        self,
+        config: Any,
+        *,
+        rngs: nnx.Rngs,
+        dtype=jnp.bfloat16,
+        quantize: str | None = None,
+        mesh: jax.sharding.Mesh | None = None,
     ):
         dtype = jnp.dtype(dtype)
         a = self.architecture = config.architecture
@@ -72,13 +79,21 @@ class Decoder(nnx.Module):
         # Layers of the same kind are compiled once, also in models of other depths.
         shared = dataclasses.replace(a, layers=(), rotaries=())
         self.quantization = quantize
-        self.layers = nnx.List()
+        parallel = None if mesh is None else TensorParallel.over(mesh)
+        place = Placement(a, parallel)
+        layers = []
         for kind in a.layers:
-            self.layers.append(layer := DecoderLayer(shared, kind, dtype=dtype, rngs=rngs))
+            layers.append(layer := DecoderLayer(shared, kind, dtype=dtype, rngs=rngs))
             if quantize is not None:
                 quantize_layer(layer, quantize)
+            if parallel is not None:
+                place.put_all(layer)
         self.lm_head = None if a.tied_head else nnx.Embed(a.vocab_size, width, **options)
         self.lm_head_bias = nnx.Param(jnp.zeros(a.vocab_size, dtype)) if a.head_bias else None
+        if parallel is not None:
+            place.put_all(self)
+        self.layers = nnx.List(layers)
+        place.set_structure(self)
 
     def __call__(
         self,
@@ -225,7 +240,8 @@ class Decoder(nnx.Module):
     def _on_mesh(self, parallel: TensorParallel) -> "Decoder":
         place, old = Placement(self.architecture, parallel), self.parallel
         if old is None:
-            model = place.put_all(self)
+            model = jax.tree.map(lambda x: x, self)
+            place.put_all(model)
         elif (old.size, old.is_split) == (parallel.size, parallel.is_split):
             layout = jax.tree.map(parallel.sharding_of, specs_of(self, parallel))
             model = jax.device_put(self, layout)

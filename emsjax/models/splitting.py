@@ -8,7 +8,7 @@ tokens are split by tokens. Everything else lies on every device.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,6 @@ from emsjax.tensor_parallel import TensorParallel
 from pallas_kernels.matmul import narrow
 from pallas_kernels.matmul.narrow import GROUP, NarrowWeight
 
-Module = TypeVar("Module", bound=nnx.Module)
 # The axis on which an array is split, by the names of its module and of itself.
 SPLIT_OUTPUTS = {"kernel": 1, "bias": 0, "values": 0, "scales": 1, "zeros": 1}
 SPLIT_INPUTS = {"kernel": 0, "values": 1, "scales": 0, "zeros": 0, "order": 0}
@@ -189,17 +188,16 @@ class Placement:
     def _put(self, whole: Array, entries: Entries) -> Array:
         return self.parallel.put(functools.partial(entries.part, whole), entries.axis)
 
-    def put_all(self, module: Module) -> Module:
-        """A model, or a layer of it, with its arrays on their devices."""
-        graph, state = nnx.split(module)
-        variables = {}
-        for path, variable in nnx.to_flat_state(state):
+    def put_all(self, module: nnx.Module, path: tuple = ()) -> None:
+        """Puts the arrays of a model, or of the part of it with this path, on their devices."""
+        arrays = {}
+        for steps, variable in nnx.to_flat_state(nnx.state(module)):
             weight = None
             if isinstance(variable, NarrowVariable):
-                weight = functools.reduce(_step, path[:-1], module).weight
-            put = self._put(variable[...], self.entries(path, weight))
-            variables[path] = variable.replace(put)
-        return nnx.merge(graph, nnx.from_flat_state(variables))
+                weight = functools.reduce(_step, steps[:-1], module).weight
+            put = self._put(variable[...], self.entries((*path, *steps), weight))
+            arrays[steps] = variable.replace(put)
+        nnx.update(module, nnx.from_flat_state(arrays))
 
     def set_structure(self, model: nnx.Module) -> None:
         """Gives a model that was made for one device the structure for these devices.
@@ -208,12 +206,13 @@ class Placement:
         """
         if self.parallel is not None:
             model.parallel = self.parallel
-            if self.parallel.is_split:
-                for layer in model.layers:
-                    self.set_layer(layer)
+            for layer in model.layers:
+                self.set_layer(layer)
 
     def set_layer(self, layer: nnx.Module) -> None:
         """Gives a layer the structure of the part of it that a device has."""
+        if self.parallel is None or not self.parallel.is_split:
+            return
         part = self.architecture.part(self.devices)
         layer.architecture = dataclasses.replace(part, layers=(), rotaries=())
         layer.is_part = True
@@ -227,8 +226,7 @@ class Placement:
             path = ("layers", 0, name, "kernel")
             kernel = jnp.asarray(self.whole(path, getattr(layer, name).kernel[...]))
             narrow_linear(layer, name, self.put(path, narrow.quantize(kernel, format=format)))
-        if self.devices > 1:
-            self.set_layer(layer)
+        self.set_layer(layer)
 
     def bytes_on_device(self, model: nnx.Module) -> int:
         """Bytes of the part of a whole model, which may be abstract, that a device has."""

@@ -3,7 +3,7 @@
 import argparse
 import math
 import re
-from typing import NoReturn
+from typing import Any, NoReturn
 
 WEIGHT_FORMATS = ("int8", "fp8", "int4", "int8-weights")  # see `emsjax.from_pretrained`
 KV_DTYPES = ("int8", "fp8")  # see `emsjax.generate`
@@ -120,18 +120,26 @@ def add_quantize(parser: argparse.ArgumentParser) -> None:
 
 
 def add_number_formats(parser: argparse.ArgumentParser) -> None:
-    """Adds the options for narrow weights and caches."""
+    """Adds the options for narrow weights and caches, and for several devices."""
     add_quantize(parser)
     parser.add_argument(
         "--kv-dtype",
         choices=KV_DTYPES,
         help="keys and values are stored in 8 bits (default: in the model's dtype)",
     )
+    parser.add_argument(
+        "--tensor-parallel",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="devices over which each layer is split (default: %(default)s)",
+    )
 
 
-def number_formats(options: argparse.Namespace) -> dict[str, str | None]:
+def number_formats(options: argparse.Namespace) -> dict[str, Any]:
     """What was given of `add_number_formats`, by the names that `NumberFormats` has for it."""
-    return {name: getattr(options, name, None) for name in ("quantize", "kv_dtype")}
+    names = ("quantize", "kv_dtype", "tensor_parallel")
+    return {name: getattr(options, name) for name in names if hasattr(options, name)}
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
