@@ -51,9 +51,10 @@ def check_equal(out, other, sequence, other_sequence=0):
 @pytest.mark.parametrize(("dtype", "options"), [("float32", {}), ("bfloat16", SAMPLED)])
 def test_rows_tokens_and_logprobs_have_the_same_bits_in_every_batch(dtype, options):
     model = shallow_model().astype(dtype)
-    found = assert_invariant(model, PROMPTS, LOOKUP, max_new_tokens=NEW, **options)
-    assert found.num_tokens == 2 * NEW * len(PROMPTS)
-    assert found.num_rows > 2 * sum(map(len, PROMPTS))
+    prompts = PROMPTS[:2]
+    found = assert_invariant(model, prompts, LOOKUP, max_new_tokens=NEW, **options)
+    assert found.num_tokens == 2 * NEW * len(prompts)
+    assert found.num_rows > 2 * sum(map(len, prompts))
 
 
 def batch_dependent(*arrays, **options):
