@@ -65,12 +65,12 @@ COMMANDS = re.compile(
     "|argument_fuzz|hostile_folders|torch_files"
     "|distillation.*|draft_length|goodput|step_costs|testing|vanilla)"
 )
-# What these test changes between versions of jax: how kernels are lowered and interpreted, how
-# arrays are placed, laid out and rounded, and which objects are pytrees.
+# What these test changes between versions of jax: how kernels are lowered and interpreted, the
+# loop, random bits, memory and devices, and which objects are pytrees.
 DEPEND_ON_JAX = re.compile(
-    "test_(cache_update|device|implementations|indexing|invariant_products|kernels|linear"
-    "|linear_mosaic|log_sum_exp|memory|narrow|own_drafter|own_policy|packing|prefill|rotary"
-    "|sampling|step)"
+    "test_(cache_update|device|generation|implementations|indexing|invariant_products|kernels"
+    "|linear|linear_mosaic|log_sum_exp|memory|narrow|own_drafter|own_policy|packing|prefill"
+    "|rotary|sampling|sampling_cutoff|step)"
 )
 jaxtyping.install_import_hook([f"emsjax.{name}" for name in CHECKED], "beartype.beartype")
 
@@ -102,8 +102,8 @@ def pytest_addoption(parser):
         type=int,
         default=1,
         metavar="N",
-        help="run about one in N of the tests and cases: the first of each file, and in files that "
-        "depend on the version of jax the first case of each test, are always among them",
+        help="run about one in N of all tests and cases, but always the first of each file, and of "
+        "each test of what depends on the version of jax",
     )
 
 
