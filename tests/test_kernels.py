@@ -25,6 +25,7 @@ from kernel_cases import (
     ROWS,
     case,
     every_implementation,
+    in_turn,
     lower_for_cuda,
 )
 
@@ -428,14 +429,7 @@ def test_more_shares_than_are_combined_at_once(group):
 
 
 @every_implementation
-@pytest.mark.parametrize(
-    ("dtype", "head_dim", "bound"),
-    [  # every dtype with every head_dim, and each of these with both bounds
-        (dtype, head_dim, (8, None)[(i + j) % 2])
-        for i, dtype in enumerate(DTYPES)
-        for j, head_dim in enumerate(HEAD_DIMS)
-    ],
-)
+@pytest.mark.parametrize(("dtype", "head_dim", "bound"), in_turn((8, None), DTYPES, HEAD_DIMS))
 def test_every_dtype_and_head_dim(implementation, dtype, head_dim, bound):
     inputs = case([3, 1, 0, 8], [17, 0, 24, 5], dtype=jnp.dtype(dtype), head_dim=head_dim)
     # Probabilities are rounded to the cache's dtype before they weigh the values.
