@@ -1,6 +1,7 @@
 """Inputs of attention and the cache update, and how kernels are lowered without a GPU."""
 
 import contextlib
+import itertools
 
 import jax
 import numpy as np
@@ -14,6 +15,13 @@ BLOCK = tilings.DECODE.keys if COMPILED else 8
 BATCH, MAX_LEN, HEADS, HEAD_DIM, ROWS = 4, 3 * BLOCK, 2, 8, 40  # HEADS: K/V heads
 DTYPES, HEAD_DIMS = ("float32", "bfloat16", "float16"), (64, 80, 96, 128, 256)
 every_implementation = pytest.mark.parametrize("implementation", ["reference", "xla", "triton"])
+
+
+def in_turn(few, *lists):
+    """All combinations of the lists' values, each with one value of `few`, which take turns."""
+    places = itertools.product(*(range(len(values)) for values in lists))
+    chosen = lambda place: (values[i] for values, i in zip(lists, place, strict=True))
+    return [(*chosen(place), few[sum(place) % len(few)]) for place in places]
 
 
 def case(

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy import NEARLY_GREEDY, ragged_prompts, tiny_model
+from toy import NEARLY_GREEDY, ragged_prompts, shallow_model
 from transformers import BatchEncoding
 
 import emsjax
@@ -38,7 +38,7 @@ def padded(side, pad=PAD):
 
 
 def tokens_of(prompts, **options):
-    return emsjax.generate(tiny_model(), prompts, max_new_tokens=NEW, **options).tokens.tolist()
+    return emsjax.generate(shallow_model(), prompts, max_new_tokens=NEW, **options).tokens.tolist()
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_the_output_of_a_tokenizer_is_a_list_of_prompts(kind, expected):
     encoded = kind({"input_ids": ids.tolist(), "attention_mask": mask.tolist()})
     assert tokens_of(encoded) == expected
     assert tokens_of(kind({"input_ids": [prompt.tolist() for prompt in PROMPTS]})) == expected
-    model, options = tiny_model(), {"max_new_tokens": NEW}
+    model, options = shallow_model(), {"max_new_tokens": NEW}
     for found in (
         emsjax.stream(model, encoded, batch_size=2, **options),
         emsjax.Engine(model, batch_size=2).stream(encoded, **options),
@@ -90,17 +90,17 @@ def test_a_padded_prompt_without_a_mask_is_refused(prompts, place, end):
         rf"^prompts\[{place}\] {end} with the padding token 1, .*tokenizer\(texts\)\.input_ids"
     )
     with pytest.raises(ValueError, match=message):
-        emsjax.generate(tiny_model(), prompts, max_new_tokens=NEW)
+        emsjax.generate(shallow_model(), prompts, max_new_tokens=NEW)
     # A mask that keeps it says that it is text.
     mask = [[1] * len(prompt) for prompt in prompts]
     assert len(tokens_of(prompts, attention_mask=mask)) == len(prompts)
-    refused = emsjax.stream(tiny_model(), iter(prompts), max_new_tokens=NEW, batch_size=1)
+    refused = emsjax.stream(shallow_model(), iter(prompts), max_new_tokens=NEW, batch_size=1)
     assert end in {c.prompt: c.error for c in refused}[place]
 
 
 @pytest.mark.parametrize("pad", [None, 2, 7])
 def test_a_token_that_also_begins_or_ends_texts_is_no_padding(pad):
-    model = tiny_model(pad_token_id=pad, eos_token_id=7)  # the start token is 2
+    model = shallow_model(pad_token_id=pad, eos_token_id=7)  # the start token is 2
     out = emsjax.generate(model, [[PAD, 5], [2, 5], [5, 7]], max_new_tokens=1, eos_token_ids=())
     assert out.lengths.tolist() == [1, 1, 1]
 
@@ -120,12 +120,12 @@ def test_a_token_that_also_begins_or_ends_texts_is_no_padding(pad):
 )
 def test_a_mask_that_is_none_is_named(mask, message):
     with pytest.raises(ValueError, match=message):
-        emsjax.generate(tiny_model(), [[5, 6, 7], [7, 8, 9]], attention_mask=mask)
+        emsjax.generate(shallow_model(), [[5, 6, 7], [7, 8, 9]], attention_mask=mask)
 
 
 def test_an_iterator_of_prompts_has_no_mask():
     with pytest.raises(ValueError, match="attention_mask needs a sequence of prompts"):
-        emsjax.stream(tiny_model(), iter(PROMPTS), batch_size=1, attention_mask=[[1]])
+        emsjax.stream(shallow_model(), iter(PROMPTS), batch_size=1, attention_mask=[[1]])
 
 
 HUGE = [2**31, 2**63, 10**30]
@@ -139,7 +139,7 @@ def call(function, *arguments, **options):
 @pytest.mark.usefixtures("unchecked_annotations")
 @pytest.mark.parametrize("huge", HUGE)
 def test_counts_that_nothing_can_use_are_named_at_once(huge):
-    model, none = tiny_model(), iter(())
+    model, none = shallow_model(), iter(())
     sequences = {"num_sequences": huge, **SAMPLED}
     calls = {
         "batch_size": [
@@ -175,18 +175,18 @@ def test_many_sequences_are_refused_before_an_array_is_made(monkeypatch):
     with pytest.raises(
         ValueError, match=r"^num_sequences 1000000, 3000000 sequences in all, .*GiB"
     ):
-        emsjax.generate(tiny_model(), PROMPTS, **options)
+        emsjax.generate(shallow_model(), PROMPTS, **options)
     options.pop("batch_size")
     with pytest.raises(ValueError, match=r"num_sequences .* must be at most 65536 sequences"):
-        emsjax.init_state(tiny_model(), None, PROMPTS, **options)
+        emsjax.init_state(shallow_model(), None, PROMPTS, **options)
 
 
 @pytest.mark.parametrize("huge", [2**31, 10**30])
 def test_a_batch_that_is_larger_than_the_prompts_is_as_large_as_they_are(huge, expected):
     assert tokens_of(PROMPTS, batch_size=huge) == expected
-    found = emsjax.stream(tiny_model(), PROMPTS, batch_size=huge, max_new_tokens=NEW)
+    found = emsjax.stream(shallow_model(), PROMPTS, batch_size=huge, max_new_tokens=NEW)
     assert {c.prompt: c.tokens.tolist() for c in found} == dict(enumerate(expected))
-    out = emsjax.vanilla.generate(tiny_model(), PROMPTS, max_new_tokens=NEW, batch_size=huge)
+    out = emsjax.vanilla.generate(shallow_model(), PROMPTS, max_new_tokens=NEW, batch_size=huge)
     assert out.tokens.tolist() == expected
 
 
@@ -200,13 +200,13 @@ def test_a_batch_that_is_larger_than_the_prompts_is_as_large_as_they_are(huge, e
 def test_lengths_beyond_the_models_positions_are_named_when_decoding_begins(drafter, name):
     for prompts in (PROMPTS, iter(PROMPTS)):
         with pytest.raises(ValueError, match=f"^{name} must be at most 64, not 1048576"):
-            emsjax.stream(tiny_model(), prompts, drafter, batch_size=1, max_new_tokens=NEW)
+            emsjax.stream(shallow_model(), prompts, drafter, batch_size=1, max_new_tokens=NEW)
 
 
 def test_a_draft_model_takes_no_more_of_a_policys_limit_than_the_model_has_positions(expected):
     policy = emsjax.BassHeuristic(limit=2**30)
-    drafter = emsjax.DraftModel(tiny_model(num_hidden_layers=1))
-    out = emsjax.generate(tiny_model(), PROMPTS, drafter, policy, max_new_tokens=NEW)
+    drafter = emsjax.DraftModel(shallow_model(ffn_dim=32))
+    out = emsjax.generate(shallow_model(), PROMPTS, drafter, policy, max_new_tokens=NEW)
     assert out.tokens.tolist() == expected
     assert out.stats.accepted_histogram.shape[1] == 65
 
@@ -217,7 +217,7 @@ NUMBERS = [np.int8, np.uint8, np.int16, np.int64, np.uint64, np.array, jnp.int8,
 @pytest.mark.usefixtures("unchecked_annotations")
 @pytest.mark.parametrize("kind", NUMBERS, ids=lambda kind: kind.__name__)
 def test_integers_of_any_type_are_counts(kind):
-    four, model = kind(4), tiny_model()
+    four, model = kind(4), shallow_model()
     whole = emsjax.generate(
         model, PROMPTS, emsjax.PromptLookup(1, 4), emsjax.FixedLength(4), max_new_tokens=4
     )
@@ -259,7 +259,7 @@ def test_real_numbers_of_any_type_are_settings(kind):
     ids=lambda ids: type(ids).__name__,
 )  # fmt: skip
 def test_end_tokens_are_any_iterable_of_ids(ids):
-    model = tiny_model()
+    model = shallow_model()
     free = emsjax.generate(model, PROMPTS, max_new_tokens=30)
     out = emsjax.generate(model, PROMPTS, max_new_tokens=30, eos_token_ids=ids)
     again = emsjax.generate(model, PROMPTS, max_new_tokens=30, eos_token_ids=iter(ids))
@@ -272,12 +272,12 @@ def test_end_tokens_are_any_iterable_of_ids(ids):
 @pytest.mark.parametrize("ids", [{7, 200}, "7", b"7", {7: 9}, [7.0], [True], [[7]], -1, None])
 def test_other_end_tokens_are_named(ids, monkeypatch):
     if ids is None:  # those of the model's own configuration
-        model, name = tiny_model(), r"model\.config\.eos_token_ids"
+        model, name = shallow_model(), r"model\.config\.eos_token_ids"
         config = model.config.changed()
         object.__setattr__(config, "eos_token_id", (5, 200))  # as another library's may have
         monkeypatch.setattr(model, "config", config)
     else:
-        model, name = tiny_model(), "eos_token_ids"
+        model, name = shallow_model(), "eos_token_ids"
     with pytest.raises(ValueError, match=rf"(^| ){name} must be"):
         emsjax.generate(model, PROMPTS, max_new_tokens=NEW, eos_token_ids=ids)
 
@@ -285,7 +285,7 @@ def test_other_end_tokens_are_named(ids, monkeypatch):
 @pytest.mark.parametrize("seed", [-1, 2**32, 2**64, 1.0, "0", True, None])
 def test_a_seed_that_jax_would_shorten_is_refused(seed):
     with pytest.raises(ValueError, match=r"^seed must be"):
-        distillation.continuations(tiny_model(), PROMPTS, 1, new_tokens=2, seed=seed)
+        distillation.continuations(shallow_model(), PROMPTS, 1, new_tokens=2, seed=seed)
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,7 @@ def test_one_setting_for_all_prompts_applies_to_those_that_sample(expected):
     mixed = emsjax.Sampling([0, 1.0, 0], top_k=5, top_p=0.9)
     each = emsjax.Sampling([0, 1.0, 0], [0, 5, 0], [1, 0.9, 1])
     found = [
-        emsjax.generate(tiny_model(), PROMPTS, sampling=sampling, **options).tokens.tolist()
+        emsjax.generate(shallow_model(), PROMPTS, sampling=sampling, **options).tokens.tolist()
         for sampling in (mixed, each)
     ]
     assert found[0] == found[1]
@@ -318,14 +318,18 @@ def test_greedy_copies_of_a_sequence_are_refused():
     with pytest.raises(ValueError, match=r"^num_sequences is 2, .*Sampling\(temperature=0\.8\)"):
         tokens_of(PROMPTS, num_sequences=2)
     with pytest.raises(ValueError, match=r"^num_sequences is 2, "):
-        emsjax.stream(tiny_model(), iter(PROMPTS), None, None, NEW, num_sequences=2, batch_size=1)
-    out = emsjax.generate(tiny_model(), PROMPTS, max_new_tokens=1, num_sequences=2, **NEARLY_GREEDY)
+        emsjax.stream(
+            shallow_model(), iter(PROMPTS), None, None, NEW, num_sequences=2, batch_size=1
+        )
+    out = emsjax.generate(
+        shallow_model(), PROMPTS, max_new_tokens=1, num_sequences=2, **NEARLY_GREEDY
+    )
     assert len(out.tokens) == 2 * len(PROMPTS)
 
 
 @pytest.mark.usefixtures("unchecked_annotations")
 def test_text_is_no_boolean():
-    model = tiny_model()
+    model = shallow_model()
     calls = {
         "search_generated": call(emsjax.PromptLookup, search_generated=[0.5]),
         "unpad_inputs": call(emsjax.vanilla.generate, model, PROMPTS, unpad_inputs="no"),
@@ -394,7 +398,7 @@ def test_a_command_uses_the_vocabulary_that_the_models_share(monkeypatch, vocab_
 
     from emsjax.cli import drafting
 
-    draft = tiny_model(vocab_size=vocab_size or 61, num_hidden_layers=1)
+    draft = shallow_model(vocab_size=vocab_size or 61, ffn_dim=32)
     monkeypatch.setattr("emsjax.models.checkpoint.load", lambda *args, **options: draft)
     options = SimpleNamespace(
         drafter="model",
@@ -406,19 +410,19 @@ def test_a_command_uses_the_vocabulary_that_the_models_share(monkeypatch, vocab_
         quantize=None,
         max_draft_tokens=2,
     )
-    drafter = drafting.load_models(options, tiny_model().config, 58, 20)[1]
+    drafter = drafting.load_models(options, shallow_model().config, 58, 20)[1]
     assert drafter.vocab_size == {None: None, 50: 50, 200: 58}[vocab_size]
 
 
 TWO_DEVICES = """
     import jax
     import emsjax
-    from toy import ragged_prompts, tiny_model
+    from toy import ragged_prompts, shallow_model, tiny_model
 
     first, second = jax.devices()
-    model = jax.device_put(tiny_model(), first)
+    model = jax.device_put(shallow_model(), first)
     prompts, options = ragged_prompts([5, 9]), {"max_new_tokens": 3}
-    draft_model = tiny_model(num_hidden_layers=1)
+    draft_model = shallow_model(ffn_dim=32)
     drafter = emsjax.DraftModel(jax.device_put(draft_model, second), 2)
     engine = lambda: emsjax.Engine(model, drafter, batch_size=1)
     for decode in (
@@ -466,4 +470,4 @@ def test_a_draft_model_on_another_device_is_named():
 @pytest.mark.parametrize("devices", [["cpu"], "cpu", {0: 1}, [None], jax.local_devices()[:1] * 2])
 def test_other_devices_are_named(devices):
     with pytest.raises(ValueError, match=r"^devices"):
-        emsjax.stream(tiny_model(), PROMPTS, None, None, NEW, batch_size=1, devices=devices)
+        emsjax.stream(shallow_model(), PROMPTS, None, None, NEW, batch_size=1, devices=devices)

@@ -93,8 +93,8 @@ MOMENTS = {  # a module, or a function's module and name; how often; and what fo
     "first steps": ("emsjax.engine.slots:Slots.decode", 1, "swallow"),
     "decoding": ("emsjax.engine.slots:Slots.read_back", 2, "go on"),
     "a destructor": ("emsjax.engine.slots:Slots.read_back", 2, "destroy"),
-    "writing": ("emsjax.records.output:Results.append", 3, "go on"),
 }
+WRITING = ("emsjax.records.output:Results.append", 3, "go on")
 
 
 @pytest.fixture
@@ -161,7 +161,7 @@ def test_worker_threads_do_not_delay_the_end(tiny_model, paths, start):
 def test_a_run_goes_on_after_an_interrupt(tiny_model, paths, start):
     write_records(paths.input)
     run = command(tiny_model, paths)
-    check_end(start(MOMENTS["writing"], run))
+    check_end(start(WRITING, run))
     before = paths.output.read_text()
     assert before.count("\n") == 2
     done = subprocess.run([sys.executable, "-m", "emsjax", *run], stderr=subprocess.PIPE, text=True)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy import Asking, ScriptedDrafter, ragged_prompts, script_of, tiny_model
+from toy import Asking, ScriptedDrafter, ragged_prompts, script_of, shallow_model
 
 import emsjax
 from emsjax.decode.base import StepView
@@ -81,7 +81,7 @@ def test_a_table_is_looked_up_by_active_samples(num_active, expected):
 
 
 def test_a_table_adapts_as_samples_finish():
-    model, new = tiny_model(), [3, 7, 20]
+    model, new = shallow_model(), [3, 7, 20]
     plain = emsjax.generate(model, PROMPTS, max_new_tokens=new)
     drafter = ScriptedDrafter(script_of(PROMPTS, plain))  # every draft token is accepted
     table = {3: 0, 2: 1, 1: 3}
@@ -135,7 +135,7 @@ def test_a_policy_sees_the_numbers_of_found_or_allowed_tokens(drafter, available
         (view,) = policy.views
         return view, info.num_drafted
 
-    model = tiny_model(num_hidden_layers=1)
+    model = shallow_model()
     state = emsjax.init_state(model, drafter, REPEATING, max_new_tokens=ROOM)
     state = dataclasses.replace(state, active=jnp.array(ACTIVE))
     view, num_drafted = one_step(model, state)
@@ -159,12 +159,12 @@ class Drawing(ScriptedDrafter):
 def test_a_drafter_that_draws_its_tokens_cannot_be_free():
     drafter = Drawing(jnp.zeros((3, 65), jnp.int32))
     with pytest.raises(ValueError, match=r"draws its tokens \(Draft.probs\) cannot be `free`"):
-        emsjax.generate(tiny_model(num_hidden_layers=1), PROMPTS, drafter, max_new_tokens=9)
+        emsjax.generate(shallow_model(), PROMPTS, drafter, max_new_tokens=9)
 
 
 @pytest.mark.parametrize("free", [False, True], ids=["model", "free"])
 def test_lengths_beyond_the_available_tokens_have_no_effect(free):
-    model = tiny_model(num_hidden_layers=1)
+    model = shallow_model()
     plain = emsjax.generate(model, PROMPTS, max_new_tokens=20)
     drafter = ScriptedDrafter(script_of(PROMPTS, plain))
     if free:
@@ -202,7 +202,7 @@ class Constant(emsjax.PromptLookup):
 def test_a_free_drafter_that_is_not_a_pytree_also_proposes_before_the_policy():
     policy = AskingForWhatWasFound(jnp.ones(5, jnp.int32))
     for drafter in (Constant(), emsjax.PromptLookup()):
-        out = emsjax.generate(tiny_model(num_hidden_layers=1), REPEATING, drafter, policy, 9)
+        out = emsjax.generate(shallow_model(), REPEATING, drafter, policy, 9)
         assert out.stats.num_drafted.sum() > 0
 
 
@@ -217,7 +217,7 @@ POLICIES = [
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
 def test_no_policy_changes_tokens(policy):
-    model = tiny_model()
+    model = shallow_model()
     sampling = {"sampling": emsjax.Sampling(temperature=0.9), "key": jax.random.key(0)}
     for options in ({}, sampling):
         plain = emsjax.generate(model, PROMPTS, max_new_tokens=24, **options)
@@ -228,7 +228,7 @@ def test_no_policy_changes_tokens(policy):
 
 
 def test_the_bass_heuristic_sets_the_limit_of_a_drafter_without_one():
-    model = tiny_model(num_hidden_layers=1)
+    model = shallow_model()
     widths = {
         (None, None): 4,
         (None, emsjax.BassHeuristic()): 32,
@@ -250,7 +250,7 @@ def test_the_bass_heuristic_sets_the_limit_of_a_drafter_without_one():
 
 
 def test_a_step_in_a_users_own_loop_sets_it_too():
-    model, policy = tiny_model(num_hidden_layers=1), emsjax.BassHeuristic(initial=5, limit=6)
+    model, policy = shallow_model(), emsjax.BassHeuristic(initial=5, limit=6)
     drafter = emsjax.DraftModel(model)
     state = emsjax.init_state(model, drafter, PROMPTS, max_new_tokens=40, draft_length=policy)
     drafted = []
@@ -270,7 +270,7 @@ NEVER = {
 
 @pytest.mark.parametrize("policy", NEVER.values(), ids=NEVER)
 def test_a_draft_model_with_length_0_does_not_run(policy):
-    model = tiny_model(num_hidden_layers=1)
+    model = shallow_model()
     drafter = emsjax.DraftModel(model, 2)
     state = emsjax.init_state(model, drafter, PROMPTS, draft_length=policy, max_new_tokens=9)
     for _ in range(3):
@@ -280,7 +280,7 @@ def test_a_draft_model_with_length_0_does_not_run(policy):
 
 
 def test_sampled_tokens_of_a_draft_model_with_goodput():
-    model = tiny_model(num_hidden_layers=1)
+    model = shallow_model()
     options = {"sampling": emsjax.Sampling(temperature=0.9), "key": jax.random.key(0)}
     policy = emsjax.Goodput(DRAFTING[0.01], limit=3)
     drafter = emsjax.DraftModel(model)
@@ -303,7 +303,7 @@ def test_sampled_tokens_of_a_draft_model_with_goodput():
     ids=lambda policy: type(policy).__name__,
 )
 def test_other_settings_need_no_new_compilation(first, second):
-    model, drafter = tiny_model(num_hidden_layers=1), emsjax.PromptLookup(match_length=1)
+    model, drafter = shallow_model(), emsjax.PromptLookup(match_length=1)
     emsjax.generate(model, PROMPTS, drafter, first, max_new_tokens=9)
     before = decode_loop._cache_size()
     emsjax.generate(model, PROMPTS, drafter, second, max_new_tokens=9)

@@ -116,7 +116,7 @@ def test_a_saved_model_is_loaded_unchanged(load, variant, tmp_path):
         np.testing.assert_array_equal(one, other)
 
 
-@variants
+@some_variants
 def test_sampled_tokens_are_those_of_plain_decoding(load, variant):
     prompts = tiny_families.prompts()
     sampling = emsjax.Sampling(temperature=0.7, top_p=0.9)

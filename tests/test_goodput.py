@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from toy import VOCAB, Asking, ScriptedDrafter, ragged_prompts, script_of, tiny_model
+from toy import VOCAB, Asking, ScriptedDrafter, ragged_prompts, script_of, shallow_model
 
 import emsjax
 from emsjax.decode.base import StepView
@@ -252,7 +252,7 @@ def script():
 
 
 def small() -> emsjax.OPT:
-    return tiny_model(num_hidden_layers=1)
+    return shallow_model()
 
 
 @jax.jit
@@ -328,7 +328,7 @@ def test_a_policy_is_off_while_drafts_are_rejected_and_on_again_after_decay(poli
 def test_invalid_settings_are_rejected(settings, message):
     costs = emsjax.StepCosts.of({1: 1.0})
     decode = functools.partial(
-        emsjax.generate, tiny_model(), [[3, 4]], emsjax.PromptLookup(), max_new_tokens=2
+        emsjax.generate, shallow_model(), [[3, 4]], emsjax.PromptLookup(), max_new_tokens=2
     )
     with pytest.raises(ValueError, match=message):
         decode(emsjax.Goodput(costs, **settings))
@@ -351,4 +351,4 @@ def test_invalid_settings_are_rejected(settings, message):
 )
 def test_fields_of_a_policy_are_checked_before_any_work(policy, message):
     with pytest.raises(ValueError, match=message):
-        emsjax.generate(tiny_model(), [[3, 4]], emsjax.PromptLookup(), policy, max_new_tokens=2)
+        emsjax.generate(shallow_model(), [[3, 4]], emsjax.PromptLookup(), policy, max_new_tokens=2)

@@ -25,6 +25,7 @@ from kernel_cases import (
     ROWS,
     case,
     every_implementation,
+    in_turn,
     lower_for_cuda,
 )
 
@@ -268,9 +269,8 @@ def test_a_row_sees_the_tokens_of_its_window(
 
 
 @every_implementation
-@every_window
+@pytest.mark.parametrize(("window", "group"), [(1, 4), (5, 1), (5, 4), (BLOCK + 3, 4)])
 @pytest.mark.parametrize("bound", [10, None], ids=["decode", "unbounded"])
-@pytest.mark.parametrize("group", [1, 4])
 def test_windows_count_positions_in_trees_and_caches_with_gaps(
     implementation, window, bound, group
 ):
@@ -400,14 +400,14 @@ def test_long_segments_are_tiled_correctly(implementation, tile, group, monkeypa
 
 @every_kind
 @pytest.mark.parametrize(("group", "lanes"), [(1, 64), (2, 16), (8, 64)])
-@pytest.mark.parametrize("counts", [(20, 0, 17, 2), (16, 1, 3, 20), (2, 3, 0, 1)])
 def test_a_sample_may_have_a_few_decoding_tiles(
-    implementation, programs, counts, group, lanes, monkeypatch
+    implementation, programs, group, lanes, monkeypatch
 ):
     monkeypatch.setattr(tilings, "DECODE_LANES", lanes)
     compiled.cache_clear()
-    inputs = case(counts, [BLOCK + 1, 5, 0, 3 * BLOCK], order=[3, 0, 2, 1], group=group)
-    check(implementation, inputs, 20, programs=programs)
+    for counts in ((20, 0, 17, 2), (16, 1, 3, 20), (2, 3, 0, 1)):
+        inputs = case(counts, [BLOCK + 1, 5, 0, 3 * BLOCK], order=[3, 0, 2, 1], group=group)
+        check(implementation, inputs, 20, programs=programs)
     compiled.cache_clear()
 
 
@@ -429,9 +429,7 @@ def test_more_shares_than_are_combined_at_once(group):
 
 
 @every_implementation
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("bound", [8, None], ids=["decode", "unbounded"])
+@pytest.mark.parametrize(("dtype", "head_dim", "bound"), in_turn((8, None), DTYPES, HEAD_DIMS))
 def test_every_dtype_and_head_dim(implementation, dtype, head_dim, bound):
     inputs = case([3, 1, 0, 8], [17, 0, 24, 5], dtype=jnp.dtype(dtype), head_dim=head_dim)
     # Probabilities are rounded to the cache's dtype before they weigh the values.
@@ -467,16 +465,19 @@ def test_keys_are_cut_where_few_samples_of_a_large_batch_have_rows(
 
 
 @every_implementation_and_split
-@pytest.mark.parametrize("bound", [10, None], ids=["decode", "unbounded"])
 @pytest.mark.parametrize(
-    ("head_dim", "group", "masked"),
+    ("head_dim", "group", "masked", "bound"),
     [
-        (HEAD_DIM, 1, ()),
-        (5, 1, ()),
-        (HEAD_DIM, 2, ()),
-        (HEAD_DIM, 4, ()),
-        (HEAD_DIM, 8, ()),
-        *((*shape, (mask,)) for shape in ((5, 1), (HEAD_DIM, 4)) for mask in MASKS),
+        (HEAD_DIM, 1, (), 10),
+        (HEAD_DIM, 1, (), None),
+        (5, 1, (), 10),
+        (HEAD_DIM, 2, (), None),
+        (HEAD_DIM, 4, (), 10),
+        (HEAD_DIM, 8, (), None),
+        (5, 1, MASKS[:1], None),
+        (5, 1, MASKS[1:], 10),
+        (HEAD_DIM, 4, MASKS[:1], 10),
+        (HEAD_DIM, 4, MASKS[1:], None),
     ],
 )
 def test_queries_keys_and_values_may_be_packed(
@@ -500,11 +501,13 @@ def random_masks(inputs):
 
 @every_kind
 @pytest.mark.parametrize(
-    ("bound", "shared_bytes"),
-    [(10, 2**27), (10, 0), (None, 0)],
-    ids=["small-tiles", "decode", "unbounded"],
+    ("group", "bound", "shared_bytes"),
+    [  # groups of heads that fill small tiles, decoding tiles and longer ones, and that do not
+        *((group, 10, 2**27) for group in (2, 7, 8)),
+        *((group, 10, 0) for group in (4, 7)),
+        *((group, None, 0) for group in (2, 7)),
+    ],
 )
-@pytest.mark.parametrize("group", [2, 4, 7, 8])
 def test_query_heads_share_keys_and_values_in_groups(
     implementation, programs, bound, shared_bytes, group, monkeypatch, request
 ):

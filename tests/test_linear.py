@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
-from kernel_cases import lower_for_cuda
+from kernel_cases import DTYPES, in_turn, lower_for_cuda
 
 import pallas_kernels
 from pallas_kernels import matmul
@@ -57,10 +57,10 @@ def test_products_equal_numpy(options, dtype, rows, biased):
 
 
 @every_implementation
-@every_dtype
-@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
-def test_activations_and_gates_equal_numpy(options, dtype, activation, gated):
+@pytest.mark.parametrize(
+    ("activation", "gated", "dtype"), in_turn(DTYPES, [None, *ACTIVATIONS], [False, True])
+)
+def test_activations_and_gates_equal_numpy(options, activation, gated, dtype):
     for rows, biased in ((3, True), (40, False)):
         epilogue = {"activation": activation, "gated": gated, "biased": biased}
         check_product(rows, 256, dtype, options=options, **epilogue)
@@ -118,21 +118,19 @@ def check_sums(rows, inputs, outputs, dtype, options, scale=40):
     return sums
 
 
+RMS_KINDS = [  # vectors, offset, dtype of the stream
+    ((), 0.0, None),
+    (("scale",), 0.0, "float32"),
+    (("y_bias", "scale"), 1.0, "float32"),
+    (("scale", "y_scale"), 1.0, "float32"),
+    (("y_bias", "scale", "y_scale"), 0.0, None),
+]
+
+
 @every_implementation
-@every_dtype
-@pytest.mark.parametrize("shares", [None, "rounded"])
-@pytest.mark.parametrize(
-    ("vectors", "offset", "stream"),
-    [
-        ((), 0.0, None),
-        (("scale",), 0.0, "float32"),
-        (("y_bias", "scale"), 1.0, "float32"),
-        (("scale", "y_scale"), 1.0, "float32"),
-        (("y_bias", "scale", "y_scale"), 0.0, None),
-    ],
-)
-def test_sum_and_rms_normalisation_equal_numpy(options, dtype, shares, vectors, offset, stream):
-    size = 96
+@pytest.mark.parametrize(("shares", "kind", "dtype"), in_turn(DTYPES, [None, "rounded"], RMS_KINDS))
+def test_sum_and_rms_normalisation_equal_numpy(options, shares, kind, dtype):
+    (vectors, offset, stream), size = kind, 96
     x = random(7, size, dtype=stream or dtype)
     y = random(*((3, 7, size) if shares else (7, size)), dtype=dtype, seed=1)
     values = {name: random(size, dtype=dtype, seed=len(name)) for name in vectors}
@@ -154,30 +152,29 @@ def test_sum_and_rms_normalisation_equal_numpy(options, dtype, shares, vectors, 
     close(out, rms_norm(np.float64(total), "scale"), dtype, scale=4)
 
 
+LAYER_KINDS = [  # vectors, dtype of the stream
+    ((), None),
+    (("y_bias",), "float32"),
+    (("bias",), None),
+    (("y_bias", "scale", "bias"), None),
+    (("y_bias", "scale", "bias"), "float32"),
+]
+
+
 @every_implementation
-@every_dtype
-@pytest.mark.parametrize("shares", [None, "float32", "rounded"])
 @pytest.mark.parametrize(
-    ("vectors", "stream"),
-    [
-        ((), None),
-        (("y_bias",), "float32"),
-        (("bias",), None),
-        (("y_bias", "scale", "bias"), None),
-        (("y_bias", "scale", "bias"), "float32"),
-    ],
+    ("shares", "kind", "dtype"), in_turn(DTYPES, [None, "float32", "rounded"], LAYER_KINDS)
 )
-def test_sum_and_normalisation_equal_numpy(options, dtype, shares, vectors, stream):
+def test_sum_and_normalisation_equal_numpy(options, shares, kind, dtype):
     """The sum stays in x's dtype even if the normalisation is rounded."""
-    size = 96
+    (vectors, stream), size = kind, 96
     x = random(7, size, dtype=stream or dtype)
     shape = (3, 7, size) if shares else (7, size)
     y = random(*shape, dtype="float32" if shares == "float32" else dtype, seed=1)
     values = {name: random(size, dtype=dtype, seed=ord(name[0])) for name in vectors}
     arguments = [values.get(name) for name in ("y_bias", "scale", "bias")]
-    kind = stream and dtype
     total, out = pallas_kernels.add_layer_norm(
-        x, y, *arguments, epsilon=1e-5, dtype=kind, **options
+        x, y, *arguments, epsilon=1e-5, dtype=stream and dtype, **options
     )
     assert (total.dtype, out.dtype) == (x.dtype, dtype)
 

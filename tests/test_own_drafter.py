@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy import ragged_prompts, tiny_model
+from toy import ragged_prompts, shallow_model, tiny_model
 
 import emsjax
 from emsjax.drafters.replay import Replay
@@ -65,7 +65,9 @@ BAD_DRAFTS = {
 @pytest.mark.parametrize(("change", "message"), BAD_DRAFTS.values(), ids=BAD_DRAFTS)
 def test_a_draft_of_the_wrong_shape_or_type_is_rejected(change, message):
     with pytest.raises(ValueError, match=rf"Draft\.{message}"):
-        emsjax.generate(tiny_model(), PROMPTS, own(made_of(change)), max_new_tokens=NEW, **SAMPLED)
+        emsjax.generate(
+            shallow_model(), PROMPTS, own(made_of(change)), max_new_tokens=NEW, **SAMPLED
+        )
 
 
 @pytest.mark.parametrize(
@@ -80,25 +82,25 @@ def test_a_draft_of_the_wrong_shape_or_type_is_rejected(change, message):
 )
 def test_a_result_that_is_not_a_pair_of_draft_and_state_is_rejected(returned, kind):
     with pytest.raises(ValueError, match=rf"must return a pair \(Draft, state\), not {kind}(\n|$)"):
-        emsjax.generate(tiny_model(), PROMPTS, own(returned), max_new_tokens=NEW)
+        emsjax.generate(shallow_model(), PROMPTS, own(returned), max_new_tokens=NEW)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint32", "int32"])
 def test_drafts_may_be_integers_of_any_type(dtype):
-    plain = emsjax.generate(tiny_model(), PROMPTS, max_new_tokens=NEW)
+    plain = emsjax.generate(shallow_model(), PROMPTS, max_new_tokens=NEW)
     change = lambda t, n: emsjax.Draft(t.astype(dtype), n.astype(dtype))
     drafter = own(made_of(change))
-    out = emsjax.generate(tiny_model(), PROMPTS, drafter, max_new_tokens=NEW)
+    out = emsjax.generate(shallow_model(), PROMPTS, drafter, max_new_tokens=NEW)
     np.testing.assert_array_equal(out.tokens, plain.tokens)
     assert out.stats.num_drafted.sum() > 0
 
 
 @pytest.mark.parametrize("batch_size", [None, 1])
 def test_a_negative_count_means_no_draft_tokens(batch_size):
-    plain = emsjax.generate(tiny_model(), PROMPTS, max_new_tokens=NEW)
+    plain = emsjax.generate(shallow_model(), PROMPTS, max_new_tokens=NEW)
     drafter = own(made_of(lambda t, n: emsjax.Draft(t, jnp.full_like(n, -5))))
     options = {"max_new_tokens": NEW, "batch_size": batch_size}
-    out = emsjax.generate(tiny_model(), PROMPTS, drafter, **options)
+    out = emsjax.generate(shallow_model(), PROMPTS, drafter, **options)
     np.testing.assert_array_equal(out.tokens, plain.tokens)
     assert out.stats.num_drafted.tolist() == [0, 0]
 
@@ -126,7 +128,7 @@ def test_the_error_for_a_changed_state_names_the_method(method, change, message,
     rule = "the drafter's state must keep its structure, shapes and types"
     options = {"max_new_tokens": NEW, "batch_size": batch_size}
     with pytest.raises(ValueError, match=f"^{rule}: {method} returned .*{message}"):
-        emsjax.generate(tiny_model(), PROMPTS, drafter, **options)
+        emsjax.generate(shallow_model(), PROMPTS, drafter, **options)
 
 
 @jax.tree_util.register_dataclass
@@ -138,16 +140,16 @@ class DataLimit(Own):
 def test_a_limit_that_is_a_data_field_is_rejected():
     message = r"^drafter\.max_draft_tokens must be static, .*metadata=.'static': True.\)$"
     with pytest.raises(ValueError, match=message):
-        emsjax.generate(tiny_model(), PROMPTS, DataLimit(), max_new_tokens=NEW)
+        emsjax.generate(shallow_model(), PROMPTS, DataLimit(), max_new_tokens=NEW)
 
 
 def test_a_drafter_without_commit_behaves_as_if_commit_changed_nothing():
-    plain = emsjax.generate(tiny_model(), PROMPTS, max_new_tokens=NEW)
+    plain = emsjax.generate(shallow_model(), PROMPTS, max_new_tokens=NEW)
     zeros = np.zeros((2, 1), np.int32)
     over = Replay(zeros, zeros, zeros, 61, 3, source=Own())
     assert over.commit("state", None) == "state"  # this source has no `commit`
     for drafter in (Own(), own(commit=lambda state, lengths: state)):
-        out = emsjax.generate(tiny_model(), PROMPTS, drafter, max_new_tokens=NEW)
+        out = emsjax.generate(shallow_model(), PROMPTS, drafter, max_new_tokens=NEW)
         np.testing.assert_array_equal(out.tokens, plain.tokens)
         assert out.stats.num_drafted.sum() > 0
 
@@ -176,7 +178,7 @@ def test_an_object_that_is_not_a_drafter_is_rejected_before_any_work(drafter, me
     for decode in (emsjax.generate, emsjax.stream):
         for prompts in (PROMPTS, iter(PROMPTS)) if decode is emsjax.stream else (PROMPTS,):
             with pytest.raises(ValueError, match=f"^drafter must .*{message}"):
-                decode(tiny_model(), prompts, drafter(), **options)
+                decode(shallow_model(), prompts, drafter(), **options)
 
 
 class Forking(Own):
@@ -198,5 +200,7 @@ def test_a_drafter_that_is_not_a_pytree_may_fork(forks, monkeypatch):
     if not forks:
         monkeypatch.delattr(Forking, "fork")
     drafter = Forking()
-    emsjax.generate(tiny_model(), PROMPTS, drafter, max_new_tokens=NEW, num_sequences=3, **SAMPLED)
+    emsjax.generate(
+        shallow_model(), PROMPTS, drafter, max_new_tokens=NEW, num_sequences=3, **SAMPLED
+    )
     assert set(drafter.seen) == {2 if forks else 6}

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy import ragged_prompts, tiny_model
+from toy import ragged_prompts, shallow_model
 
 import emsjax
 from emsjax.policies.costs import StepCosts
@@ -68,9 +68,9 @@ INVALID_POLICIES = {
 def test_an_object_that_is_not_a_policy_is_rejected_before_any_work(policy, message, drafter):
     for prompts in (PROMPTS, iter(PROMPTS)):
         with pytest.raises(ValueError, match=f"^draft_length must be a .*{message}"):
-            emsjax.stream(tiny_model(), prompts, drafter, policy, NEW, batch_size=1)
+            emsjax.stream(shallow_model(), prompts, drafter, policy, NEW, batch_size=1)
     with pytest.raises(ValueError, match=f"^draft_length must be a .*{message}"):
-        emsjax.generate(tiny_model(), PROMPTS, drafter, policy, max_new_tokens=NEW)
+        emsjax.generate(shallow_model(), PROMPTS, drafter, policy, max_new_tokens=NEW)
 
 
 @pytest.mark.parametrize("capped", [False, True])
@@ -83,7 +83,7 @@ def test_lengths_that_are_not_one_integer_per_sample_are_rejected(change, got, c
         policy = emsjax.CostCapped(policy, COSTS)
     message = rf"Halving\.lengths must return integers \[b\] = \(2,\), not {got}"
     with pytest.raises(ValueError, match=message):
-        emsjax.generate(tiny_model(), PROMPTS, LOOKUP, policy, max_new_tokens=NEW)
+        emsjax.generate(shallow_model(), PROMPTS, LOOKUP, policy, max_new_tokens=NEW)
 
 
 @jax.tree_util.register_static
@@ -103,13 +103,13 @@ def test_an_update_that_changes_the_type_of_the_state_is_rejected(capped):
     policy = emsjax.CostCapped(Counting(), COSTS) if capped else Counting()
     rule = "the policy's state must keep its structure, shapes and types: update returned"
     with pytest.raises(ValueError, match=rf"^{rule} float32\[2\] instead of int32\[2\]"):
-        emsjax.generate(tiny_model(), PROMPTS, LOOKUP, policy, max_new_tokens=NEW)
+        emsjax.generate(shallow_model(), PROMPTS, LOOKUP, policy, max_new_tokens=NEW)
 
 
 @pytest.mark.parametrize("change", ["bytes", "one", "a number"])
 def test_lengths_may_be_integers_of_any_type(change):
-    plain = emsjax.generate(tiny_model(), PROMPTS, max_new_tokens=NEW)
-    out = emsjax.generate(tiny_model(), PROMPTS, LOOKUP, Halving(change), max_new_tokens=NEW)
+    plain = emsjax.generate(shallow_model(), PROMPTS, max_new_tokens=NEW)
+    out = emsjax.generate(shallow_model(), PROMPTS, LOOKUP, Halving(change), max_new_tokens=NEW)
     np.testing.assert_array_equal(out.tokens, plain.tokens)
 
 

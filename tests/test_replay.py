@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_scripted import LENGTHS, NEW_TOKENS, assert_outputs_text, generate, model_of_text, text_of
-from toy import POSITIONS, VOCAB, ragged_prompts, tiny_model
+from toy import POSITIONS, VOCAB, ragged_prompts, shallow_model
 
 import emsjax
 from emsjax.benchmarks.scripted import PROFILES, CopyAcceptance, Mixed, TokenAcceptance, replay
@@ -49,7 +49,7 @@ def assert_counts_as_simulated(stats, drafter):
 SOURCES = {
     "none": lambda: None,
     "prompt lookup": lambda: emsjax.PromptLookup(match_length=1),
-    "draft model": lambda: emsjax.DraftModel(tiny_model(num_hidden_layers=1)),
+    "draft model": lambda: emsjax.DraftModel(shallow_model()),
 }
 
 
@@ -162,7 +162,7 @@ def test_cost_compatibility_and_state_size_are_those_of_the_source():
     # The source has no limit of its own and takes the replay's.
     assert drafted.source.max_draft_tokens == 7
     assert drafted.state_bytes(64) == drafted.source.state_bytes(64) > 0
-    other = emsjax.DraftModel(tiny_model(vocab_size=VOCAB + 1), 7)
+    other = emsjax.DraftModel(shallow_model(vocab_size=VOCAB + 1), 7)
     with pytest.raises(ValueError, match="vocabulary has 62 ids"):
         generate(drafter_of(PROFILES["llma"], source=other))
 

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import lower_for_cuda
-from test_linear import close, every_dtype, every_implementation, random
+from kernel_cases import DTYPES, in_turn, lower_for_cuda
+from test_linear import close, every_implementation, random
 
 import pallas_kernels
 
@@ -30,16 +30,15 @@ def expected_heads(x, cos, sin, scales, kv_heads, offset):
     return x
 
 
+KINDS = [(False, None), (True, None), (False, 1), (True, 3)]  # normalised; shares
+# Heads, K/V heads, numbers of a head, pairs that turn.
+SIZES = [(4, 2, 16, 8), (9, 3, 80, 40), (6, 6, 64, 8), (2, 1, 12, 0), (16, 4, 32, 6)]
+
+
 @every_implementation
-@every_dtype
-@pytest.mark.parametrize(
-    ("normalised", "shares"), [(False, None), (True, None), (False, 1), (True, 3)]
-)
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "pairs"),
-    [(4, 2, 16, 8), (9, 3, 80, 40), (6, 6, 64, 8), (2, 1, 12, 0), (16, 4, 32, 6)],
-)
-def test_heads_equal_numpy(options, dtype, normalised, shares, heads, kv_heads, head_dim, pairs):
+@pytest.mark.parametrize(("kind", "sizes", "dtype"), in_turn(DTYPES, KINDS, SIZES))
+def test_heads_equal_numpy(options, kind, sizes, dtype):
+    (normalised, shares), (heads, kv_heads, head_dim, pairs) = kind, sizes
     shape = (heads + 2 * kv_heads, head_dim)
     qkv = random(*(() if shares is None else (shares,)), 5, *shape, dtype=dtype)
     bias = None if shares is None else random(*shape, dtype=dtype, seed=4)

@@ -10,7 +10,6 @@ import emsjax
 from emsjax.decode.cache import KVCache
 from emsjax.testing import assert_invariant, assert_lossless, assert_same_distribution
 
-PROMPT_SIXTEENTHS = (6, 16)  # of the row counts of steps that feed prompts
 PROMPTS = ragged_prompts([5, 14, 3])
 
 
@@ -34,8 +33,7 @@ def test_a_copy_of_the_target_drafts_what_the_target_emits():
     assert np.array_equal(out.stats.num_drafted, own.stats.num_drafted)
 
 
-@pytest.mark.parametrize("kv_dtype", [None, "int8"])
-@pytest.mark.parametrize("format", ["int4", "int8"])
+@pytest.mark.parametrize(("format", "kv_dtype"), [("int4", None), ("int8", "int8")])
 def test_a_narrow_copy_drafts_for_its_target(format, kv_dtype):
     model = target()
     drafter = emsjax.SelfDraft(model.quantize(format), max_draft_tokens=3)
@@ -59,9 +57,9 @@ def test_drawn_drafts_keep_the_distribution():
 
 
 def test_bits_do_not_depend_on_the_batch():
-    model = target().astype("bfloat16")
+    model = target(num_hidden_layers=1).astype("bfloat16")
     drafter = emsjax.SelfDraft(model.quantize("int4"), max_draft_tokens=2)
-    assert_invariant(model, PROMPTS, drafter, max_new_tokens=4)
+    assert_invariant(model, PROMPTS[:2], drafter, max_new_tokens=4)
 
 
 def test_the_cache_in_front_of_the_drafts_is_left_alone():

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy import ragged_prompts, tiny_model
+from toy import ragged_prompts, shallow_model
 
 import emsjax
 import pallas_kernels
@@ -20,7 +20,7 @@ LOOKUP = emsjax.PromptLookup(1, 4, search_generated=True)
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_model()
+    return shallow_model()
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +195,7 @@ SAMPLED |= {"samples": 1024, "batch_size": 1024}  # refilled slots take longer t
 
 @pytest.fixture(scope="module")
 def few_tokens():
-    return tiny_model(vocab_size=8, init_std=0.1)
+    return shallow_model(vocab_size=8, init_std=0.1)
 
 
 @pytest.mark.parametrize(
