@@ -109,8 +109,8 @@ class SuffixDrafter(Drafter):
 
         drafted, probabilities = vote(continuations, places >= 0)
         counts = leading((drafted >= 0) & (probabilities >= self.min_probability))
-        longest = (matched * self.length_factor + self.length_offset).astype(jnp.int32)
-        longest = jnp.where(matched >= self.min_match_length, longest, 0)
+        longest = matched.astype(jnp.float32) * self.length_factor + self.length_offset
+        longest = jnp.where(matched >= self.min_match_length, longest, 0).astype(jnp.int32)
         return Draft(drafted, jnp.minimum(jnp.minimum(counts, longest), draft_lengths)), state
 
 
@@ -136,7 +136,7 @@ def longest_matches(
     for i in range(CONTEXT):
         earlier = lax.slice_in_dim(padded, CONTEXT - 1 - i, CONTEXT - 1 - i + width, axis=1)
         same &= earlier == suffix[:, i : i + 1]
-        matches += same
+        matches += same.astype(jnp.int32)
     matched = jnp.max(matches, axis=1)
     found = (matches == matched[:, None]) & (matches > 0)
     number = min(OCCURRENCES, width)

@@ -91,11 +91,12 @@ class SuffixIndex:
         """
         distance = jnp.arange(CONTEXT)
         places = take(self.order, jnp.clip(entries, 0, len(self.order) - 1))[..., None]
-        before = take(self.text, jnp.maximum(places - 1 - distance, 0))
+        before = take(self.text, places - 1 - distance)
         wanted = suffix[:, None, None]
         differs = (before != wanted) & (distance < depths[..., None, None])
         # The distance of the first difference, twice, so that one reduction finds its sign too.
-        code = jnp.where(differs, 2 * distance + (before > wanted), 2 * CONTEXT + 1)
+        code = 2 * distance + (before > wanted).astype(jnp.int32)
+        code = jnp.where(differs, code, 2 * CONTEXT + 1)
         code = jnp.min(code, axis=3)
         return jnp.minimum(code // 2, depths[..., None]), code % 2 == 0
 
@@ -163,8 +164,8 @@ class SuffixMemory:
             ValueError: they are not sequences of token ids; none is added.
         """
         check_list("sequences", sequences, "list of token-id sequences")
-        given = enumerate(sequences)
-        self._add([as_token_ids(f"sequences[{i}]", one) for i, one in given if len(one)])
+        named = [(f"sequences[{i}]", one) for i, one in enumerate(sequences)]
+        self._add([as_token_ids(name, one) for name, one in named if not _is_empty(one)])
 
     def _add(self, sequences: Iterable[np.ndarray]) -> None:
         most = self.max_bytes // TOKEN_BYTES - CONTEXT
@@ -226,6 +227,12 @@ class SuffixMemory:
         return self._index
 
 
+def _is_empty(sequence: Any) -> bool:
+    if isinstance(sequence, list | tuple):
+        return not sequence
+    return getattr(sequence, "size", None) == 0
+
+
 def _split(tokens: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
     """The sequences in a file's arrays.
 
@@ -252,7 +259,7 @@ def _build(sequences: Iterable[np.ndarray], capacity: int) -> SuffixIndex:
     padded = lambda x, value: np.pad(x, (0, width - len(x)), constant_values=value)
     return SuffixIndex(
         jnp.asarray(padded(text, SEPARATOR)),
-        jnp.asarray(padded(order, 0).astype(np.int32)),
+        jnp.asarray(padded(order, CONTEXT).astype(np.int32)),  # a place, so that it can be read
         jnp.int32(len(order)),
     )
 
