@@ -26,20 +26,18 @@ SETTINGS = (
     {},
     {"min_match_length": 3, "length_factor": 0.75, "length_offset": 1.0, "min_probability": 0.5},
 )
-ids = st.integers(0, 2)
-texts = st.lists(ids, min_size=1, max_size=WIDTH)
 
 
-def shared(one, other):
-    """How many of the last tokens of two sequences are the same, up to CONTEXT."""
-    pairs = zip(one[::-1], other[::-1], strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other), CONTEXT))
+def shared(text, end, history):
+    """How many of the last tokens of text[:end] and of a history are the same, up to CONTEXT."""
+    most = min(end, len(history), CONTEXT)
+    return next((i for i in range(most) if text[end - 1 - i] != history[-1 - i]), most)
 
 
 def longest(text, history):
     """The longest match in a text of token ids and separators, and its places, in order."""
     inside = [p for p in range(1, len(text)) if SEPARATOR not in text[p - 1 : p + 1]]
-    matches = {p: min(shared(text[:p], history), CONTEXT) for p in inside}
+    matches = {p: shared(text, p, history) for p in inside}
     most = max(matches.values(), default=0)
     return most, [p for p in inside if matches[p] == most > 0]
 
@@ -107,24 +105,27 @@ def memory_of(sequences):
     return memory
 
 
-@settings(max_examples=80)
+@settings(max_examples=100)
 @given(
-    histories=st.lists(texts, min_size=BATCH, max_size=BATCH),
-    sequences=st.none() | st.lists(st.lists(ids, max_size=30), max_size=8),
+    seed=st.integers(0, 2**32 - 1),
+    vocab_size=st.integers(1, 5),
+    count=st.none() | st.integers(0, 9),
     quoted=st.booleans(),
-    limits=st.lists(st.integers(0, K + 2), min_size=BATCH, max_size=BATCH),
-    beyond=ids,
     given=st.sampled_from(SETTINGS),
 )
-def test_drafts_follow_the_rule(histories, sequences, quoted, limits, beyond, given):
-    if quoted and sequences and sequences[0]:  # a long match in the memory
-        histories = [histories[0], *(one + sequences[0] for one in histories[1:])]
-        histories = [one[-WIDTH:] for one in histories]
-    memory = None if sequences is None else memory_of(sequences)
-    drafter = emsjax.SuffixDrafter(K, memory, **given)
-    found = drafts(drafter, histories, limits, beyond=beyond)
+def test_drafts_follow_the_rule(seed, vocab_size, count, quoted, given):
+    rng = np.random.default_rng(seed)
+    draw = lambda least, most: rng.integers(0, vocab_size, rng.integers(least, most)).tolist()
+    histories = [draw(1, WIDTH + 1) for _ in range(BATCH)]
+    sequences = [draw(0, 30) for _ in range(count or 0)]
+    if quoted:  # long matches in the memory
+        histories = [(one + s[:20])[-WIDTH:] for one, s in zip(histories, sequences, strict=False)]
+        histories += [draw(1, WIDTH + 1) for _ in range(BATCH - len(histories))]
+    limits = rng.integers(0, K + 3, BATCH).tolist()
+    drafter = emsjax.SuffixDrafter(K, None if count is None else memory_of(sequences), **given)
+    found = drafts(drafter, histories, limits, beyond=rng.integers(vocab_size))
     for history, limit, draft in zip(histories, limits, found, strict=True):
-        assert draft == expected_draft(history, sequences or [], limit, **given)
+        assert draft == expected_draft(history, sequences, limit, **given)
 
 
 @pytest.mark.parametrize(
