@@ -165,12 +165,12 @@ def test_a_large_memory_is_searched_exactly():
 def test_padding_of_a_memory_is_never_read_into_a_draft():
     sequences = [[1, 2, 3, 1, 2], [2, 3, 3, 1]]
     drafter = emsjax.SuffixDrafter(K, memory_of(sequences))
-    index, histories = drafter.index, [[1], [2, 3], [3, 1]]
+    index, histories = drafter.index, [[1], [2, 3], [4, 4]]
     used = CONTEXT + sum(len(one) + 1 for one in sequences)
     spoilt = dataclasses.replace(
         index,
-        text=index.text.at[used:].set(1),
-        order=index.order.at[index.size :].set(CONTEXT + 2),
+        text=index.text.at[used:].set(4),
+        order=index.order.at[index.size :].set(used + 5),
     )
     poisoned = emsjax.SuffixDrafter.tree_unflatten(drafter.tree_flatten()[1], (spoilt,))
     limits = [K] * BATCH

@@ -108,10 +108,12 @@ class SuffixDrafter(Drafter):
             continuations = jnp.where(better[:, None, None], others, continuations)
 
         drafted, probabilities = vote(continuations, places >= 0)
+        # The draft ends before a separator, so that what follows one does not matter.
         counts = leading((drafted >= 0) & (probabilities >= self.min_probability))
         longest = matched.astype(jnp.float32) * self.length_factor + self.length_offset
-        longest = jnp.where(matched >= self.min_match_length, longest, 0).astype(jnp.int32)
-        return Draft(drafted, jnp.minimum(jnp.minimum(counts, longest), draft_lengths)), state
+        longest = jnp.where(matched >= self.min_match_length, jnp.minimum(longest, k), 0)
+        counts = jnp.minimum(counts, longest.astype(jnp.int32))
+        return Draft(drafted, jnp.minimum(counts, draft_lengths)), state
 
 
 def last_tokens(tokens: Int32[Array, "b t"], lengths: Int32[Array, "b"]) -> Int32[Array, "b w"]:

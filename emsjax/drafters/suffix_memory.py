@@ -16,9 +16,9 @@ from emsjax.values import pytree
 from pallas_kernels.common.indexing import take
 
 CONTEXT = 16  # tokens before an occurrence that are compared: the longest match
-# Comparisons in each round of a search. Many make few rounds, and a round costs a few launches on
-# a GPU, whatever it compares.
-BRANCHES = 128
+# Entries that each round of a search compares: 3 rounds find one of 4 million. On a GPU a round is a
+# few launches, whatever it compares.
+BRANCHES = 160
 TOKEN_BYTES = 8  # a token, and its place in the suffix array
 SEPARATOR = -1  # before and behind each sequence
 LEAST_SIZE = 1024  # tokens of the smallest arrays
@@ -70,12 +70,9 @@ class SuffixIndex:
         return matched, lax.top_k(jnp.where(exists, places, -1), max_occurrences)[0]
 
     def continuations(self, places: Int32[Array, "b o"], k: int) -> Int32[Array, "b o k"]:
-        """The k tokens from each place on; separators from the end of its sequence on."""
-        distance = jnp.arange(k)
-        at = jnp.maximum(places, 0)[..., None] + distance
-        tokens = take(self.text, jnp.minimum(at, len(self.text) - 1))
-        ends = jnp.min(jnp.where(tokens < 0, distance, k), axis=2, keepdims=True)
-        return jnp.where(distance < ends, tokens, SEPARATOR)
+        """The k tokens from each place on; what follows the end of its sequence is undefined."""
+        at = jnp.maximum(places, 0)[..., None] + jnp.arange(k)
+        return take(self.text, jnp.minimum(at, len(self.text) - 1))
 
     def _compare(
         self,
