@@ -310,6 +310,12 @@ def test_a_memory_keeps_its_limit(lengths, max_bytes):
     )
 
 
+def test_a_drafter_may_be_made_in_a_trace():
+    memory = memory_of([[1, 2, 3]])
+    size = jax.jit(lambda: emsjax.SuffixDrafter(K, memory).index.size + 1)()
+    assert (int(size), int(memory.index.size)) == (3, 2)
+
+
 def test_sizes_of_the_arrays_are_powers_of_two():
     sizes = set()
     for n in range(100, 4000, 150):

@@ -1,4 +1,8 @@
-"""A memory of earlier outputs, and its suffix array, which is searched inside the device loop."""
+"""A memory of earlier outputs, and its suffix array, which is searched inside the device loop.
+
+A suffix array finds the longest match of any length in a fixed number of rounds, and takes four
+bytes for each token. A hash of contexts would need a table for each length of a match.
+"""
 
 import os
 from collections import deque
@@ -6,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -16,8 +21,8 @@ from emsjax.values import pytree
 from pallas_kernels.common.indexing import take
 
 CONTEXT = 16  # tokens before an occurrence that are compared: the longest match
-# Entries that each round of a search compares: 3 rounds find one of 4 million. On a GPU a round is a
-# few launches, whatever it compares.
+# Entries that each round of a search compares: 3 rounds find one of 4 million. On a GPU a round is
+# a few launches, whatever it compares.
 BRANCHES = 160
 TOKEN_BYTES = 8  # a token, and its place in the suffix array
 SEPARATOR = -1  # before and behind each sequence
@@ -168,6 +173,7 @@ class SuffixMemory:
         most = self.max_bytes // TOKEN_BYTES - CONTEXT
         for one in sequences:
             kept = one[-(most - 1) :].copy()
+            kept.setflags(write=False)
             self._sequences.append(kept)
             self._num_tokens += len(kept) + 1
             while self._num_tokens > most:
@@ -254,11 +260,12 @@ def _build(sequences: Iterable[np.ndarray], capacity: int) -> SuffixIndex:
     # Few sizes, as each is compiled by itself.
     width = min(max(LEAST_SIZE, 1 << (len(text) - 1).bit_length()), capacity)
     padded = lambda x, value: np.pad(x, (0, width - len(x)), constant_values=value)
-    return SuffixIndex(
-        jnp.asarray(padded(text, SEPARATOR)),
-        jnp.asarray(padded(order, CONTEXT).astype(np.int32)),  # a place, so that it can be read
-        jnp.int32(len(order)),
-    )
+    with jax.ensure_compile_time_eval():  # the arrays outlive a trace in which a drafter is made
+        return SuffixIndex(
+            jnp.asarray(padded(text, SEPARATOR)),
+            jnp.asarray(padded(order, CONTEXT).astype(np.int32)),  # a place, as any may be read
+            jnp.int32(len(order)),
+        )
 
 
 def _sorted_places(text: np.ndarray) -> np.ndarray:
