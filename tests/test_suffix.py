@@ -5,6 +5,8 @@ import dataclasses
 import functools
 import re
 import zipfile
+from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -360,6 +362,15 @@ def test_a_damaged_file_is_a_named_error(place, change, cut, tmp_path_factory):
         emsjax.SuffixMemory.load(path)
 
 
+class Touching(NamedTuple):
+    """An object whose pickle creates a file when it is read."""
+
+    path: Path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
 def test_files_that_hold_something_else_are_refused(tmp_path):
     path = tmp_path / "memory.npz"
     with pytest.raises(FileNotFoundError):
@@ -368,7 +379,7 @@ def test_files_that_hold_something_else_are_refused(tmp_path):
     wrong = [
         {"tokens": np.arange(3.0)},
         {"tokens": np.array([1, -1, 2])},
-        {"tokens": np.array([1, "2", object()], object)},
+        {"tokens": np.array([1, Touching(tmp_path / "touched"), 2], object)},
         {"lengths": np.array([2, 2])},
         {"lengths": np.array([4, -1])},
         {"lengths": np.array([[2, 1]])},
@@ -378,6 +389,7 @@ def test_files_that_hold_something_else_are_refused(tmp_path):
         np.savez(path, **{**good, **change})
         with pytest.raises(ValueError, match=r"memory\.npz is damaged, or no memory"):
             emsjax.SuffixMemory.load(path)
+    assert not (tmp_path / "touched").exists()
     with zipfile.ZipFile(path, "w"):
         pass
     with pytest.raises(ValueError, match=r"memory\.npz is damaged, or no memory"):
