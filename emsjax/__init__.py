@@ -5,7 +5,7 @@ from emsjax import constraints, vanilla, verification
 from emsjax.decode.base import Draft, Drafter, DraftLength, StepView
 from emsjax.decode.state import DecodeState, StepInfo
 from emsjax.device import best_dtype
-from emsjax.drafters import DraftModel, PromptLookup, SelfDraft
+from emsjax.drafters import DraftModel, PromptLookup, SelfDraft, SuffixDrafter, SuffixMemory
 from emsjax.engine.completions import Completion
 from emsjax.engine.output import GenerateOutput, Stats, TopLogprobs, rank_by_mean_logprob
 from emsjax.generation import generate, init_state, step
@@ -66,6 +66,8 @@ __all__ = [
     "StepCosts",
     "StepInfo",
     "StepView",
+    "SuffixDrafter",
+    "SuffixMemory",
     "TopLogprobs",
     "best_dtype",
     "constraints",

@@ -507,6 +507,20 @@ FUNCTIONS = {
             "references": Argument(None, optional(meaning("texts"))),
         },
     ),
+    "SuffixDrafter": Function(
+        lambda **options: attributes(emsjax.SuffixDrafter(**options)),
+        {
+            "max_draft_tokens": Argument(7, count(1, 2**30)),
+            "min_match_length": Argument(2, count(1, 16)),
+            "length_factor": Argument(2.0, real(lambda x: 0 <= x <= 2**30)),
+            "length_offset": Argument(1.0, real(lambda x: 0 <= x <= 2**30)),
+            "min_probability": Argument(0.5, real(lambda x: 0 <= x <= 1)),
+        },
+    ),
+    "SuffixMemory": Function(
+        lambda **options: emsjax.SuffixMemory(**options).max_bytes,
+        {"max_bytes": Argument(2**20, count(2**10, 2**30))},
+    ),
     "DraftModel": Function(
         lambda **options: attributes(emsjax.DraftModel(MODEL, **options)),
         {

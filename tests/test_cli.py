@@ -112,6 +112,7 @@ def attributes(drafter):
 
 
 LOOKUP = dict(vars(emsjax.PromptLookup()))
+SUFFIX = dict(vars(emsjax.SuffixDrafter()))
 MODEL = {
     "max_draft_tokens": 32,  # the BASS heuristic's limit
     "has_own_limit": False,
@@ -146,6 +147,8 @@ MODEL |= {"dtype": "float32"}
             LOOKUP | {"max_draft_tokens": 5},
         ),
         (["prompt-lookup", "--draft-length", "bass"], LOOKUP),
+        (["suffix"], SUFFIX),
+        (["suffix", "--draft-length", "9"], SUFFIX | {"max_draft_tokens": 9}),
         (["model", "--draft-model", "padded"], MODEL | {"vocab_size": "the tokenizer's"}),
         (["model", "--draft-model", "small vocabulary"], MODEL | {"vocab_size": 100}),
     ],
@@ -208,6 +211,33 @@ def test_sampled_tokens_are_the_same_for_any_batch_size(tiny_model, draft_models
     drafted = sampled_tokens(tiny_model, paths, 8, *drafter)
     assert drafted != plain  # of the same distribution
     assert sampled_tokens(tiny_model, paths, 5, *drafter) == drafted
+
+
+def test_completions_enter_the_memory_of_the_next_run(tiny_model, paths, fake, tmp_path):
+    write_records(paths.input)
+    memory = tmp_path / "memory.npz"
+    options = ["--drafter", "suffix", "--memory", memory]
+    assert main(command(tiny_model, paths, *options)) == 0
+    assert int(fake.calls[0].drafter.index.size) == 0
+    first = [line["tokens"] for line in read_lines(paths.output)]
+    held = [one.tolist() for one in emsjax.SuffixMemory.load(memory).sequences]
+    assert held == [tokens for tokens in first if tokens]
+    paths.output = paths.output.with_name("second.jsonl")
+    assert main(command(tiny_model, paths, *options)) == 0
+    assert int(fake.calls[1].drafter.index.size) == sum(len(tokens) - 1 for tokens in held)
+    assert len(emsjax.SuffixMemory.load(memory).sequences) == 2 * len(held)
+
+
+def test_a_damaged_memory_is_named_before_anything_is_loaded(
+    tiny_model, paths, capsys, monkeypatch, tmp_path
+):
+    write_records(paths.input)
+    memory = tmp_path / "memory.npz"
+    memory.write_bytes(b"PK")
+    monkeypatch.delattr(checkpoint, "load")
+    code = main(command(tiny_model, paths, "--drafter", "suffix", "--memory", memory))
+    assert_error(capsys, code, "memory.npz is damaged")
+    assert not paths.output.exists()
 
 
 BAD_LINES = {
@@ -307,13 +337,15 @@ def test_a_token_outside_the_vocabulary_names_its_record(paths, fake, tiny_model
         (["--draft-model", "d"], ["--draft-model", "--drafter model"]),
         (["--draft-model", "d", "--drafter", "prompt-lookup"], ["--draft-model", "model"]),
         (["--draft-revision", "main"], ["--draft-revision", "--drafter model"]),
-        (["--max-draft-tokens", "2"], ["--max-draft-tokens", "prompt-lookup, self or model"]),
-        (["--draft-length", "auto"], ["--draft-length", "prompt-lookup, self or model"]),
-        (["--draft-length", "0"], ["--draft-length", "prompt-lookup, self or model"]),
+        (["--max-draft-tokens", "2"], ["--max-draft-tokens", "suffix, self or model"]),
+        (["--draft-length", "auto"], ["--draft-length", "suffix, self or model"]),
+        (["--draft-length", "0"], ["--draft-length", "suffix, self or model"]),
         (["--draft-length", "-1"], ["--draft-length", "at least 0", "'-1'"]),
         (["--draft-length", "1.5"], ["--draft-length", "'1.5'"]),
         (["--draft-length", "long", "--drafter", "model"], ["--draft-length", "auto", "'long'"]),
-        (["--profile", "p.json"], ["--profile", "prompt-lookup or model"]),
+        (["--profile", "p.json"], ["--profile", "prompt-lookup, suffix or model"]),
+        (["--memory", "m.npz"], ["--memory", "--drafter suffix"]),
+        (["--drafter", "suffix", "--memory", "no/m.npz"], ["--memory", "no is not a folder"]),
         (
             ["--drafter", "prompt-lookup", "--draft-length", "bass", "--profile", "p.json"],
             ["--profile", "--draft-length auto or goodput"],

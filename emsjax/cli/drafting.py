@@ -17,11 +17,29 @@ from emsjax.terminal.reporting import line
 SELF_FORMAT = "int4"  # the weights of a target's copy that drafts for it
 
 
-def load_models(options: RunOptions | Namespace, target, tokenizer_size: int, positions: int):
+def open_memory(path: Path | None):
+    """The `SuffixMemory` in a file, or an empty one if there is no file; None without a path.
+
+    Raises:
+        ValueError: the file is damaged, or its folder does not exist.
+    """
+    from emsjax.drafters import SuffixMemory
+
+    if path is None:
+        return None
+    if not path.parent.is_dir():
+        raise ValueError(f"--memory: {path.parent} is not a folder")
+    return SuffixMemory.load(path) if path.exists() else SuffixMemory()
+
+
+def load_models(
+    options: RunOptions | Namespace, target, tokenizer_size: int, positions: int, memory=None
+):
     """The model and the drafter, for up to `positions` positions of a sequence.
 
     Args:
         target: the model's configuration.
+        memory: the `SuffixMemory` that `--drafter suffix` reads; None: none.
 
     Raises:
         ValueError: one of them cannot be loaded, or the drafter does not suit the model.
@@ -30,7 +48,7 @@ def load_models(options: RunOptions | Namespace, target, tokenizer_size: int, po
     from emsjax.tensor_parallel import meshes
 
     # A draft model is loaded first: it is small, and may turn out not to suit the target.
-    drafter = _load_drafter(options, target, tokenizer_size, positions)
+    drafter = _load_drafter(options, target, tokenizer_size, positions, memory)
     load = functools.partial(
         from_pretrained, options.model, dtype=options.dtype, revision=options.revision
     )
@@ -46,9 +64,11 @@ def load_models(options: RunOptions | Namespace, target, tokenizer_size: int, po
     return model, SelfDraft(narrow(SELF_FORMAT), options.max_draft_tokens)
 
 
-def _load_drafter(options: RunOptions | Namespace, target, tokenizer_size: int, positions: int):
+def _load_drafter(
+    options: RunOptions | Namespace, target, tokenizer_size: int, positions: int, memory
+):
     """The drafter, unless it is made of the target."""
-    from emsjax.drafters import DraftModel, PromptLookup
+    from emsjax.drafters import DraftModel, PromptLookup, SuffixDrafter
     from emsjax.models.pretrained import from_pretrained
 
     if options.drafter in ("none", "self"):
@@ -59,6 +79,8 @@ def _load_drafter(options: RunOptions | Namespace, target, tokenizer_size: int, 
             max_draft_tokens=options.max_draft_tokens,
             search_generated=options.search_generated,
         )
+    if options.drafter == "suffix":
+        return SuffixDrafter(options.max_draft_tokens, memory)
     model = from_pretrained(
         options.draft_model, dtype=options.dtype, revision=options.draft_revision
     )

@@ -5,6 +5,7 @@ import hashlib
 import json
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.progress import (
@@ -17,7 +18,7 @@ from rich.progress import (
 )
 
 from emsjax.checks import as_token_ids
-from emsjax.cli.drafting import draft_policy, load_models, resolve
+from emsjax.cli.drafting import draft_policy, load_models, open_memory, resolve
 from emsjax.cli.generate_arguments import RunOptions
 from emsjax.cli.sampling_arguments import check_values
 from emsjax.cli.summary import Tally, output_line, report_errors
@@ -31,13 +32,23 @@ from emsjax.terminal.reporting import line
 LOG_SECONDS = 60  # between lines
 
 
-def run(
-    options: RunOptions,
-    input_path: Path,
-    output_path: Path,
-    profile_path: Path | None,
-    console: Console,
-) -> int:
+class Files(NamedTuple):
+    """The paths of a run's files.
+
+    Attributes:
+        input: the records.
+        output: the results.
+        profile: a profile to use instead of the stored one; None: the stored one.
+        memory: a `SuffixMemory`, to which the completions are added; None: there is none.
+    """
+
+    input: Path
+    output: Path
+    profile: Path | None
+    memory: Path | None
+
+
+def run(options: RunOptions, files: Files, console: Console) -> int:
     """Complete every record of the input that the output does not hold yet.
 
     The input is read twice to check it and once to complete it; memory grows by 16 bytes for each
@@ -48,9 +59,10 @@ def run(
         The exit code: 1 if the output holds sequences that ended with an error, otherwise 0.
 
     Raises:
-        ValueError: bad input, an output of another run, or an unsuitable profile. The output is
-            untouched.
+        ValueError: bad input, an output of another run, an unsuitable profile, or a damaged memory.
+            The output is untouched.
     """
+    input_path, output_path, profile_path, memory_path = files
     records = Records(input_path, options.prompt_template, keep_invalid=options.skip_invalid)
     known = survey(records)
     profile = profile_path and hashlib.sha256(profile_path.read_bytes()).hexdigest()
@@ -66,6 +78,7 @@ def run(
         line(console, f"{output_path} is complete: {total} results.")
         return report_errors(console, earlier.errors)
 
+    memory = open_memory(memory_path)
     config = load_config(options.model, options.revision)
     if options.eos_token_ids:
         as_token_ids("--eos-token-ids", options.eos_token_ids, config.vocab_size)
@@ -87,7 +100,7 @@ def run(
         resolved = resolve(options, config, profile_path)
     import pallas_kernels
 
-    model, drafter = load_models(options, config, len(tokenizer), longest - 1)
+    model, drafter = load_models(options, config, len(tokenizer), longest - 1, memory)
     with open_results(
         output_path, configuration, known.keys, options.num_sequences, resolved
     ) as results:
@@ -111,9 +124,13 @@ def run(
                     raise ValueError(f"record {record.id!r}: {error}")
                 if (record.key, completion.sequence) not in done:
                     tally.add(record, completion)
+                    if memory is not None:
+                        memory.add([completion.tokens])
                     results.append(output_line(record, completion, tokenizer, options))
                     progress.update(task, advance=1, speed=tally.speed)
                     log.add(tally.speed)
+    if memory is not None:
+        memory.save(memory_path)
     tally.report(console, left)
     return report_errors(console, results.earlier.errors + tally.errors.count, tally.errors)
 

@@ -27,6 +27,7 @@ DRAFTER_OPTIONS = {  # the options of each drafter, with their defaults
         "search_generated": False,
         **OWN_POLICY,
     },
+    "suffix": {"max_draft_tokens": 16, "memory": None, **OWN_POLICY},
     "self": {"max_draft_tokens": None, "draft_length": "bass"},
     "model": {
         "draft_model": None,
@@ -162,7 +163,8 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         "--drafter",
         choices=DRAFTER_OPTIONS,
         default="none",
-        help="self: the model with weights in 4 bits (default: none)",
+        help="prompt-lookup: copy from the prompt; suffix: from prompt, completion and --memory; "
+        "self: the model with weights in 4 bits (default: none)",
     )
     add(
         "--draft-length",
@@ -177,12 +179,19 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-draft-tokens",
         type=positive_int,
         metavar="N",
-        help="default: a fixed --draft-length, otherwise 7 for prompt lookup, the policy's limit "
-        "for a model and for self",
+        help="default: a fixed --draft-length, otherwise 7 for prompt lookup, 16 for suffix, the "
+        "policy's limit for a model and for self",
     )
     add("--match-length", type=positive_int, metavar="N", help="prompt lookup (default: 2)")
     add(
         "--search-generated", action="store_true", help="prompt lookup also searches the completion"
+    )
+    add(
+        "--memory",
+        type=Path,
+        metavar="FILE",
+        help="suffix also drafts from the completions in FILE, if it exists; those of this run are "
+        "added at its end",
     )
     add_sampling_arguments(parser)
     add(

@@ -47,7 +47,8 @@ def run_generate(options: argparse.Namespace, command: str) -> int:
     from emsjax.cli import generate
 
     console = Console(stderr=True)
-    return generate.run(checked, options.input, options.output, options.profile, console)
+    files = generate.Files(options.input, options.output, options.profile, options.memory)
+    return generate.run(checked, files, console)
 
 
 def run_profile(options: argparse.Namespace, command: str) -> int:

@@ -3,5 +3,7 @@
 from emsjax.drafters.draft_model import DraftModel
 from emsjax.drafters.prompt_lookup import PromptLookup
 from emsjax.drafters.self_draft import SelfDraft
+from emsjax.drafters.suffix import SuffixDrafter
+from emsjax.drafters.suffix_memory import SuffixMemory
 
-__all__ = ["DraftModel", "PromptLookup", "SelfDraft"]
+__all__ = ["DraftModel", "PromptLookup", "SelfDraft", "SuffixDrafter", "SuffixMemory"]
