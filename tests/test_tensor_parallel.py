@@ -10,7 +10,7 @@ import pytest
 FOUR_DEVICES = " --xla_force_host_platform_device_count=4"
 
 
-@pytest.mark.parametrize("part", ["logits", "tokens", "memory", "groups", "errors"])
+@pytest.mark.parametrize("part", ["groups", "tokens", "logits", "memory", "errors"])
 def test_on_four_devices(part):
     file = Path(__file__).with_name("on_mesh.py")
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", str(file), "-k", f"test_{part}"]
