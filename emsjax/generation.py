@@ -20,7 +20,7 @@ from emsjax.engine.adapt import make_run
 from emsjax.engine.group import begin_group, sequences_served
 from emsjax.engine.memory import check_results_fit
 from emsjax.engine.output import GenerateOutput, assemble
-from emsjax.engine.preparation import check, check_memory, for_prompts
+from emsjax.engine.preparation import check, check_memory, check_one_process, for_prompts
 from emsjax.engine.requests import Requests
 from emsjax.engine.slots import Slots, sequences_of, stacked
 from emsjax.sampling import LogitsProcessor, Sampling
@@ -129,6 +129,8 @@ def generate(
         attention_implementation=attention_implementation,
         kv_dtype=kv_dtype,
     )
+    if deadline is not None:
+        check_one_process(run)
     run, requests = check(
         run,
         prompts,

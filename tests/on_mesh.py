@@ -13,15 +13,22 @@ import pytest
 from flax import nnx
 from golden import tiny_families
 from golden.tiny_families import VARIANTS
+from jsonl import RECORDS, assert_error, command, read_lines, write_records
 from test_families import LOOKUP, assert_close, golden
 from test_parity import packed_logits
-from toy import POSITIONS, VOCAB, ragged_prompts, tiny_model
+from toy import POSITIONS, VOCAB, ragged_prompts, shallow_model
+from transformers import AutoTokenizer
 
 import emsjax
+import pallas_kernels
+from emsjax.benchmarks.runs import random_model
+from emsjax.benchmarks.scripted import script, scripted_model
+from emsjax.cli.main import main
 from emsjax.decode.step import decode_loop
 from emsjax.engine.memory import MemoryPlan
 from emsjax.models.decoder import Decoder
 from emsjax.models.llama import LlamaConfig
+from emsjax.models.numbers import NumberFormats
 from emsjax.tensor_parallel import TensorParallel
 from emsjax.testing import assert_invariant, assert_lossless
 
@@ -59,7 +66,7 @@ def split() -> Decoder:
 
 
 def draft_model() -> Decoder:
-    return tiny_model(ffn_dim=32, num_hidden_layers=1)
+    return shallow_model(ffn_dim=32)
 
 
 DRAFTERS = {
@@ -170,7 +177,7 @@ def test_memory_of_a_device_is_its_part(tmp_path):
         sizes = {shard.data.nbytes for shard in array.addressable_shards}
         assert sizes == {array.nbytes if array.ndim == 1 else array.nbytes // 4}
     state = emsjax.init_state(model, None, ragged_prompts(LENGTHS), max_new_tokens=4)
-    for array in jax.tree.leaves(state.cache.layers):
+    for array in jax.tree.leaves((state.cache.layers, model.init_cache(2, 8).layers)):
         assert array.shape[2] == 4  # one head for each device
         assert {shard.data.shape[2] for shard in array.addressable_shards} == {1}
 
@@ -235,6 +242,55 @@ def test_groups_exchange_two_sums_per_layer_and_no_cache(unchecked_annotations):
     assert all(re.match(r"f32\[\d+,32\]", one) for one in sums)
     assert re.match(rf"f32\[\d+,{-(-VOCAB // 4) * 4}\]", gathered[0])
     assert not re.findall(r"= \S+ (?:all-to-all|collective-permute|reduce-scatter)", text)
+
+
+def test_groups_add_parts_in_their_order_in_invariant_numerics(unchecked_annotations):
+    with pallas_kernels.numerics("invariant"):
+        state = emsjax.init_state(split(), None, ragged_prompts(LENGTHS), max_new_tokens=4)
+        step = jax.jit(lambda model, state: emsjax.step(model, None, state)[0])
+        text = step.lower(split(), state).compile().as_text()
+    assert (
+        len(re.findall(r" all-reduce(?:-start)?\(", text)) == 1
+    )  # of embeddings: one term is not 0
+    assert len(re.findall(r" all-gather(?:-start)?\(", text)) == 2 + 1
+
+
+def test_groups_on_the_command_line(tiny_model, paths):
+    write_records(paths.input)
+    lines = []
+    for options in ([], ["--drafter", "model", "--draft-model", str(tiny_model)]):
+        assert main(command(tiny_model, paths, "--tensor-parallel", "2", *options)) == 0
+        lines.append({line["id"]: line["tokens"] for line in read_lines(paths.output)})
+        for path in paths.output.parent.glob(f"{paths.output.name}*"):
+            path.unlink()
+    expected = emsjax.from_pretrained(tiny_model, dtype="float32")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    prompts = [tokenizer(record["prompt"]).input_ids for record in RECORDS]
+    out = emsjax.generate(expected, prompts, max_new_tokens=6)
+    wanted = [tokens[:n].tolist() for tokens, n in zip(out.tokens, out.lengths, strict=True)]
+    for found in lines:
+        assert [found[record["id"]] for record in RECORDS] == wanted
+
+
+def test_groups_must_divide_the_devices(tiny_model, paths, capsys):
+    write_records(paths.input)
+    code = main(command(tiny_model, paths, "--tensor-parallel", "3"))
+    assert_error(capsys, code, "tensor parallelism of 3 must divide the 4 devices")
+
+
+def test_groups_of_random_models():
+    """Made layer by layer, they are the whole models that are split afterwards."""
+    numbers = NumberFormats(jnp.float32, tensor_parallel=4)
+    assert str(numbers) == "float32, on 4 devices"
+    config = whole().config
+    text = script(config, 40, seed=0)
+    model = scripted_model(config, text, numbers=numbers)
+    same(model, scripted_model(config, text, numbers=NumberFormats(jnp.float32)).split(FOUR))
+    draft = random_model(config, numbers.of_draft_model)
+    assert not draft.is_split
+    drafter = emsjax.DraftModel(draft, 2)
+    out = emsjax.generate(model, [text[:5], text[:9]], drafter, max_new_tokens=20)
+    np.testing.assert_array_equal(out.tokens, [text[5:25], text[9:29]])
 
 
 # --- errors

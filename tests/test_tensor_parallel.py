@@ -1,21 +1,78 @@
-"""Runs the tests of `on_mesh.py` in processes that have four devices."""
+"""Runs the tests of `on_mesh.py` in processes that have four devices, and two processes as one."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-FOUR_DEVICES = " --xla_force_host_platform_device_count=4"
+TESTS = Path(__file__).parent
+TWO_PROCESSES = """
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+place, port = map(int, sys.argv[1:])
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, place)
+from toy import ragged_prompts, shallow_model
+
+import emsjax
+
+model, prompts = shallow_model(), ragged_prompts([9, 2, 14])
+mesh = jax.make_mesh((4,), ("tp",))
+split = model.split(mesh)
+assert not split.layers[0].qkv_proj.kernel[...].is_fully_addressable
+drafter = emsjax.DraftModel(model.replicate(mesh), 2)
+sampled = {"sampling": emsjax.Sampling(0.8), "key": jax.random.key(1)}
+lookup = emsjax.PromptLookup(1, 3, search_generated=True)
+for drafter, options in ((lookup, sampled), (drafter, {"batch_size": 2})):
+    out = emsjax.generate(split, prompts, drafter, max_new_tokens=9, **options)
+    expected = emsjax.generate(model, prompts, max_new_tokens=9, **options)
+    np.testing.assert_array_equal(out.tokens, expected.tokens)
+with pytest.raises(ValueError, match="time_budget_s must be None"):
+    emsjax.generate(split, prompts, max_new_tokens=9, time_budget_s=60)
+with pytest.raises(ValueError, match="cannot be saved"):
+    split.save_pretrained("never")
+"""
+
+
+def settings(devices: int) -> dict[str, str]:
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
+    kept = {name: value for name, value in os.environ.items() if name != "PYTEST_XDIST_WORKER"}
+    path = f"{TESTS}:{TESTS.parent}"
+    return kept | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
 
 
 @pytest.mark.parametrize("part", ["groups", "tokens", "logits", "memory", "errors"])
 def test_on_four_devices(part):
-    file = Path(__file__).with_name("on_mesh.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", str(file), "-k", f"test_{part}"]
-    flags = os.environ.get("XLA_FLAGS", "") + FOUR_DEVICES
-    settings = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    settings.pop("PYTEST_XDIST_WORKER", None)
-    run = subprocess.run(command, env=settings, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", str(TESTS / "on_mesh.py")]
+    run = subprocess.run(
+        [*command, "-k", f"test_{part}"],
+        env=settings(4),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+
+
+def test_two_processes_decode_as_one():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-c", TWO_PROCESSES]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    processes = [
+        subprocess.Popen([*command, str(place), str(port)], env=settings(2), **pipes)
+        for place in (0, 1)
+    ]
+    try:
+        outputs = [process.communicate(timeout=600)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], outputs[0][-3000:]

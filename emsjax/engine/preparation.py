@@ -138,6 +138,16 @@ def check_devices(run: Run) -> None:
         )
 
 
+def check_one_process(run: Run) -> None:
+    """Raises ValueError for a time budget if the model is on devices of several processes."""
+    weights = (x for x in jax.tree.leaves(run.model) if isinstance(x, jax.Array))
+    if not all(is_traced(x) or x.is_fully_addressable for x in weights):
+        raise ValueError(
+            "time_budget_s must be None if the model is on devices of several processes, whose "
+            "clocks differ"
+        )
+
+
 def _devices(tree: Any, *, every: bool = False) -> set[jax.Device]:
     """The devices that the arrays of a pytree were put on, or that `every` array is on."""
     found = set()

@@ -8,6 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import safetensors.numpy
 from flax import nnx
@@ -47,11 +48,13 @@ def save(
 
     Raises:
         ValueError: `path` is a file, or the folder has unsharded weights, which would be loaded
-            instead of the shards.
+            instead of the shards; or the model is on devices of several processes.
     """
     folder, form = Path(path), SAFETENSORS
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"path {folder} is a file, not a folder")
+    if not all(array.is_fully_addressable for array in jax.tree.leaves(model)):
+        raise ValueError("a model on devices of several processes cannot be saved by one of them")
     config, shards = model.config, plan_shards(model, max_shard_bytes)
     if len(shards) > 1 and (folder / form.file_name).exists():
         raise ValueError(
