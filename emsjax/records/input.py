@@ -97,10 +97,8 @@ class Records:
             if digest(name) in self.repeated and first.setdefault(name, number) != number:
                 raise ValueError(f"duplicate id {name!r}, first seen on line {first[name]}")
             found = name
-            own = {"sampling": sampling_of(value)}
-            if self.template is None and "messages" in value:
-                return Record(found, "", number, messages=messages_of(value), **own)
-            return Record(found, text_of(value, self.template, self.fields), number, **own)
+            asked = asked_of(value, self.template, self.fields)
+            return Record(found, line=number, sampling=sampling_of(value), **asked)
         except ValueError as error:  # bad UTF-8 included
             return Record(found, "", number, error=str(error))
 
@@ -186,6 +184,17 @@ def id_of(value: Any) -> str | int:
     return found
 
 
+def asked_of(value: Any, template: str | None, fields: list[str]) -> dict[str, Any]:
+    """The fields `prompt` and `messages` of a `Record` with this JSON value.
+
+    Raises:
+        ValueError: as `text_of` and `messages_of`.
+    """
+    if template is None and value.get("messages") is not None:
+        return {"prompt": "", "messages": messages_of(value)}
+    return {"prompt": text_of(value, template, fields)}
+
+
 def text_of(value: Any, template: str | None, fields: list[str], kind: str = "prompt") -> str:
     """The text that a record's JSON value holds.
 
@@ -216,7 +225,7 @@ def messages_of(value: Any) -> tuple[dict[str, str], ...]:
     Raises:
         ValueError: there is a prompt too, there are none, or one has no role or content as text.
     """
-    if "prompt" in value:
+    if value.get("prompt") is not None:
         raise ValueError('a record has a "prompt" or "messages", not both')
     messages = value["messages"]
     if not isinstance(messages, list) or not messages:

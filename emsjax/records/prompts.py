@@ -55,6 +55,7 @@ class Prompts:
         records: `truncated` is set on those whose prompts are cut.
         tokenizer: a tokenizer of transformers; its `truncation_side` is the end that is cut off.
         max_tokens: longer prompts are cut to this many tokens; None: no prompt is cut.
+        limits: what every prompt must keep to; None: nothing.
         fault_of: tells what is wrong with a record's own settings; None: nothing.
     """
 
@@ -63,7 +64,7 @@ class Prompts:
         records: Records,
         tokenizer: Any,
         max_tokens: int | None,
-        limits: Limits,
+        limits: Limits | None,
         fault_of: Callable[[str], str | None] = lambda sampling: None,
     ):
         self.records, self.tokenizer = records, tokenizer
@@ -88,7 +89,7 @@ class Prompts:
                     yield record, []
                     continue
                 tokens, truncated = next(encoded[record.messages is None])
-                fault = self.limits.fault(tokens)
+                fault = self.limits and self.limits.fault(tokens)
                 if fault is None and record.sampling is not None:
                     fault = self.fault_of(record.sampling)
                 yield dataclasses.replace(record, truncated=truncated, error=fault), tokens
