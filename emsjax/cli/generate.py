@@ -145,9 +145,9 @@ class Log:
         self.console, self.total, self.count = console, total, 0
         self.last = time.monotonic()
 
-    def add(self, speed: str) -> None:
-        """Count one more result."""
-        self.count += 1
+    def add(self, speed: str, results: int = 1) -> None:
+        """Count more results."""
+        self.count += results
         now = time.monotonic()
         if not self.console.is_terminal and now - self.last >= LOG_SECONDS:
             self.last = now

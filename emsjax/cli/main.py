@@ -44,10 +44,13 @@ def run_demo(options: argparse.Namespace, command: str) -> int:
 
 def run_generate(options: argparse.Namespace, command: str) -> int:
     checked = run_options(options)
-    from emsjax.cli import generate
+    from emsjax.cli import generate, generate_ray
 
     console = Console(stderr=True)
-    return generate.run(checked, options.input, options.output, options.profile, console)
+    places = options.input, options.output, options.profile, console
+    if options.ray is None:
+        return generate.run(checked, *places)
+    return generate_ray.run(checked, *places, generate_ray.Cluster(options.ray, options.workers))
 
 
 def run_profile(options: argparse.Namespace, command: str) -> int:

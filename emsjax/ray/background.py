@@ -120,6 +120,9 @@ class Background:
         try:
             for completion in self.completions:
                 batch, place, _ = self.waiting[completion.prompt]
+                if completion.error is not None:  # without the number, which is the stream's
+                    error = completion.error.replace(f"prompts[{completion.prompt}]", "the prompt")
+                    completion = dataclasses.replace(completion, error=error)
                 batch.found[place][completion.sequence] = completion
                 if all(one is not None for one in batch.found[place]):
                     del self.waiting[completion.prompt]

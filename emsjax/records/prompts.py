@@ -138,11 +138,13 @@ class Extent:
         longest: tokens of the longest valid prompt; 1 if there is none.
         truncated: number of valid prompts that are cut.
         invalid: number of records that cannot be completed.
+        first: the first of these and why; None if there are none.
     """
 
     longest: int
     truncated: int
     invalid: int
+    first: str | None = None
 
 
 def check_prompts(
@@ -161,12 +163,10 @@ def check_prompts(
             truncated += record.truncated
         else:
             invalid += 1
-            first = first or record
+            first = first or f"{record}: {record.error}"
     if invalid and not keep_invalid:
-        raise ValueError(
-            f"{invalid} of {count} records cannot be completed; the first is {first}: {first.error}"
-        )
-    return Extent(longest, truncated, invalid)
+        raise ValueError(f"{invalid} of {count} records cannot be completed; the first is {first}")
+    return Extent(longest, truncated, invalid, first)
 
 
 class Missing:
