@@ -25,7 +25,7 @@ cluster_utils = pytest.importorskip("ray.cluster_utils")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 PROMPTS, NODES, NEW = 3000, 3, 4
-PATIENCE = 300  # seconds
+PATIENCE = 400  # seconds
 # Processes of Ray import the library from where this one has it.
 PLACE = {"PYTHONPATH": os.pathsep.join([os.path.dirname(emsjax.__path__[0]), *sys.path])}
 SAMPLED = ["--temperature", "0.9"]
@@ -87,7 +87,7 @@ class Run:
             assert time.monotonic() < self.until, self.stderr.read_text()
             if self.parts:
                 self.sizes.append(self.memory.memory_info().rss)
-            time.sleep(0.02)
+            time.sleep(0.05)
 
     @property
     def parts(self):

@@ -7,9 +7,11 @@ them. Each part of the input becomes one file of the output, which is written at
 import asyncio
 import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from emsjax.cli.drafting import load_models
 from emsjax.cli.generate_arguments import RunOptions
@@ -54,6 +56,12 @@ class Job:
     def output(self, index: int) -> Path:
         """The file of the part before which the input has `index` records."""
         return folders.part_path(Path(self.folder), index, self.suffix)
+
+
+def on_cpu(row: Row, function: Callable[[Row, Job], Row], job: Job) -> Row:
+    """What a function makes of a row, in a task: tasks have no GPU, and actors no tasks."""
+    jax.config.update("jax_platforms", "cpu")
+    return function(row, job)
 
 
 def survey_file(row: Row, job: Job) -> Row:
@@ -130,8 +138,6 @@ class PartCompleter:
     """
 
     def __init__(self, job: Job, policy: Mapping | None, longest: int, samplings: list[str]):
-        import jax
-
         import pallas_kernels
         from emsjax.cli.requested import Requested
         from emsjax.engine.adapt import make_run

@@ -25,6 +25,7 @@ from emsjax.cli.generate_parts import (
     check_file,
     find_first,
     finished_part,
+    on_cpu,
     survey_file,
 )
 from emsjax.cli.sampling_arguments import check_values
@@ -38,7 +39,6 @@ from emsjax.terminal.models import load_config, load_tokenizer
 from emsjax.terminal.reporting import line
 
 MOST_BLOCKS = 1000  # into which the parts are divided; a block is what an actor gets at a time
-ON_CPU = {"env_vars": {"JAX_PLATFORMS": "cpu"}}  # for tasks that only read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +150,8 @@ def connected(address: str) -> Iterator[None]:
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False  # there is one for results
     logging.getLogger("ray.data").setLevel(logging.ERROR)
+    # The datasets tell of failures; Ray would also report errors of its own statistics.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     if ray.is_initialized():
         yield
         return
@@ -189,7 +191,7 @@ def mapped(rows: list[Row], function: Callable[..., Row], job: Job) -> Iterator[
     if rows:
         blocks = min(len(rows), MOST_BLOCKS)
         dataset = ray.data.from_items(rows, override_num_blocks=blocks)
-        yield from dataset.map(function, fn_kwargs={"job": job}, runtime_env=ON_CPU).iter_rows()
+        yield from dataset.map(on_cpu, fn_args=[function, job]).iter_rows()
 
 
 def merged(rows: list[Row], function: Callable[..., Row], job: Job, tally: Tally) -> Iterator[Row]:
