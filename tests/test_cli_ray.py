@@ -221,6 +221,13 @@ def test_a_failure_of_a_worker_is_one_line(tiny_model, paths, hosts, capsys, mon
     assert last == "emsjax: error: OSError('no space left')"
 
 
+def test_parts_that_are_lost_are_an_error(tiny_model, paths, hosts, capsys, monkeypatch):
+    write_records(paths.input)
+    monkeypatch.setattr(folders, "write_part", lambda path, lines: None)
+    assert main(with_ray(tiny_model, paths)) == 2
+    assert "3 of 3 parts were lost" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("broken", [{"input": "in.csv"}, {"options": ["--workers", "0"]}])
 def test_wrong_arguments_are_errors(tiny_model, paths, hosts, capsys, broken):
     write_records(paths.input)

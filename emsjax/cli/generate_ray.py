@@ -134,6 +134,9 @@ def run(
                 tally.merge(json.loads(row["tally"]))
                 progress.update(task, advance=row["results"], speed=tally.speed)
                 log.add(tally.speed, row["results"])
+        lost = sum(not job.output(part["index"]).exists() for part in parts)
+        if lost:
+            raise ValueError(f"{lost} of {len(parts)} parts were lost: start the command again")
     tally.report(console, total - done)
     return report_errors(console, earlier.errors.count + tally.errors.count, tally.errors)
 
