@@ -100,11 +100,7 @@ def run(
         else:
             resolved = resolve(options, config, profile_path)
         checked = check(job, rows, count)
-        parts, finished = [], []
-        for row in checked:
-            for offset, first, lines, index in row["parts"]:
-                part = {"path": row["path"], "offset": offset, "line": first, "lines": lines}
-                (finished if job.output(index).exists() else parts).append(part | {"index": index})
+        parts, finished = divide(job, checked)
         total, earlier = count * options.num_sequences, Tally(0.0)
         done = sum(row["results"] for row in merged(finished, finished_part, job, earlier))
         if not parts:
@@ -179,10 +175,11 @@ def locked(folder: Path) -> Iterator[None]:
     folder.mkdir(exist_ok=True)
     held = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"another run is writing {folder}") from error
         yield
-    except BlockingIOError as error:
-        raise ValueError(f"another run is writing {folder}") from error
     finally:
         os.close(held)
 
@@ -212,7 +209,7 @@ def survey(job: Job, files: list[Path]) -> tuple[Job, list[Row]]:
     Raises:
         ValueError: there are no records.
     """
-    asked = [{"path": str(path.resolve())} for path in files]
+    asked = [{"path": str(path.absolute())} for path in files]  # links keep their names
     rows = sorted(mapped(asked, survey_file, job), key=lambda row: row["path"])
     known, index = Digests(), 0
     for row in rows:
@@ -258,6 +255,16 @@ def check(job: Job, rows: list[Row], count: int) -> list[Row]:
             f"{extent.invalid} of {count} records cannot be completed; the first is {extent.first}"
         )
     return checked
+
+
+def divide(job: Job, checked: list[Row]) -> tuple[list[Row], list[Row]]:
+    """The parts of all files that are missing in the output, and those that it has."""
+    parts, finished = [], []
+    for row in checked:
+        for offset, first, lines, index in row["parts"]:
+            part = {"path": row["path"], "offset": offset, "line": first, "lines": lines}
+            (finished if job.output(index).exists() else parts).append(part | {"index": index})
+    return parts, finished
 
 
 def extent_of(checked: list[Row]) -> Extent:
