@@ -20,7 +20,7 @@ from emsjax.terminal.models import load_tokenizer
 class Completer:
     """Completes prompts in an actor of Ray Data, which loads the model once and keeps its slots.
 
-    It is the class for `ray.data.Dataset.map_batches`, which makes one in each actor:
+    It is the class for `ray.data.Dataset.map_batches`, which makes one in each actor::
 
         dataset.map_batches(
             emsjax.ray.Completer,
