@@ -95,9 +95,9 @@ def test_a_folder_is_one_input_in_the_order_of_its_names(tiny_model, paths, host
     paths.input = paths.input.with_name("folder")
     paths.input.mkdir()
     write_records(paths.input / "b.jsonl", RECORDS[5:])
-    # A blank line is no record; a part may end before it.
-    text = "\n".join(map(json.dumps, RECORDS[:4])) + "\n\n" + json.dumps(RECORDS[4])
-    (paths.input / "a.jsonl").write_text(text)
+    # Blank lines are no records, within a part and between two.
+    lines = list(map(json.dumps, RECORDS[:5]))
+    (paths.input / "a.jsonl").write_text("\n".join([*lines[:2], "", *lines[2:4], "", lines[4]]))
     (paths.input / "notes.txt").write_text("no input")
     assert main(with_ray(tiny_model, paths, "--temperature", "0.9")) == 0
     assert by_place(results(paths.output)) == by_place(expected)
