@@ -272,13 +272,14 @@ class Source:
                 yield item
                 continue
             one = Numbered(*item)
-            place, row = one.number, self.variants.of(one.number)
+            place = one.number
             try:
-                new = self.new_tokens(row, one.max_new_tokens)
+                new = self.new_tokens(place, one.max_new_tokens)
                 ids = self.checked(place, one.prompt, new)
             except ValueError as error:
                 yield from (refusal(place, n, str(error)) for n in range(each))
                 continue
+            row = self.variants.of(place)  # a prompt that is refused may have none
             settings = jax.tree.map(lambda values, row=row: values[row], self.requests.settings)
             first = (place if one.key_number is None else one.key_number) * each
             for n in range(each):
@@ -300,18 +301,19 @@ class Source:
             count += item is not NOT_YET
             yield item
 
-    def new_tokens(self, row: int, own: Any) -> int:
-        """The most new tokens of a prompt with the settings of this row.
+    def new_tokens(self, place: int, own: Any) -> int:
+        """The most new tokens of a prompt, which may have a number of its own.
 
         Raises:
             ValueError: the prompt's own number is none, or less than `min_new_tokens`.
         """
         if own is None:
-            return int(self.requests.max_new_tokens[row])
+            return int(self.requests.max_new_tokens[0])
         new = check_at_least("max_new_tokens", own, 1)
         controls = self.requests.settings.controls
         if controls is not None and controls.min_new_tokens is not None:
-            check_at_least("max_new_tokens", new, int(controls.min_new_tokens[row]))
+            least = controls.min_new_tokens[self.variants.of(place)]
+            check_at_least("max_new_tokens", new, int(least))
         return new
 
     def checked(self, place: int, prompt: Sequence[int], new: int) -> np.ndarray:
