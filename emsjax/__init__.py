@@ -1,7 +1,7 @@
 """Lossless batched speculative decoding in JAX, unpadded (EMS-SD)."""
 
 import emsjax.interrupts  # noqa: F401 - first: a command may be interrupted during the others
-from emsjax import constraints, vanilla, verification
+from emsjax import constraints, ray, vanilla, verification
 from emsjax.decode.base import Draft, Drafter, DraftLength, StepView
 from emsjax.decode.state import DecodeState, StepInfo
 from emsjax.device import best_dtype
@@ -75,6 +75,7 @@ __all__ = [
     "generate",
     "init_state",
     "rank_by_mean_logprob",
+    "ray",
     "score",
     "step",
     "stream",

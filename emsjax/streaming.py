@@ -1,7 +1,6 @@
 """`stream`: takes prompts as they arrive and yields completions as they finish."""
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from emsjax.engine.requests import (
     check_requests,
     read_prompt,
 )
-from emsjax.engine.slots import Entry, Row, sequences_of
+from emsjax.engine.slots import NOT_YET, Entry, Row, sequences_of
 from emsjax.sampling import LogitsProcessor, Sampling
 from pallas_kernels.common.blocks import round_up
 
@@ -44,6 +43,23 @@ class Variants(NamedTuple):
 
 
 ONE_VARIANT = Variants(1, lambda prompt: 0)
+
+
+class Numbered(NamedTuple):
+    """A prompt of `stream_numbered`; a pair of number and prompt is one without the rest.
+
+    Attributes:
+        number: by which its completions are known, different from those of all other prompts that
+            are decoded at the same time.
+        prompt: its token ids.
+        max_new_tokens: of this prompt; None: of all.
+        key_number: decides its random keys, 0 or more; None: the number does.
+    """
+
+    number: int
+    prompt: Sequence[int]
+    max_new_tokens: Any = None
+    key_number: int | None = None
 
 
 @configured
@@ -151,7 +167,7 @@ def is_list(prompts: Any) -> bool:
 @configured
 def stream_numbered(
     run: Run,
-    prompts: Iterator[tuple[int, Sequence[int]]],
+    prompts: Iterator[Any],
     *,
     batch_size: int,
     max_len: int | None = None,
@@ -165,6 +181,8 @@ def stream_numbered(
     A run that skips finished prompts therefore has the same output for the remaining ones.
 
     Args:
+        prompts: pairs of number and prompt, or `Numbered`. An iterator that has to wait for its
+            next prompt yields `NOT_YET` meanwhile, so that other sequences are decoded.
         variants: settings, stops and values of processors that only some prompts have; there is
             then one of each per variant, in `options` and in the processors.
     """
@@ -230,7 +248,7 @@ class Source:
     """The sequences of prompts that are read one by one.
 
     Args:
-        prompts: pairs of index and prompt.
+        prompts: as for `stream_numbered`.
         requests: the arguments of each variant.
         longest: maximum number of tokens of a prompt and its continuation together.
         variants: settings that only some prompts have.
@@ -238,7 +256,7 @@ class Source:
 
     def __init__(
         self,
-        prompts: Iterator[tuple[int, Sequence[int]]],
+        prompts: Iterator[Any],
         config: ModelConfig,
         requests: Requests,
         longest: int,
@@ -248,32 +266,57 @@ class Source:
         self.longest, self.variants = longest, variants
         self.error: BaseException | None = None
 
-    def entries(self) -> Iterator["Entry | Completion"]:
-        """Yields an `Entry` per sequence, or its refusal if the prompt cannot be decoded."""
-        new, each = int(self.requests.max_new_tokens[0]), self.requests.num_sequences
-        for place, prompt in self.read():
+    def entries(self) -> Iterator[Any]:
+        """Yields `NOT_YET` and, per sequence, an `Entry` or its refusal."""
+        each = self.requests.num_sequences
+        for item in self.read():
+            if item is NOT_YET:
+                yield item
+                continue
+            one = Numbered(*item)
+            place = one.number
             try:
-                ids = self.checked(place, prompt, new)
+                new = self.new_tokens(place, one.max_new_tokens)
+                ids = self.checked(place, one.prompt, new)
             except ValueError as error:
                 yield from (refusal(place, n, str(error)) for n in range(each))
                 continue
-            row = self.variants.of(place)
+            row = self.variants.of(place)  # a prompt that is refused may have none
             settings = jax.tree.map(lambda values, row=row: values[row], self.requests.settings)
-            for sequence in range(place * each, (place + 1) * each):
-                yield Entry(sequence, ids, new, self.requests.keys.data(sequence), settings)
+            first = (place if one.key_number is None else one.key_number) * each
+            for n in range(each):
+                key = self.requests.keys.data(first + n)
+                yield Entry(place * each + n, ids, new, key, settings)
 
-    def read(self) -> Iterator[tuple[int, Sequence[int]]]:
+    def read(self) -> Iterator[Any]:
         """Yields the prompts; an error ends them and is stored in `self.error`."""
-        for count in itertools.count():
+        count = 0
+        while True:
             try:
-                prompt = next(self.prompts)
+                item = next(self.prompts)
             except StopIteration:
                 return
             except Exception as error:
                 error.add_note(f"raised by the iterator of prompts after {count} of them")
                 self.error = error
                 return
-            yield prompt
+            count += item is not NOT_YET
+            yield item
+
+    def new_tokens(self, place: int, own: Any) -> int:
+        """The most new tokens of a prompt, which may have a number of its own.
+
+        Raises:
+            ValueError: the prompt's own number is none, or less than `min_new_tokens`.
+        """
+        if own is None:
+            return int(self.requests.max_new_tokens[0])
+        new = check_at_least("max_new_tokens", own, 1)
+        controls = self.requests.settings.controls
+        if controls is not None and controls.min_new_tokens is not None:
+            least = controls.min_new_tokens[self.variants.of(place)]
+            check_at_least("max_new_tokens", new, int(least))
+        return new
 
     def checked(self, place: int, prompt: Sequence[int], new: int) -> np.ndarray:
         ids = read_prompt(self.config, place, prompt)

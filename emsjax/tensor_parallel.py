@@ -44,6 +44,17 @@ def meshes(size: int) -> list[Mesh]:
     return [Mesh(group, (AXIS,)) for group in grouped]
 
 
+def places(size: int) -> list[jax.Device] | list[Mesh] | None:
+    """Where this process's replicas are: its devices, or meshes of `size` of them.
+
+    None: there is only one place, the default device.
+    """
+    if size > 1:
+        return meshes(size)
+    devices = jax.local_devices()
+    return devices if len(devices) > 1 else None
+
+
 @dataclasses.dataclass(frozen=True)
 class TensorParallel:
     """The devices of a model, and whether it is split over them.

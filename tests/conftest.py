@@ -61,7 +61,7 @@ CHECKED = [
     "verification",
 ]
 COMMANDS = re.compile(
-    "test_(cli|cli_.*|demo_recipe|docs|peers|plotting|readme|.*benchmarks?"
+    "test_(cli|cli_.*|demo_recipe|docs|peers|plotting|ray|readme|.*benchmarks?"
     "|argument_fuzz|hostile_folders|torch_files"
     "|distillation.*|draft_length|goodput|step_costs|testing|vanilla)"
 )

@@ -21,6 +21,7 @@ PUBLIC_ENTRIES = (
     "emsjax.generate",
     "emsjax.stream",
     "emsjax.init_state",
+    "emsjax.ray.completer.Completer",
     "emsjax.vanilla.generate",
     "emsjax.step",
     "emsjax.testing.assert_invariant",

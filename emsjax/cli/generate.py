@@ -162,9 +162,9 @@ class Log:
         self.console, self.total, self.count = console, total, 0
         self.last = time.monotonic()
 
-    def add(self, speed: str) -> None:
-        """Count one more result."""
-        self.count += 1
+    def add(self, speed: str, results: int = 1) -> None:
+        """Count more results."""
+        self.count += results
         now = time.monotonic()
         if not self.console.is_terminal and now - self.last >= LOG_SECONDS:
             self.last = now
@@ -191,20 +191,16 @@ def completions(run: tuple, missing: Missing, longest: int, options: RunOptions,
         run: model, drafter, draft-length policy and logits processors.
         requests: the other arguments of `emsjax.stream`.
     """
-    import jax
-
     from emsjax import streaming
     from emsjax.engine.adapt import make_run
-    from emsjax.tensor_parallel import meshes
+    from emsjax.tensor_parallel import places
 
     *parts, processors = run
-    size = options.tensor_parallel
-    devices = jax.local_devices() if size == 1 else meshes(size)
     return streaming.stream_numbered(
         make_run(*parts, processors=processors, kv_dtype=options.kv_dtype),
         iter(missing),
         batch_size=options.batch_size,
         max_len=longest,
-        devices=devices if len(devices) > 1 or size > 1 else None,
+        devices=places(options.tensor_parallel),
         **requests,
     )

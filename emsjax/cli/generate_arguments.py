@@ -104,7 +104,8 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         "--input",
         required=True,
         type=Path,
-        help='JSON Lines: objects with a unique "id" (string or integer) and "prompt"',
+        help='JSON Lines: objects with a unique "id" (string or integer) and "prompt"; with --ray '
+        "also Parquet, and folders of such files",
     )
     add(
         "--output",
@@ -195,6 +196,21 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_sampling_arguments(parser)
     add(
+        "--ray",
+        nargs="?",
+        const="local",
+        metavar="ADDRESS",
+        help="let Ray Data deal out the input, a file or a folder of JSON Lines or Parquet, to the "
+        "hosts of the cluster at this address, which write parts into the folder --output "
+        "(default: a cluster of this machine alone)",
+    )
+    add(
+        "--workers",
+        type=positive_int,
+        metavar="N",
+        help="with --ray: actors with a model (default: one for each GPU, or else for each host)",
+    )
+    add(
         "--seed",
         type=seed,
         default=0,
@@ -214,6 +230,10 @@ def run_options(arguments: argparse.Namespace) -> RunOptions:
     check_sampling(given)
     if given["keep"] != "first" and given["max_prompt_tokens"] is None:
         raise ValueError("--keep needs --max-prompt-tokens: otherwise no prompt is cut")
+    if given["workers"] is not None and given["ray"] is None:
+        raise ValueError("--workers needs --ray")
+    if given["memory"] is not None and given["ray"] is not None:
+        raise ValueError("--memory is not for --ray, whose workers have no memory in common")
     from emsjax.device import dtype_name
     from emsjax.terminal.models import resolve_models
 

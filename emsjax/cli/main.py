@@ -44,11 +44,14 @@ def run_demo(options: argparse.Namespace, command: str) -> int:
 
 def run_generate(options: argparse.Namespace, command: str) -> int:
     checked = run_options(options)
-    from emsjax.cli import generate
+    from emsjax.cli import generate, generate_ray
+    from emsjax.cli.generate_ray import Cluster
 
     console = Console(stderr=True)
     files = generate.Files(options.input, options.output, options.profile, options.memory)
-    return generate.run(checked, files, console)
+    if options.ray is None:
+        return generate.run(checked, files, console)
+    return generate_ray.run(checked, files, console, Cluster(options.ray, options.workers))
 
 
 def run_profile(options: argparse.Namespace, command: str) -> int:

@@ -69,8 +69,12 @@ class Requested:
     def arguments(self, missing: Any) -> dict[str, Any]:
         """The arguments of `stream_numbered`, for records whose settings have been checked."""
         variant_of = lambda index: self.rows[missing.sampling_of(index)]
-        variants = Variants(len(self.variants), variant_of)
-        return self._arguments(self.variants) | {"variants": variants}
+        return self.common_arguments | {"variants": Variants(len(self.variants), variant_of)}
+
+    @property
+    def common_arguments(self) -> dict[str, Any]:
+        """These arguments without the variant of each prompt."""
+        return self._arguments(self.variants)
 
     def _merged(self, own: Own) -> Own:
         """The options' settings with a record's own in their places."""

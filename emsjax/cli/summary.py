@@ -2,6 +2,8 @@
 
 import dataclasses
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -24,9 +26,12 @@ class Named:
     names: list[str] = dataclasses.field(default_factory=list)
 
     def add(self, record: Record) -> None:
-        self.count += 1
-        if len(self.names) < NAMED and str(record) not in self.names:
-            self.names.append(str(record))
+        self.merge(Named(1, [str(record)]))
+
+    def merge(self, other: "Named") -> None:
+        self.count += other.count
+        new = [name for name in other.names if name not in self.names]
+        self.names = [*self.names, *new][:NAMED]
 
     def __str__(self) -> str:
         return ", ".join(self.names) + (", ..." if self.count > len(self.names) else "")
@@ -59,6 +64,13 @@ class Tally:
             self.dropping.add(record)
         if completion.finish_reason == "error":
             self.errors.add(record)
+
+    def merge(self, other: Mapping[str, Any]) -> None:
+        """Add the fields of another tally, as `dataclasses.asdict` returns them."""
+        for name in ("emitted", "steps", "dropped", "invalid"):
+            setattr(self, name, getattr(self, name) + other[name])
+        for name in ("errors", "dropping"):
+            getattr(self, name).merge(Named(**other[name]))
 
     @property
     def speed(self) -> str:

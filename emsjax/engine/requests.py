@@ -36,7 +36,8 @@ class SequenceKeys:
     """The random keys of numbered sequences, computed as they are needed.
 
     Args:
-        key: one typed key, of which sequence i has fold_in(key, i), or one per sequence.
+        key: one typed key, of which sequence i has fold_in(key, i), or one per sequence. Beyond 32
+            bits it is fold_in(fold_in(key, i >> 32), i % 2**32), for i modulo 2**64.
     """
 
     def __init__(self, key: jax.Array):
@@ -51,7 +52,9 @@ class SequenceKeys:
         first, keys = self.block  # read at once, as other threads may replace it
         if keys is None or not 0 <= sequence - first < KEYS_AT_ONCE:
             first = sequence - sequence % KEYS_AT_ONCE
-            keys = np.asarray(_keys_from(self.key, np.uint32(first)))
+            high, low = divmod(first % 2**64, 2**32)
+            key = jax.random.fold_in(self.key, np.uint32(high)) if high else self.key
+            keys = np.asarray(_keys_from(key, np.uint32(low)))
             self.block = first, keys
         return keys[sequence - first]
 

@@ -6,7 +6,7 @@ Slots outlive the sequences of one call: the next call reuses compiled programs 
 import dataclasses
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from time import monotonic, perf_counter
+from time import monotonic, perf_counter, sleep
 from typing import Any
 
 import jax
@@ -25,8 +25,11 @@ from emsjax.sampling import Settings
 STEPS = 64  # per call of the loop; finished sequences wait no longer than this
 BUDGET_CHECK_STEPS = 16  # per call of the loop if there is a deadline
 PARTIAL_STEPS = 8  # per call of the loop if rows of unfinished sequences are wanted
+WAITING_STEPS = 16  # per call of the loop if the next sequence has not arrived yet
+IDLE_SECONDS = 0.01  # between two looks for the next sequence while no slot is busy
 NO_LIMIT = np.iinfo(np.int32).max // 2  # steps
 TOTALS = ("model_calls", "real_rows", "padding_rows")  # fields of `Counters`
+NOT_YET = object()  # an item of an iterator that has nothing at present, but may have more later
 Row = dict[str, np.ndarray]
 
 
@@ -49,7 +52,6 @@ class Entry:
     settings: Settings
 
 
-# Where the state is, as a call returns them.
 _places = jax.jit(Finished.places, static_argnames="count", keep_unused=True)
 
 
@@ -131,7 +133,7 @@ class Slots:
             cache = self.state.cache
         run = dataclasses.replace(self.run.whole(), model=None)
         self.state = begin_idle(run, cache, keys, settings, requests.common, max_len=self.max_len)
-        self.finished = _places(2 * self.count, self.state)
+        self.finished = _places(2 * self.count, self.state)  # where the state is
         # The counters on the device start again at 0.
         self.totals, self.busy_slots, self.seconds = dict.fromkeys(TOTALS, 0), 0, 0.0
 
@@ -145,7 +147,8 @@ class Slots:
     ) -> Generator[Any, None, None]:
         """Yields each sequence's row as it finishes; sequences enter in the given order.
 
-        Items that are not an `Entry` are passed through.
+        Items that are not an `Entry` are passed through. After `NOT_YET` the slots go on with the
+        sequences that they have, and ask for the next one after a few steps.
 
         Args:
             enough: number of idle slots at which the next sequences enter, if the drafter holds
@@ -173,7 +176,7 @@ class Slots:
                 rest = () if entry is None else (entry, *entries)
                 yield from (self.not_begun(entry) for entry in (*self.staged, *rest))
                 return
-            while entry is not None and len(self.staged) < self.room:
+            while not (entry is None or entry is NOT_YET) and len(self.staged) < self.room:
                 if isinstance(entry, Entry):
                     self.staged.append(entry)
                 else:
@@ -181,10 +184,14 @@ class Slots:
                 entry = next(entries, None)
             steps = STEPS if deadline is None else BUDGET_CHECK_STEPS
             steps = PARTIAL_STEPS if partial else steps
-            self.decode(self.count if entry is None else enough, steps)
-            yield from self.take_finished()
-            if partial:
-                yield from self.unfinished()
+            waits = entry is NOT_YET
+            if self.staged or self.busy:
+                idle = self.count if waits or entry is None else enough
+                self.decode(idle, min(steps, WAITING_STEPS) if waits else steps)
+                yield from self.rows_of_call(partial)
+            else:
+                sleep(IDLE_SECONDS)
+            entry = next(entries, None) if waits else entry
 
     def finish(self, deadline: float | None) -> list[Row]:
         """Decodes a filled group to its end or to the deadline, and returns its rows."""
@@ -287,6 +294,10 @@ class Slots:
         kept = {name: getattr(self.finished, name) for name in (*PER_SLOT, *COUNTED)}
         kept = jax.device_get(kept) | {"active": np.zeros(len(kept["lengths"]), bool)}
         return [self.row(kept, place) for place in range(count)]
+
+    def rows_of_call(self, partial: bool) -> list[Row]:
+        """Returns the rows that `serve` yields after a call of the loop."""
+        return self.take_finished() + (self.unfinished() if partial else [])
 
     def unfinished(self) -> list[Row]:
         """Returns the rows of the sequences that still decode."""

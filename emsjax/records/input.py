@@ -3,10 +3,11 @@
 import codecs
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import string
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,26 @@ class Record:
 Key = str | int | tuple[str, int]
 
 
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Consecutive lines of an input file.
+
+    Attributes:
+        offset: bytes before its first line.
+        line: number of its first line, from 1.
+        lines: number of its lines; None: all that follow.
+        index: number of records before it in the whole input.
+    """
+
+    offset: int = 0
+    line: int = 1
+    lines: int | None = None
+    index: int = 0
+
+
+WHOLE = Part()
+
+
 class Records:
     """The records of a JSON Lines file, read line by line in each iteration.
 
@@ -58,16 +79,26 @@ class Records:
         path: the file.
         template: builds a prompt from a record's fields; None: the field "prompt" or "messages".
         keep_invalid: invalid records are yielded with their `error`.
+        part: the part of the file that is read.
 
     Raises:
         ValueError: a bad template, or not a regular file; in an iteration, a file that has
             changed, or the first bad line with its number unless invalid ones are kept.
     """
 
-    def __init__(self, path: Path, template: str | None, *, keep_invalid: bool = False):
+    def __init__(
+        self,
+        path: Path,
+        template: str | None,
+        *,
+        keep_invalid: bool = False,
+        part: Part = WHOLE,
+    ):
         self.path, self.template, self.keep_invalid = path, template, keep_invalid
-        self.fields = template_fields(template, "--prompt-template")
+        self.fields, self.part = template_fields(template, "--prompt-template"), part
         self.repeated: Set[bytes] = frozenset()  # digests of ids that several lines have
+        self.first: dict[bytes, str] = {}  # where these were seen first
+        self.of_file = ""  # follows the number of a line where an input has several files
         if path.exists() and not path.is_file():
             raise ValueError(f"{path} is not a regular file: it is read more than once")
         self.version = _version(path.stat())
@@ -78,29 +109,32 @@ class Records:
 
     def lines(self) -> Iterator[tuple[bytes, Record | None]]:
         """Every line of the file and its record, which is None for a blank line."""
-        first: dict[Key, int] = {}  # lines on which repeated ids were seen first
         with self.path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
+            file.seek(self.part.offset)
+            lines = itertools.islice(file, self.part.lines)
+            for number, line in enumerate(lines, start=self.part.line):
                 if _version(os.fstat(file.fileno())) != self.version:
                     raise ValueError(f"{self.path} has changed while it was in use")
                 text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-                record = self._record(text, number, first) if text.strip() else None
+                read = lambda text=text: parse_json(text.decode())
+                record = self.record(read, number) if text.strip() else None
                 if record is not None and record.error and not self.keep_invalid:
                     raise ValueError(f"{self.path}, line {number}: {record.error}")
                 yield line, record
 
-    def _record(self, line: bytes, number: int, first: dict[Key, int]) -> Record:
+    def record(self, read: Callable[[], Any], number: int) -> Record:
+        """The record on a line, whose value `read` returns or raises a ValueError."""
         found = None
         try:
-            value = parse_json(line.decode())
+            value = read()
             name = id_of(value)
-            if digest(name) in self.repeated and first.setdefault(name, number) != number:
-                raise ValueError(f"duplicate id {name!r}, first seen on line {first[name]}")
+            if (known := digest(name)) in self.repeated:
+                here = f"line {number}{self.of_file}"
+                if (seen := self.first.setdefault(known, here)) != here:
+                    raise ValueError(f"duplicate id {name!r}, first seen on {seen}")
             found = name
-            own = {"sampling": sampling_of(value)}
-            if self.template is None and "messages" in value:
-                return Record(found, "", number, messages=messages_of(value), **own)
-            return Record(found, text_of(value, self.template, self.fields), number, **own)
+            asked = asked_of(value, self.template, self.fields)
+            return Record(found, line=number, sampling=sampling_of(value), **asked)
         except ValueError as error:  # bad UTF-8 included
             return Record(found, "", number, error=str(error))
 
@@ -186,6 +220,17 @@ def id_of(value: Any) -> str | int:
     return found
 
 
+def asked_of(value: Any, template: str | None, fields: list[str]) -> dict[str, Any]:
+    """The fields `prompt` and `messages` of a `Record` with this JSON value.
+
+    Raises:
+        ValueError: as `text_of` and `messages_of`.
+    """
+    if template is None and value.get("messages") is not None:
+        return {"prompt": "", "messages": messages_of(value)}
+    return {"prompt": text_of(value, template, fields)}
+
+
 def text_of(value: Any, template: str | None, fields: list[str], kind: str = "prompt") -> str:
     """The text that a record's JSON value holds.
 
@@ -216,7 +261,7 @@ def messages_of(value: Any) -> tuple[dict[str, str], ...]:
     Raises:
         ValueError: there is a prompt too, there are none, or one has no role or content as text.
     """
-    if "prompt" in value:
+    if value.get("prompt") is not None:
         raise ValueError('a record has a "prompt" or "messages", not both')
     messages = value["messages"]
     if not isinstance(messages, list) or not messages:

@@ -55,6 +55,7 @@ class Prompts:
         records: `truncated` is set on those whose prompts are cut.
         tokenizer: a tokenizer of transformers; its `truncation_side` is the end that is cut off.
         max_tokens: longer prompts are cut to this many tokens; None: no prompt is cut.
+        limits: what every prompt must keep to; None: nothing.
         fault_of: tells what is wrong with a record's own settings; None: nothing.
     """
 
@@ -63,7 +64,7 @@ class Prompts:
         records: Records,
         tokenizer: Any,
         max_tokens: int | None,
-        limits: Limits,
+        limits: Limits | None,
         fault_of: Callable[[str], str | None] = lambda sampling: None,
     ):
         self.records, self.tokenizer = records, tokenizer
@@ -88,7 +89,7 @@ class Prompts:
                     yield record, []
                     continue
                 tokens, truncated = next(encoded[record.messages is None])
-                fault = self.limits.fault(tokens)
+                fault = self.limits and self.limits.fault(tokens)
                 if fault is None and record.sampling is not None:
                     fault = self.fault_of(record.sampling)
                 yield dataclasses.replace(record, truncated=truncated, error=fault), tokens
@@ -137,11 +138,13 @@ class Extent:
         longest: tokens of the longest valid prompt; 1 if there is none.
         truncated: number of valid prompts that are cut.
         invalid: number of records that cannot be completed.
+        first: the first of these and why; None if there are none.
     """
 
     longest: int
     truncated: int
     invalid: int
+    first: str | None = None
 
 
 def check_prompts(
@@ -160,12 +163,10 @@ def check_prompts(
             truncated += record.truncated
         else:
             invalid += 1
-            first = first or record
+            first = first or f"{record}: {record.error}"
     if invalid and not keep_invalid:
-        raise ValueError(
-            f"{invalid} of {count} records cannot be completed; the first is {first}: {first.error}"
-        )
-    return Extent(longest, truncated, invalid)
+        raise ValueError(f"{invalid} of {count} records cannot be completed; the first is {first}")
+    return Extent(longest, truncated, invalid, first)
 
 
 class Missing:

@@ -1,10 +1,11 @@
 """How JSON text and files are written."""
 
+import contextlib
 import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +58,15 @@ def write_atomically(path: Path, text: str) -> None:
     if is_stream(path):
         path.write_text(text, encoding="utf-8")
         return
-    unfinished = path.with_name(path.name + ".tmp")
-    with unfinished.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
+    with replacing(path, path.with_name(path.name + ".tmp")) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def replacing(path: Path, unfinished: Path) -> Iterator[Path]:
+    """A context that writes the file `unfinished`, which then becomes `path` at once."""
+    yield unfinished
+    with unfinished.open("rb+") as file:
         os.fsync(file.fileno())
     os.replace(unfinished, path)
     folder = os.open(path.parent, os.O_RDONLY)

@@ -1,0 +1,247 @@
+"""`emsjax generate --ray` without a cluster: what the driver asks and what the workers do."""
+
+import asyncio
+import contextlib
+import json
+import types
+
+import numpy as np
+import pytest
+from jsonl import RECORDS, assert_error, command, read_lines, write_records
+
+from emsjax.cli import generate_ray
+from emsjax.cli.generate_parts import PartCompleter
+from emsjax.cli.main import main
+from emsjax.records import folders
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+SIZE = 4  # records in a part
+
+
+@pytest.fixture
+def hosts(monkeypatch):
+    """Replaces Ray: rows go to this process, to the last first. `made` has the actors."""
+    state = types.SimpleNamespace(made=[], parts=[], fail_after=None)
+
+    def mapped(rows, function, job):
+        return [function(dict(row), job) for row in reversed(rows)]
+
+    def complete(parts, arguments, workers, options):
+        state.made.append(PartCompleter(**arguments))
+        for count, part in enumerate(reversed(parts)):
+            if count == state.fail_after:
+                raise KeyboardInterrupt
+            state.parts.append(part["index"])
+            batch = {name: np.array([value]) for name, value in part.items()}
+            row = asyncio.run(state.made[-1](batch))
+            yield {name: values[0] for name, values in row.items()}
+        state.made[-1].slots.close()
+
+    monkeypatch.setattr(generate_ray, "mapped", mapped)
+    monkeypatch.setattr(generate_ray, "complete", complete)
+    monkeypatch.setattr(generate_ray, "connected", lambda address: contextlib.nullcontext())
+    monkeypatch.setattr("emsjax.ray.check_installed", lambda: None)
+    monkeypatch.setattr(folders, "LEAST_RECORDS", SIZE)
+    yield state
+    for one in state.made:
+        one.slots.close()
+
+
+def with_ray(model, paths, *options):
+    return command(model, paths, "--ray", *options)
+
+
+def results(folder):
+    """The lines of all parts in their order."""
+    return [line for path in sorted(folder.glob("part-*")) for line in folders.read_part(path)]
+
+
+def by_place(lines):
+    """Lines in an order of their own, without the value that rounding may change."""
+    lines = [{k: v for k, v in line.items() if k != "mean_logprob"} for line in lines]
+    return sorted(lines, key=lambda line: json.dumps(line, sort_keys=True))
+
+
+def plain(model, paths, *options):
+    """The lines of the same run without Ray."""
+    output, paths.output = paths.output, paths.output.with_name("plain.jsonl")
+    assert main(command(model, paths, *options)) == 0
+    lines, paths.output = read_lines(paths.output), output
+    return lines
+
+
+@pytest.fixture
+def paths(tmp_path):
+    return types.SimpleNamespace(input=tmp_path / "in.jsonl", output=tmp_path / "out")
+
+
+OWN = [record | {"sampling": {"temperature": 0.5 + i % 2}} for i, record in enumerate(RECORDS)]
+
+
+@pytest.mark.parametrize("records", [RECORDS, OWN], ids=["common", "own settings"])
+def test_the_parts_hold_the_results_of_a_run_without_ray(tiny_model, paths, hosts, records):
+    write_records(paths.input, records)
+    options = ["--temperature", "0.9", "--num-sequences", "2", "--drafter", "prompt-lookup"]
+    assert main(with_ray(tiny_model, paths, *options)) == 0
+    assert [len(read_lines(path)) for path in sorted(paths.output.iterdir())] == [8, 8, 6]
+    lines = results(paths.output)
+    assert [line["id"] for line in lines] == [r["id"] for r in records for _ in range(2)]
+    assert by_place(lines) == by_place(plain(tiny_model, paths, *options))
+
+
+def test_a_folder_is_one_input_in_the_order_of_its_names(tiny_model, paths, hosts):
+    write_records(paths.input)
+    expected = plain(tiny_model, paths, "--temperature", "0.9")
+    paths.input = paths.input.with_name("folder")
+    paths.input.mkdir()
+    write_records(paths.input / "b.jsonl", RECORDS[5:])
+    # Blank lines are no records, within a part and between two.
+    lines = list(map(json.dumps, RECORDS[:5]))
+    (paths.input / "a.jsonl").write_text("\n".join([*lines[:2], "", *lines[2:4], "", lines[4]]))
+    (paths.input / "notes.txt").write_text("no input")
+    assert main(with_ray(tiny_model, paths, "--temperature", "0.9")) == 0
+    assert by_place(results(paths.output)) == by_place(expected)
+    names = [path.name for path in sorted(paths.output.iterdir())]
+    assert names == [f"part-{i:012d}.jsonl" for i in (0, 4, 5, 9)]
+
+
+def test_parquet_files_make_parquet_parts(tiny_model, paths, hosts):
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    own = [{"temperature": 0.5} if i % 3 else None for i in range(len(RECORDS))]
+    records = [
+        {"id": f"r{i}", "prompt": record["prompt"], **({"sampling": own[i]} if own[i] else {})}
+        for i, record in enumerate(RECORDS)
+    ]
+    write_records(paths.input, records)
+    expected = plain(tiny_model, paths, "--temperature", "0.9")
+    paths.input = paths.input.with_suffix(".parquet")
+    schema = pa.schema(
+        {
+            "id": pa.string(),
+            "prompt": pa.string(),
+            "messages": pa.null(),
+            "sampling": pa.struct({"temperature": pa.float64(), "top_k": pa.int64()}),
+        }
+    )
+    parquet.write_table(pa.Table.from_pylist(records, schema), paths.input, row_group_size=3)
+    assert main(with_ray(tiny_model, paths, "--temperature", "0.9")) == 0
+    table = parquet.read_table(paths.output)  # all parts have the same columns
+    given = set(expected[0])
+    lines = [{k: v for k, v in line.items() if k in given} for line in table.to_pylist()]
+    assert by_place(lines) == by_place(expected)
+    assert table["error"].null_count == len(RECORDS)
+
+
+def test_a_second_call_does_only_what_is_missing(tiny_model, paths, hosts, capsys):
+    write_records(paths.input)
+    options = with_ray(tiny_model, paths, "--temperature", "0.9")
+    hosts.fail_after = 1
+    assert main(options) == 130
+    assert hosts.parts == [8]
+    (paths.output / ".part-000000000000.jsonl.dead").write_text("half a li")
+    kept = {path: path.stat().st_mtime_ns for path in paths.output.glob("part-*")}
+    assert len(kept) == 1
+    hosts.fail_after = None
+    capsys.readouterr()
+    assert main(options) == 0
+    assert "Going on after 3 results." in capsys.readouterr().err
+    assert hosts.parts == [8, 4, 0]
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+    assert len(list(paths.output.iterdir())) == 3
+    assert by_place(results(paths.output)) == by_place(plain(tiny_model, paths, *options[-2:]))
+    # A complete output is left as it is, and no model is loaded.
+    made, after = len(hosts.made), {p: p.stat().st_mtime_ns for p in paths.output.iterdir()}
+    assert main(options) == 0
+    assert "complete: 11 results" in capsys.readouterr().err
+    assert len(hosts.made) == made
+    assert {p: p.stat().st_mtime_ns for p in paths.output.iterdir()} == after
+
+
+def test_a_part_whose_worker_was_lost_before_it_could_tell_is_not_written_again(
+    tiny_model, paths, hosts
+):
+    write_records(paths.input)
+    hosts.fail_after = 0
+    assert main(with_ray(tiny_model, paths)) == 130
+    completer = hosts.made[0]
+    batch = {"path": [str(paths.input)], "offset": [0], "line": [1], "lines": [4], "index": [0]}
+    first, before = asyncio.run(completer(batch)), (paths.output / "part-000000000000.jsonl").stat()
+    second = asyncio.run(completer(batch))
+    assert (paths.output / "part-000000000000.jsonl").stat() == before
+    assert first["results"] == second["results"] == [4]
+    tallies = [json.loads(row["tally"][0]) for row in (first, second)]
+    assert tallies[0]["emitted"] == tallies[1]["emitted"] > 0
+
+
+def test_an_output_of_another_run_is_refused(tiny_model, paths, hosts, capsys):
+    write_records(paths.input)
+    assert main(with_ray(tiny_model, paths)) == 0
+    capsys.readouterr()
+    code = main(with_ray(tiny_model, paths, "--seed", "3"))
+    assert_error(capsys, code, "seed was 0, is now 3")
+    write_records(paths.input, RECORDS[:-1])
+    assert_error(capsys, main(with_ray(tiny_model, paths)), "input_sha256")
+    paths.output = paths.output.with_name("other")
+    paths.output.mkdir()
+    (paths.output / "mine.txt").touch()
+    assert_error(capsys, main(with_ray(tiny_model, paths)), "something else")
+    paths.output = paths.output / "mine.txt"
+    assert_error(capsys, main(with_ray(tiny_model, paths)), "not a folder")
+
+
+def test_invalid_and_repeated_records_are_refused_or_have_errors(tiny_model, paths, hosts, capsys):
+    paths.input = paths.input.with_name("folder")
+    paths.input.mkdir()
+    write_records(paths.input / "a.jsonl", RECORDS[:3])
+    write_records(paths.input / "b.jsonl", [RECORDS[3], RECORDS[1], {"id": "x"}, RECORDS[3]])
+    code = main(with_ray(tiny_model, paths))
+    assert_error(capsys, code, "3 of 7 records", "line 2", "duplicate id 'r1'", "line 2 of a.jsonl")
+    assert not list(paths.output.iterdir())
+    assert main(with_ray(tiny_model, paths, "--skip-invalid")) == 0
+    assert "7 results, 3 of them errors" in capsys.readouterr().err
+    lines = results(paths.output)
+    assert [line["id"] for line in lines] == [0, "r1", 2, "r3", None, "x", None]
+    wrong = [line for line in lines if line["finish_reason"] == "refused"]
+    places = [(line.get("line"), line.get("file")) for line in wrong]
+    assert places == [(2, "b.jsonl"), (None, None), (4, "b.jsonl")]
+    assert ["first seen on line 1 of b.jsonl" in line["error"] for line in wrong][2]
+
+
+def test_a_failure_of_a_worker_is_one_line(tiny_model, paths, hosts, capsys, monkeypatch):
+    write_records(paths.input)
+
+    def full(path, lines):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(folders, "write_part", full)
+    assert main(with_ray(tiny_model, paths)) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "emsjax: error: OSError('no space left')"
+
+
+def test_parts_that_are_lost_are_an_error(tiny_model, paths, hosts, capsys, monkeypatch):
+    write_records(paths.input)
+    monkeypatch.setattr(folders, "write_part", lambda path, lines: None)
+    assert main(with_ray(tiny_model, paths)) == 2
+    assert "3 of 3 parts were lost" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("broken", [{"input": "in.csv"}, {"options": ["--workers", "0"]}])
+def test_wrong_arguments_are_errors(tiny_model, paths, hosts, capsys, broken):
+    write_records(paths.input)
+    paths.input = paths.input.with_name(broken.get("input", "in.jsonl"))
+    paths.input.touch()
+    try:
+        code = main(with_ray(tiny_model, paths, *broken.get("options", [])))
+    except SystemExit as error:
+        code = error.code
+    assert code == 2
+    assert main(command(tiny_model, paths, "--workers", "2")) == 2
+    assert "--workers needs --ray" in capsys.readouterr().err
+
+
+def test_parts_are_larger_where_an_input_would_have_too_many(monkeypatch):
+    assert folders.records_per_part(1) == folders.records_per_part(6_400_000) == 64
+    assert folders.records_per_part(10**9) == 10_000

@@ -1,0 +1,234 @@
+"""Ray Data on real processes: tokens are those of one process, and deaths lose nothing."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import psutil
+import pytest
+from jsonl import TEXTS, read_lines
+from transformers import AutoTokenizer
+
+import emsjax
+from emsjax.ray.completer import Completer
+
+os.environ["RAY_AUTH_MODE"] = "disabled"  # all is on this machine
+os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+ray = pytest.importorskip("ray")
+cluster_utils = pytest.importorskip("ray.cluster_utils")
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+PROMPTS, NODES, NEW = 3000, 3, 4
+PATIENCE = 400  # seconds
+# Processes of Ray import the library from where this one has it.
+PLACE = {"PYTHONPATH": os.pathsep.join([os.path.dirname(emsjax.__path__[0]), *sys.path])}
+SAMPLED = ["--temperature", "0.9"]
+
+
+def whole(model_folder, prompts, **options):
+    """What `generate` returns for these texts, and their tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    model = emsjax.from_pretrained(model_folder, dtype="float32")
+    out = emsjax.generate(model, tokenizer(prompts).input_ids, **options)
+    return [row[:length].tolist() for row, length in zip(out.tokens, out.lengths, strict=True)]
+
+
+def actors(node):
+    """The processes of a node's actors that complete parts."""
+    raylet = node.all_processes["raylet"][0].process.pid
+    found = []
+    for process in psutil.Process(raylet).children(recursive=True):
+        try:
+            if "PartCompleter" in " ".join(process.cmdline()):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    """Three nodes of one CPU each."""
+    for name, value in PLACE.items():
+        monkeypatch.setenv(name, value)
+    # A dead node is noticed after 1.5 seconds, not 15.
+    checks = {"health_check_period_ms": 500, "health_check_failure_threshold": 3}
+    options = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": False}
+    options["_system_config"] = checks
+    cluster = cluster_utils.Cluster(initialize_head=True, head_node_args=options)
+    for _ in range(NODES - 1):
+        cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
+    cluster.wait_for_nodes()
+    yield cluster
+    cluster.shutdown()
+
+
+class Run:
+    """The command in a process of its own."""
+
+    def __init__(self, model, paths, address):
+        fixed = ["--dtype", "float32", "--batch-size", "16", "--max-new-tokens", str(NEW), *SAMPLED]
+        places = ["--input", paths.input, "--output", paths.output, "--ray", address]
+        arguments = ["generate", "--model", model, *places, *fixed]
+        self.stderr = paths.output.with_name("stderr.txt")
+        with self.stderr.open("w") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "emsjax", *map(str, arguments)], stderr=file
+            )
+        self.memory, self.sizes = psutil.Process(self.process.pid), []
+        self.output, self.until = paths.output, time.monotonic() + PATIENCE
+
+    def wait_for(self, reached):
+        """Waits until `reached` is true, or the run has ended; measures the process's memory."""
+        while self.process.poll() is None and not reached():
+            assert time.monotonic() < self.until, self.stderr.read_text()
+            if self.parts:
+                self.sizes.append(self.memory.memory_info().rss)
+            time.sleep(0.05)
+
+    @property
+    def parts(self):
+        return sorted(self.output.glob("part-*.jsonl")) if self.output.exists() else []
+
+
+def test_killed_actors_and_nodes_lose_nothing(tiny_model, paths, cluster):
+    texts = [TEXTS[i % 5][: 3 + i % 11] for i in range(PROMPTS)]
+    lines = [json.dumps({"id": f"r{i}", "prompt": text}) for i, text in enumerate(texts)]
+    paths.input.write_text("\n".join(lines))
+    paths.output = paths.output.with_name("out")
+    run = Run(tiny_model, paths, cluster.address)
+    run.wait_for(lambda: len(run.parts) >= 2)
+    victims = [node for node in cluster.list_all_nodes() if node is not cluster.head_node]
+    run.wait_for(lambda: any(actors(node) for node in victims))
+    busy = [node for node in victims if actors(node)]
+    actors(busy[0])[0].send_signal(signal.SIGKILL)
+    killed_at = len(run.parts)
+    run.wait_for(lambda: len(run.parts) >= killed_at + 3)
+    running = run.process.poll() is None
+    cluster.remove_node(busy[-1], allow_graceful=False)
+    assert running
+    assert len(run.parts) < PROMPTS // 64
+    run.wait_for(lambda: False)
+    assert run.process.returncode == 0, run.stderr.read_text()
+    assert f"{PROMPTS} results" in run.stderr.read_text()
+
+    results = [line for part in run.parts for line in read_lines(part)]
+    assert [line["id"] for line in results] == [f"r{i}" for i in range(PROMPTS)]
+    options = {"sampling": emsjax.Sampling(0.9), "key": jax.random.key(0), "batch_size": 64}
+    expected = whole(tiny_model, texts, max_new_tokens=NEW, **options)
+    assert [line["tokens"] for line in results] == expected
+    half = len(run.sizes) // 2
+    assert max(run.sizes[half:]) < max(run.sizes[:half]) + (64 << 20)
+    print(f"driver: {run.sizes[0] >> 20} to {max(run.sizes) >> 20} MiB")
+
+
+class Dying(Completer):
+    """Kills its process at one row, the first time."""
+
+    async def __call__(self, batch):
+        if 100 in batch["index"] and not os.path.exists(os.environ["DIED"]):
+            open(os.environ["DIED"], "x").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return await super().__call__(batch)
+
+
+@pytest.fixture
+def local(monkeypatch, tmp_path):
+    """Ray on this machine, with two CPUs."""
+    for name, value in (PLACE | {"DIED": str(tmp_path / "died")}).items():
+        monkeypatch.setenv(name, value)
+    ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=80 << 20)
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    yield
+    ray.shutdown()
+
+
+def test_rows_are_completed_wherever_they_are(tiny_model, local, tmp_path):
+    """In two actors, of which one dies; all kinds of rows, in batches of two formats."""
+    texts = [TEXTS[i % 5][: 3 + i % 11] for i in range(200)]
+    rows = [
+        {"index": i, "id": f"r{i}", "prompt": text, "max_new_tokens": 1 + i % NEW}
+        for i, text in enumerate(texts)
+    ]
+    rows[7]["prompt"], rows[9]["max_new_tokens"] = "", 0
+    options = {"dtype": "float32", "batch_size": 8, "max_len": 40, "max_new_tokens": NEW}
+    options |= {"model": str(tiny_model), "sampling": emsjax.Sampling(0.9), "num_sequences": 2}
+    mapped = ray.data.from_items(rows, override_num_blocks=10).map_batches(
+        Dying,
+        fn_constructor_kwargs=options,
+        batch_size=16,
+        compute=ray.data.ActorPoolStrategy(size=2, max_concurrent_calls_per_actor=2),
+    )
+    out = mapped.take_all()
+    assert (tmp_path / "died").exists()
+    out.sort(key=lambda row: (row["index"], row["sequence"]))
+    assert [(row["id"], row["sequence"]) for row in out] == [
+        (row["id"], n) for row in rows for n in range(2)
+    ]
+    refused = [row for row in out if row["finish_reason"] == "refused"]
+    assert [row["index"] for row in refused] == [7, 7, 9, 9]
+    assert "empty" in refused[0]["error"]
+    assert "max_new_tokens" in refused[2]["error"]
+    new = [max(row["max_new_tokens"], 1) for row in rows]
+    texts[7] = "x"
+    expected = whole(
+        tiny_model,
+        texts,
+        max_new_tokens=new,
+        sampling=emsjax.Sampling(0.9),
+        num_sequences=2,
+        key=jax.random.key(0),
+        batch_size=64,
+    )
+    for row, tokens in zip(out, expected, strict=True):
+        if row["finish_reason"] != "refused":
+            assert list(row["tokens"]) == tokens
+            assert row["error"] is None
+            assert len(row["logprobs"]) == len(tokens) <= row["num_steps"]
+            assert np.isfinite(row["logprobs"]).all()
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    assert out[0]["text"] == tokenizer.decode(out[0]["tokens"], skip_special_tokens=True)
+
+    # Greedy tokens need no number; the prompt's tokens are kept under another name.
+    prompts = [tokenizer(text).input_ids for text in texts[:20]]
+    options |= {"sampling": None, "num_sequences": 1}
+    options["drafter"] = lambda model: emsjax.PromptLookup(match_length=1)
+    mapped = ray.data.from_items([{"tokens": one} for one in prompts]).map_batches(
+        Completer,
+        fn_constructor_kwargs=options,
+        batch_format="pyarrow",
+        compute=ray.data.ActorPoolStrategy(size=1),
+    )
+    out = {tuple(row["prompt_tokens"]): row for row in mapped.take_all()}
+    expected = whole(tiny_model, texts[:20], max_new_tokens=NEW)
+    for prompt, tokens in zip(prompts, expected, strict=True):
+        assert out[tuple(prompt)]["tokens"] == tokens
+        assert out[tuple(prompt)]["num_drafted"] >= out[tuple(prompt)]["num_accepted"]
+
+
+@pytest.mark.parametrize(
+    ("row", "part"),
+    [({"text": "a"}, "no column holds prompts"), ({"prompt": "a"}, '"index" or "id"')],
+)
+def test_a_dataset_without_what_is_needed_is_an_error(tiny_model, row, part):
+    import asyncio
+
+    import pyarrow
+
+    completer = Completer(
+        str(tiny_model),
+        batch_size=2,
+        max_len=40,
+        max_new_tokens=NEW,
+        dtype="float32",
+        sampling=emsjax.Sampling(0.9),
+    )
+    with pytest.raises(ValueError, match=part):
+        asyncio.run(completer(pyarrow.Table.from_pylist([row])))
+    completer.slots.close()
