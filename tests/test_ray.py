@@ -9,19 +9,18 @@ import time
 
 import jax
 import numpy as np
-import psutil
 import pytest
 from jsonl import TEXTS, read_lines
 from transformers import AutoTokenizer
 
 import emsjax
-from emsjax.ray.completer import Completer
 
 os.environ["RAY_AUTH_MODE"] = "disabled"  # all is on this machine
 os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 ray = pytest.importorskip("ray")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
+psutil = pytest.importorskip("psutil")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 PROMPTS, NODES, NEW = 3000, 3, 4
@@ -128,7 +127,7 @@ def test_killed_actors_and_nodes_lose_nothing(tiny_model, paths, cluster):
     print(f"driver: {run.sizes[0] >> 20} to {max(run.sizes) >> 20} MiB")
 
 
-class Dying(Completer):
+class Dying(emsjax.ray.Completer):
     """Kills its process at one row, the first time."""
 
     async def __call__(self, batch):
@@ -200,7 +199,7 @@ def test_rows_are_completed_wherever_they_are(tiny_model, local, tmp_path):
     options |= {"sampling": None, "num_sequences": 1}
     options["drafter"] = lambda model: emsjax.PromptLookup(match_length=1)
     mapped = ray.data.from_items([{"tokens": one} for one in prompts]).map_batches(
-        Completer,
+        emsjax.ray.Completer,
         fn_constructor_kwargs=options,
         batch_format="pyarrow",
         compute=ray.data.ActorPoolStrategy(size=1),
@@ -221,7 +220,7 @@ def test_a_dataset_without_what_is_needed_is_an_error(tiny_model, row, part):
 
     import pyarrow
 
-    completer = Completer(
+    completer = emsjax.ray.Completer(
         str(tiny_model),
         batch_size=2,
         max_len=40,
