@@ -14,6 +14,7 @@ from flax import nnx
 from golden import tiny_families
 from golden.tiny_families import VARIANTS
 from jsonl import RECORDS, assert_error, command, read_lines, write_records
+from kernel_cases import cuda_without_a_gpu
 from test_families import LOOKUP, assert_close, golden
 from test_parity import packed_logits
 from toy import POSITIONS, VOCAB, ragged_prompts, shallow_model
@@ -24,13 +25,16 @@ import pallas_kernels
 from emsjax.benchmarks.runs import random_model
 from emsjax.benchmarks.scripted import script, scripted_model
 from emsjax.cli.main import main
+from emsjax.decode.pack import pack
 from emsjax.decode.step import decode_loop
 from emsjax.engine.memory import MemoryPlan
 from emsjax.models.decoder import Decoder
 from emsjax.models.llama import LlamaConfig
 from emsjax.models.numbers import NumberFormats
+from emsjax.models.splitting import Placement
 from emsjax.tensor_parallel import TensorParallel
 from emsjax.testing import assert_invariant, assert_lossless
+from pallas_kernels.common import implementations
 
 FIRST = jax.devices()[:1]
 LENGTHS = [9, 2, 21, 1, 14]
@@ -45,19 +49,22 @@ def whole() -> Decoder:
 
 
 def grouped_model(**sizes) -> Decoder:
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=POSITIONS,
-        initializer_range=0.3,
-        tie_word_embeddings=False,
-        eos_token_id=None,
-        **sizes,
-    )
-    return Decoder(config, rngs=nnx.Rngs(3), dtype=jnp.float32)
+    return Decoder(llama_config(**sizes), rngs=nnx.Rngs(3), dtype=jnp.float32)
+
+
+def llama_config(**sizes) -> LlamaConfig:
+    fixed = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": POSITIONS,
+        "initializer_range": 0.3,
+        "tie_word_embeddings": False,
+        "eos_token_id": None,
+    }
+    return LlamaConfig(**fixed | sizes)
 
 
 @functools.cache
@@ -291,6 +298,30 @@ def test_groups_of_random_models():
     drafter = emsjax.DraftModel(draft, 2)
     out = emsjax.generate(model, [text[:5], text[:9]], drafter, max_new_tokens=20)
     np.testing.assert_array_equal(out.tokens, [text[5:25], text[9:29]])
+
+
+@pytest.mark.parametrize("numerics", ["fast", "invariant"])
+def test_groups_run_the_kernels_of_a_gpu(numerics, monkeypatch, unchecked_annotations):
+    """They lower within the mesh, products with more than 128 rows as well."""
+    monkeypatch.setattr(implementations, "_compute_capability", lambda: 9.0)
+    sizes = {"vocab_size": 1000, "hidden_size": 1024, "intermediate_size": 2048, "head_dim": 128}
+    make = lambda: Decoder(llama_config(**sizes), rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+    model = nnx.eval_shape(make)
+    place = Placement(model.architecture, TensorParallel.over(TWO))
+    place.set_structure(model)
+    if jax.__version_info__ >= (0, 11):
+        device = jax.sharding.AbstractDevice("NVIDIA H200", None, platform="gpu")
+        kinds = (jax.sharding.AxisType.Auto,)
+        mesh = jax.sharding.AbstractMesh((2,), ("tp",), kinds, abstract_device=device)
+        model.parallel = TensorParallel(mesh)
+    call = lambda model, ids, rows: model.logits(model(ids, rows, model.init_cache(48, 64)).hidden)
+    counts = jnp.full(48, 4, jnp.int32)
+    rows = pack(0 * counts, counts, 192)
+    with cuda_without_a_gpu(), pallas_kernels.numerics(numerics):
+        lowered = jax.jit(call).trace(model, jnp.zeros(192, jnp.int32), rows)
+        text = lowered.lower(lowering_platforms=("cuda",)).as_text()
+    assert "triton" in text
+    assert ("mosaic_gpu" in text) == (numerics == "invariant" and jax.__version_info__ >= (0, 11))
 
 
 # --- errors
