@@ -32,6 +32,7 @@ from emsjax.models.decoder import Decoder
 from emsjax.models.llama import LlamaConfig
 from emsjax.models.numbers import NumberFormats
 from emsjax.models.splitting import Placement
+from emsjax.policies import profiles as stored
 from emsjax.tensor_parallel import TensorParallel
 from emsjax.testing import assert_invariant, assert_lossless
 from pallas_kernels.common import implementations
@@ -79,6 +80,7 @@ def draft_model() -> Decoder:
 DRAFTERS = {
     "plain": lambda: (None, None),
     "lookup": lambda: (LOOKUP(), emsjax.BassHeuristic()),
+    "suffix": lambda: (emsjax.SuffixDrafter(3), None),
     "replicated": lambda: (emsjax.DraftModel(whole().replicate(FOUR), 3), None),
     "split": lambda: (emsjax.DraftModel(split(), 4), emsjax.BatchSizeTable({1: 4, 3: 2})),
 }
@@ -288,8 +290,10 @@ def test_groups_must_divide_the_devices(tiny_model, paths, capsys):
 def test_groups_of_random_models():
     """Made layer by layer, they are the whole models that are split afterwards."""
     numbers = NumberFormats(jnp.float32, tensor_parallel=4)
-    assert str(numbers) == "float32, on 4 devices"
     config = whole().config
+    measured = stored.subject(config, None, numbers)
+    assert measured["dtype"] == "float32, on 4 devices"
+    assert NumberFormats.of(split()) == numbers
     text = script(config, 40, seed=0)
     model = scripted_model(config, text, numbers=numbers)
     same(model, scripted_model(config, text, numbers=NumberFormats(jnp.float32)).split(FOUR))
