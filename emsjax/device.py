@@ -45,6 +45,12 @@ def device_bytes(tree: Any) -> int:
     return sum(map(size, jax.tree.leaves(tree)))
 
 
+def is_of_one_process(tree: Any) -> bool:
+    """Whether this process has all of the arrays of a pytree; traced ones are not asked."""
+    arrays = (x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
+    return all(isinstance(x, jax.core.Tracer) or x.is_fully_addressable for x in arrays)
+
+
 def available_bytes(device: jax.Device | None = None) -> int | None:
     """Free memory of a device, or of the default one; None where it cannot be told."""
     device = device or default_device()

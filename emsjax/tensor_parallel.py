@@ -23,7 +23,6 @@ from pallas_kernels.common.numerics import is_invariant
 
 AXIS = "tp"
 REPLICATED = PartitionSpec()
-GATHERED_BYTES = 0  # of a sum; up to this size, parts are gathered and added where they are read
 
 
 def on_axis(axis: int | None) -> PartitionSpec:
@@ -39,7 +38,9 @@ def meshes(size: int) -> list[Mesh]:
     """
     devices = jax.local_devices()
     if len(devices) % size:
-        raise ValueError(f"tensor parallelism of {size} must divide the {len(devices)} devices")
+        raise ValueError(
+            f"tensor_parallel must divide the number of devices, {len(devices)}, not {size}"
+        )
     grouped = np.asarray(devices, object).reshape(-1, size)
     return [Mesh(group, (AXIS,)) for group in grouped]
 
@@ -124,16 +125,14 @@ class TensorParallel:
 
 
 def sum_of_parts(part: Array) -> Array:
-    """The sum of [r, e] of all devices, or one term of it from each as [devices, r, e].
+    """The sum [r, e] of all devices' parts; in invariant numerics its terms, [devices, r, e].
 
-    In invariant numerics the terms are returned, which are then added in the devices' order: how
-    a library for collective operations adds depends on the size of the array.
+    The terms are then added in the devices' order, while the order in which a library for
+    collective operations adds depends on the size of the array.
 
     To be called on every device.
     """
-    if is_invariant() or part.size * part.dtype.itemsize <= GATHERED_BYTES:
-        return lax.all_gather(part, AXIS)
-    return lax.psum(part, AXIS)
+    return lax.all_gather(part, AXIS) if is_invariant() else lax.psum(part, AXIS)
 
 
 def side_by_side(part: Array) -> Array:

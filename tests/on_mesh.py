@@ -25,6 +25,7 @@ import pallas_kernels
 from emsjax.benchmarks.runs import random_model
 from emsjax.benchmarks.scripted import script, scripted_model
 from emsjax.cli.main import main
+from emsjax.decode.cache import KVCache
 from emsjax.decode.pack import pack
 from emsjax.decode.step import decode_loop
 from emsjax.engine.memory import MemoryPlan
@@ -177,8 +178,15 @@ def same(one, other) -> None:
         np.testing.assert_array_equal(a, b)
 
 
-def test_memory_of_a_device_is_its_part(tmp_path):
-    """No device gets more than a part of what is split, and of the cache."""
+def test_memory_of_a_device_is_its_part(tmp_path, monkeypatch):
+    """No device gets more than a part of what is split, and of the cache, at any time."""
+    move = KVCache.on
+
+    def check_traced(cache, parallel):
+        assert all(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(cache.layers))
+        return move(cache, parallel)
+
+    monkeypatch.setattr(KVCache, "on", check_traced)
     whole().save_pretrained(tmp_path)
     model = emsjax.from_pretrained(tmp_path, mesh=FOUR)
     same(model, split())
@@ -198,6 +206,9 @@ def test_memory_is_planned_for_each_device():
     assert two.caches == one.caches / 2
     assert two.attention == one.attention / 2
     assert one.weights / 2 < two.weights < one.weights  # norms are on both
+    state_bytes = lambda model: emsjax.DraftModel(model, 1).state_bytes(64)
+    cache = state_bytes(model) - emsjax.DraftModel(model, 1).probs_bytes
+    assert state_bytes(model.split(TWO)) == state_bytes(model) - cache // 2
     assert one.prefill_chunk / 2 < two.prefill_chunk < one.prefill_chunk
 
 
@@ -216,13 +227,16 @@ def test_groups_of_devices_share_a_queue():
     groups = [jax.make_mesh((2,), ("tp",), devices=jax.devices()[i : i + 2]) for i in (0, 2)]
     prompts = ragged_prompts(LENGTHS * 3)
     expected = emsjax.generate(whole(), prompts, max_new_tokens=6)
-    drafter = emsjax.DraftModel(draft_model(), 2)
     options = {"batch_size": 2, "max_new_tokens": 6, "devices": groups}
-    for model in (whole(), whole().split(groups[1])):
-        found = {c.prompt: c.tokens for c in emsjax.stream(model, prompts, drafter, **options)}
+    model, draft = whole().split(groups[1]), emsjax.DraftModel(draft_model(), 2)
+    for drafter, target in ((draft, whole()), (draft, model), (emsjax.SelfDraft(whole()), whole())):
+        done = list(emsjax.stream(target, prompts, drafter, **options))
+        found = {c.prompt: c.tokens for c in done}
         for prompt, tokens in found.items():
             np.testing.assert_array_equal(tokens, expected.tokens[prompt])
-    assert len(found) == len(prompts)
+        assert len(found) == len(prompts)
+        if drafter is not draft:  # it reads the target's own keys and values, and is always right
+            assert all(c.num_accepted == c.num_drafted for c in done)
 
 
 def test_groups_compile_no_more_than_one_device(caplog):
@@ -284,7 +298,7 @@ def test_groups_on_the_command_line(tiny_model, paths):
 def test_groups_must_divide_the_devices(tiny_model, paths, capsys):
     write_records(paths.input)
     code = main(command(tiny_model, paths, "--tensor-parallel", "3"))
-    assert_error(capsys, code, "tensor parallelism of 3 must divide the 4 devices")
+    assert_error(capsys, code, "tensor_parallel must divide the number of devices, 4, not 3")
 
 
 def test_groups_of_random_models():
@@ -338,9 +352,9 @@ def test_errors_name_what_divides():
         whole().split(jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]))
     with pytest.raises(ValueError, match="mesh must be such as"):
         TensorParallel.over(2)
-    with pytest.raises(ValueError, match="mesh of 4 devices already"):
+    with pytest.raises(ValueError, match="split over 4 devices already"):
         split().split(TWO)
-    with pytest.raises(ValueError, match="groups of 128 inputs"):
+    with pytest.raises(ValueError, match="need a multiple of 128"):
         whole().quantize("int4").split(TWO)
 
 
@@ -351,5 +365,11 @@ def test_errors_name_a_drafter_on_other_devices():
     on_two = emsjax.DraftModel(draft_model().replicate(TWO), 3)
     with pytest.raises(ValueError, match="put both on the same"):
         emsjax.generate(split(), prompts, on_two, max_new_tokens=3)
+    with pytest.raises(ValueError, match="must be split as the target is"):
+        emsjax.generate(split(), prompts, emsjax.SelfDraft(whole()), max_new_tokens=3)
+    with pytest.raises(ValueError, match="devices must be meshes, as the model is on one"):
+        emsjax.stream(split(), prompts, batch_size=2, max_new_tokens=3, devices=FIRST)
+    with pytest.raises(ValueError, match="split the original"):
+        whole().replicate(FOUR).split(FOUR)
     with pytest.raises(ValueError, match="devices must be different"):
         emsjax.stream(whole(), prompts, batch_size=2, max_new_tokens=3, devices=[TWO, *FIRST])

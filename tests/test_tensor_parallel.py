@@ -37,6 +37,10 @@ with pytest.raises(ValueError, match="time_budget_s must be None"):
     emsjax.generate(split, prompts, max_new_tokens=9, time_budget_s=60)
 with pytest.raises(ValueError, match="cannot be saved"):
     split.save_pretrained("never")
+with pytest.raises(ValueError, match="cannot be quantised"):
+    split.quantize("int8")
+with pytest.raises(ValueError, match="devices must be those of this process"):
+    emsjax.stream(model, prompts, batch_size=2, max_new_tokens=9, devices=[mesh])
 """
 
 

@@ -60,7 +60,7 @@ class KVCache:
         return cls(layers, jnp.zeros(batch, jnp.int32))
 
     def on(self, parallel: TensorParallel) -> "KVCache":
-        """The cache on the devices of a mesh."""
+        """The cache on the devices of a mesh; to be called under `jax.jit`."""
         layers = lax.with_sharding_constraint(self.layers, parallel.sharding(HEADS))
         return dataclasses.replace(self, layers=layers, parallel=parallel)
 

@@ -195,7 +195,9 @@ class DraftModel(Drafter):
     def state_bytes(self, max_len: int) -> int:
         """Bytes per sample for the cache and the distributions of one step's drafts."""
         leaves = lambda: jax.tree.leaves(self.draft_model.init_cache(1, max_len).layers)
-        return tree_bytes(jax.eval_shape(leaves)) + self.probs_bytes
+        parallel = getattr(self.draft_model, "parallel", None)
+        devices = 1 if parallel is None else parallel.size  # that have different heads
+        return tree_bytes(jax.eval_shape(leaves)) // devices + self.probs_bytes
 
     @property
     def probs_bytes(self) -> int:

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental.multihost_utils import process_allgather
 
 from emsjax.decode.base import Model
 from emsjax.decode.pack import pack
@@ -17,6 +19,7 @@ from emsjax.device import (
     available_bytes,
     available_host_bytes,
     device_bytes,
+    is_of_one_process,
     readable,
     tree_bytes,
 )
@@ -53,7 +56,7 @@ def sizes_of(model: Model) -> Sizes:
     formats = (getattr(model, name, None) for name in ("quantization", "kv_dtype", "parallel"))
     kind = (type(model), model.config, jnp.dtype(model.dtype), *formats)
     if kind in _known:
-        return _known[kind]
+        return _known[kind]._replace(weight_bytes=device_bytes(model))
 
     def trace(model: Model):
         cache, one = model.init_cache(1, 1), jnp.ones(1, jnp.int32)
@@ -66,8 +69,8 @@ def sizes_of(model: Model) -> Sizes:
     query_heads = (fresh[0].shape[1] - 2 * layers[0][0].shape[2]) // devices
     row_bytes = tree_bytes(fresh) // devices + model.row_bytes
     of_layers = (tree_bytes(layers) // devices, tree_bytes(layers[0]) // devices)
-    _known[kind] = Sizes(device_bytes(model), row_bytes, *of_layers, query_heads)
-    return _known[kind]
+    _known[kind] = Sizes(0, row_bytes, *of_layers, query_heads)
+    return _known[kind]._replace(weight_bytes=device_bytes(model))
 
 
 def _attend_to_nothing(query, *rest, **options):
@@ -200,7 +203,7 @@ def check_fits(
         counts = {"slots": slots, "prompt_slots": prompt_slots}
         return MemoryPlan.for_run(model, **counts, refilled=refilled, **sizes)
 
-    wanted, available = plan(slots, prompt_slots, refilled), available_bytes(device)
+    wanted, available = plan(slots, prompt_slots, refilled), _available(model, device)
     fits = lambda plan: available is None or plan.total - plan.weights <= available
     if fits(wanted):
         return wanted
@@ -220,12 +223,20 @@ def check_fits(
 
 def forest_fits(model: Model, rows: int, device: jax.Device | None) -> bool:
     """Whether a call that feeds this many rows without a cache fits, all of them one bin."""
-    sizes, available = sizes_of(model), available_bytes(device)
+    sizes, available = sizes_of(model), _available(model, device)
     logits = 2 * LOGIT_ROWS * model.config.vocab_size * 4
     # Three copies of the scores of all heads: see `MemoryPlan`.
     attention = 3 * sizes.query_heads * min(rows * rows, MOST_SCORES) * 4
     needed = rows * sizes.row_bytes + logits + attention
     return available is None or needed <= available
+
+
+def _available(model: Model, device: jax.Device | None) -> int | None:
+    """Free memory of the model's devices, the least if several processes must decide alike."""
+    own = available_bytes(device)
+    if own is None or is_of_one_process(model):
+        return own
+    return int(process_allgather(np.float32(own)).min())
 
 
 def check_results_fit(name: str, each: int, total_sequences: int, max_len: int) -> None:

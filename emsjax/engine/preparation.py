@@ -10,7 +10,7 @@ import numpy as np
 from emsjax.checks import is_traced
 from emsjax.decode.base import Drafter
 from emsjax.decode.run import Run
-from emsjax.device import tree_bytes
+from emsjax.device import is_of_one_process, tree_bytes
 from emsjax.engine.adapt import check_drafter, unwrapped
 from emsjax.engine.memory import check_fits
 from emsjax.engine.requests import Requests, check_requests
@@ -125,6 +125,7 @@ def check_devices(run: Run) -> None:
     Arrays that were not put anywhere follow the model. On a mesh, a draft model must have been put
     there, as it would otherwise be copied to every device in each call.
     """
+    check_shared_cache(run)
     of_model, of_drafter = _devices(run.model), _devices(run.drafter)
     if len(of_model) > 1 and not of_drafter:
         of_drafter = _devices(
@@ -134,14 +135,26 @@ def check_devices(run: Run) -> None:
         listed = [", ".join(sorted(map(str, devices))) for devices in (of_drafter, of_model)]
         raise ValueError(
             f"drafter is on {listed[0]} and model on {listed[1]}: put both on the same, as in "
-            "jax.device_put(draft_model, device), or draft_model.replicate(mesh) on a mesh"
+            "jax.device_put(draft_model, device), or draft_model.replicate(mesh) on a mesh (arrays "
+            "of your own: jax.device_put(x, NamedSharding(mesh, PartitionSpec())))"
+        )
+
+
+def check_shared_cache(run: Run) -> None:
+    """Raises ValueError if a drafter shares the cache of a target that is split otherwise."""
+    if run.drafter is None or not run.drafter.shares_cache:
+        return
+    own = getattr(unwrapped(run.drafter), "draft_model", run.model)
+    if getattr(own, "parallel", None) != getattr(run.model, "parallel", None):
+        raise ValueError(
+            "a draft model that shares the target's cache must be split as the target is: make it "
+            "of the split target, as in emsjax.SelfDraft(model.quantize('int4'))"
         )
 
 
 def check_one_process(run: Run) -> None:
     """Raises ValueError for a time budget if the model is on devices of several processes."""
-    weights = (x for x in jax.tree.leaves(run.model) if isinstance(x, jax.Array))
-    if not all(is_traced(x) or x.is_fully_addressable for x in weights):
+    if not is_of_one_process(run.model):
         raise ValueError(
             "time_budget_s must be None if the model is on devices of several processes, whose "
             "clocks differ"

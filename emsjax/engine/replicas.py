@@ -8,7 +8,7 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from emsjax.checks import check_instance
 from emsjax.configured import own_settings
@@ -67,6 +67,8 @@ def make_slots(
             f"devices[{i}]", place, Place, "one of jax.local_devices(), or a mesh of some of them"
         )
     every = [device for place in places for device in devices_of(place)]
+    if any(device.process_index != jax.process_index() for device in every):
+        raise ValueError("devices must be those of this process")
     if len(set(every)) < len(every):
         raise ValueError(f"devices must be different, not {', '.join(map(str, every))}")
     slots = {}
@@ -84,17 +86,29 @@ def devices_of(place: Place) -> list[jax.Device]:
 def replica(run: Run, place: Place) -> Run:
     """The run with model and drafter on a device, or the model split over a mesh.
 
-    A drafter's model is split if it is split already; otherwise each device of the mesh has it.
+    A drafter's model is split if it is split already or shares the target's cache; otherwise each
+    device of the mesh has it, as it has all other arrays.
+
+    Raises:
+        ValueError: the model cannot be moved to such a place.
     """
     if not isinstance(place, Mesh):
+        if getattr(run.model, "parallel", None) is not None:
+            raise ValueError("devices must be meshes, as the model is on one")
         return jax.device_put(run, place)
     if not hasattr(run.model, "split"):
         raise ValueError(f"devices must not be meshes, as {type(run.model).__name__} has no split")
+    shares = run.drafter is not None and run.drafter.shares_cache
     is_model = lambda node: hasattr(node, "replicate")
-    follow = lambda node: node.split(place) if node.is_split else node.replicate(place)
-    move = lambda node: follow(node) if is_model(node) else node
-    drafter = jax.tree.map(move, run.drafter, is_leaf=is_model)
-    return dataclasses.replace(run, model=run.model.split(place), drafter=drafter)
+    everywhere = NamedSharding(place, PartitionSpec())
+
+    def move(node):
+        if not is_model(node):
+            return jax.device_put(node, everywhere)
+        return node.split(place) if node.is_split or shares else node.replicate(place)
+
+    others = jax.tree.map(move, dataclasses.replace(run, model=None), is_leaf=is_model)
+    return dataclasses.replace(others, model=run.model.split(place))
 
 
 def _default(place: Place):

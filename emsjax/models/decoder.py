@@ -31,6 +31,8 @@ from emsjax.tensor_parallel import REPLICATED, TensorParallel, side_by_side, tak
 from pallas_kernels.common.indexing import take
 from pallas_kernels.matmul import narrow
 
+CACHE_SIZES = ("num_layers", "kv_heads", "head_dim")
+
 
 class Decoder(nnx.Module):
     """A decoder-only language model of any supported family.
@@ -64,6 +66,8 @@ class Decoder(nnx.Module):
     ):
         dtype = jnp.dtype(dtype)
         a = self.architecture = config.architecture
+        parallel = None if mesh is None else TensorParallel.over(mesh)
+        place = Placement(a, parallel)
         self.config, self.dtype = config, dtype
         init = nnx.initializers.normal(a.init_std)
         options = {"embedding_init": init, "dtype": dtype, "param_dtype": dtype, "rngs": rngs}
@@ -79,8 +83,6 @@ class Decoder(nnx.Module):
         # Layers of the same kind are compiled once, also in models of other depths.
         shared = dataclasses.replace(a, layers=(), rotaries=())
         self.quantization = quantize
-        parallel = None if mesh is None else TensorParallel.over(mesh)
-        place = Placement(a, parallel)
         layers = []
         for kind in a.layers:
             layers.append(layer := DecoderLayer(shared, kind, dtype=dtype, rngs=rngs))
@@ -202,9 +204,10 @@ class Decoder(nnx.Module):
         sizes = {"num_layers": len(a.layers), "kv_heads": a.kv_heads, "head_dim": a.head_dim}
         if self.is_split:
             sizes["kv_heads"] = self.parallel.size * a.part(self.parallel.size).kv_heads
-        dtype = self.kv_dtype or self.dtype
-        cache = KVCache.init(batch, max_len, dtype=dtype, **sizes)
-        return cache if self.parallel is None else cache.on(self.parallel)
+        sizes |= {"dtype": self.kv_dtype or self.dtype}
+        if self.parallel is None:
+            return KVCache.init(batch, max_len, **sizes)
+        return _cache_on(self.parallel, batch, max_len, **sizes)
 
     @property
     def is_split(self) -> bool:
@@ -217,13 +220,15 @@ class Decoder(nnx.Module):
         Heads, the inner numbers of feed-forward parts, and tables of tokens are divided; where
         there are fewer heads of keys and values than devices, several devices have the same.
 
+        The original stays where it is, and one whole matrix at a time is cut there.
+
         Args:
             mesh: the devices, such as `jax.make_mesh((2,), ("tp",))`.
 
         Raises:
             ValueError: `mesh` is not a mesh with the one axis "tp", heads or feed-forward parts
                 cannot be divided by its devices, or the model is split over another number of
-                devices already.
+                devices already, or replicated.
 
         Reference: Megatron-LM, arXiv 1909.08053.
         """
@@ -245,8 +250,12 @@ class Decoder(nnx.Module):
         elif (old.size, old.is_split) == (parallel.size, parallel.is_split):
             layout = jax.tree.map(parallel.sharding_of, specs_of(self, parallel))
             model = jax.device_put(self, layout)
+        elif old.is_split:
+            raise ValueError(f"the model is split over {old.size} devices already")
         else:
-            raise ValueError(f"the model is on a mesh of {old.mesh.size} devices already")
+            raise ValueError(
+                "each device of a mesh has the whole model: split the original instead"
+            )
         place.set_structure(model)
         return model
 
@@ -300,6 +309,12 @@ class Decoder(nnx.Module):
     def save_pretrained(self, path: str | PathLike) -> None:
         """Writes a folder that transformers can load: see `emsjax.models.saving.save`."""
         saving.save(self, path)
+
+
+# Under jit, as no device is to hold more than its part.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), static_argnames=("dtype", *CACHE_SIZES))
+def _cache_on(parallel: TensorParallel, batch: int, max_len: int, **sizes: Any) -> KVCache:
+    return KVCache.init(batch, max_len, **sizes).on(parallel)
 
 
 def check_taps(taps: tuple[int, ...], num_layers: int) -> None:

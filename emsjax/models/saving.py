@@ -8,13 +8,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import safetensors.numpy
 from flax import nnx
 from jax import Array
 
-from emsjax.device import tree_bytes
+from emsjax.device import is_of_one_process, tree_bytes
 from emsjax.models import compressed_tensors, parameters, quantised
 from emsjax.models.checkpoint import TOKEN_IDS
 from emsjax.models.config import DecoderConfig
@@ -53,7 +52,7 @@ def save(
     folder, form = Path(path), SAFETENSORS
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"path {folder} is a file, not a folder")
-    if not all(array.is_fully_addressable for array in jax.tree.leaves(model)):
+    if not is_of_one_process(model):
         raise ValueError("a model on devices of several processes cannot be saved by one of them")
     config, shards = model.config, plan_shards(model, max_shard_bytes)
     if len(shards) > 1 and (folder / form.file_name).exists():

@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
-from emsjax.device import tree_bytes
+from emsjax.device import is_of_one_process, tree_bytes
 from emsjax.models.architecture import Architecture
 from emsjax.models.linears import (
     LINEARS,
@@ -156,10 +156,16 @@ class Placement:
         if path[-1] in ("scales", "zeros") and len(weight.scales) == 1:
             return WHOLE  # of columns
         size = index.shape[1]
-        if size % GROUP or weight.order is not None:
+        if weight.order is not None:
             raise ValueError(
-                f"{path[-2]} has {size} inputs on each device of the mesh: narrow weights are "
-                f"divided by groups of {GROUP} inputs, which must be in their order"
+                f"the inputs of {path[-2]} are stored in another order, and cannot be divided by "
+                "the devices of a mesh"
+            )
+        in_groups = weight.kind.rounds_rows or weight.kind.is_packed or len(weight.scales) > 1
+        if in_groups and size % GROUP:
+            raise ValueError(
+                f"{path[-2]} has {size} inputs on each device of the mesh, and weights in "
+                f"{weight.format} need a multiple of {GROUP}"
             )
         if path[-1] == "values":
             per_byte = 1 + weight.kind.is_packed
@@ -221,11 +227,21 @@ class Placement:
                 getattr(layer, name).inputs = inputs
 
     def quantize(self, layer: nnx.Module, format: str) -> None:
-        """Gives a layer weights in a narrow format; they are those of the whole layer."""
-        for name in LINEARS:
-            path = ("layers", 0, name, "kernel")
-            kernel = jnp.asarray(self.whole(path, getattr(layer, name).kernel[...]))
-            narrow_linear(layer, name, self.put(path, narrow.quantize(kernel, format=format)))
+        """Gives a layer weights in a narrow format; they are those of the whole layer.
+
+        Raises:
+            ValueError: the layer is on devices of several processes.
+        """
+        if not is_of_one_process(layer):
+            raise ValueError(
+                "a model on devices of several processes cannot be quantised: load it so, with "
+                "from_pretrained(..., quantize=..., mesh=...)"
+            )
+        with jax.default_device(self.first_device):
+            for name in LINEARS:
+                path = ("layers", 0, name, "kernel")
+                kernel = jnp.asarray(self.whole(path, getattr(layer, name).kernel[...]))
+                narrow_linear(layer, name, self.put(path, narrow.quantize(kernel, format=format)))
         self.set_layer(layer)
 
     def bytes_on_device(self, model: nnx.Module) -> int:
