@@ -22,6 +22,7 @@ NEEDED = {
     "jax_numpy_rank_promotion": ("allow", jax.numpy_rank_promotion),
     "jax_debug_key_reuse": (False, jax.debug_key_reuse),
 }
+NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
 @contextlib.contextmanager
@@ -36,6 +37,8 @@ def own_settings(chosen: str | None = None) -> Iterator[None]:
         for name, (needed, setting) in NEEDED.items():
             if getattr(jax.config, name) != needed:
                 stack.enter_context(setting(needed))
+        if jax.sharding.get_abstract_mesh().axis_names:  # models have their own, if any
+            stack.enter_context(jax.sharding.use_abstract_mesh(NO_MESH))
         yield
 
 

@@ -126,10 +126,13 @@ def test_tokens_of_several_sequences_of_a_prompt_and_of_narrow_caches():
     np.testing.assert_array_equal(out.tokens, expected.tokens)
 
 
-def test_tokens_of_the_padded_method():
+def test_tokens_of_the_padded_method_and_within_a_mesh_of_the_user():
     prompts = ragged_prompts(LENGTHS)
     expected = emsjax.generate(whole(), prompts, max_new_tokens=8)
     out = emsjax.vanilla.generate(split(), prompts, LOOKUP(), max_new_tokens=8)
+    np.testing.assert_array_equal(out.tokens, expected.tokens)
+    with jax.set_mesh(FOUR):  # its axis is explicit: without care, operations tell of their layout
+        out = emsjax.generate(split(), prompts, LOOKUP(), max_new_tokens=8)
     np.testing.assert_array_equal(out.tokens, expected.tokens)
 
 
