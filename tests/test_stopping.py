@@ -436,8 +436,10 @@ def streamed(*args, **options) -> list[list[int]]:
     return [one.tokens.tolist() for one in done]
 
 
-@pytest.mark.parametrize("drawn", [False, True], ids=["greedy", "drawn"])
-@pytest.mark.parametrize("name", ["lookup", "careless", "model"])
+@pytest.mark.parametrize(
+    ("name", "drawn"),
+    [("lookup", False), ("lookup", True), ("careless", True), ("model", False), ("model", True)],
+)
 def test_each_prompt_is_completed_as_if_its_constraint_were_that_of_all(model, name, drawn):
     asked = drawn_or_greedy(drawn) | {"processors": of_each(OWN)}
     drafter = DRAFTERS[name](model)
