@@ -95,8 +95,7 @@ def with_nan():
     return small
 
 
-@pytest.mark.parametrize("batch_size", [None, 2])
-@pytest.mark.parametrize("make", [with_nan, overflowing])
+@pytest.mark.parametrize(("make", "batch_size"), [(with_nan, 2), (overflowing, None)])
 def test_a_draft_model_that_is_not_finite_changes_nothing(make, batch_size):
     model, prompts = shallow_model(), ragged_prompts(LENGTHS)
     for sampled in (True, False):

@@ -4,6 +4,7 @@ import contextlib
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from toy import ragged_prompts, shallow_model
 
 import emsjax
 from emsjax import distillation
+from emsjax.cli.main import main
 from emsjax.configured import NEEDED
 from emsjax.demo import DRAFT
 from emsjax.testing import assert_lossless, assert_same_distribution
@@ -176,19 +178,19 @@ ENVIRONMENT = {
 }
 
 
-def test_a_command_is_the_same_under_any_settings_in_the_environment(tmp_path):
-    (tmp_path / "in.jsonl").write_text('{"id": 1, "prompt": "def f(x):"}\n')
-    command = [sys.executable, "-m", "emsjax", "generate", "--model", str(DRAFT)]
-    command += ["--input", "in.jsonl", "--temperature", "0.8", "--max-new-tokens", "8"]
-    command += ["--drafter", "prompt-lookup", "--batch-size", "1"]
-    for name, environment in (("plain", {}), ("other", ENVIRONMENT)):
-        run = subprocess.run(
-            [*command, "--output", f"{name}.jsonl"],
-            cwd=tmp_path,
-            env=os.environ | environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert run.returncode == 0, run.stderr
-    assert (tmp_path / "plain.jsonl").read_text() == (tmp_path / "other.jsonl").read_text()
+def test_a_command_is_the_same_under_any_settings_in_the_environment(tmp_path, monkeypatch):
+    """As a process with these settings, and without them in this one."""
+    monkeypatch.chdir(tmp_path)
+    Path("in.jsonl").write_text('{"id": 1, "prompt": "def f(x):"}\n')
+    arguments = ["generate", "--model", str(DRAFT), "--input", "in.jsonl", "--temperature", "0.8"]
+    arguments += ["--max-new-tokens", "8", "--drafter", "prompt-lookup", "--batch-size", "1"]
+    assert main([*arguments, "--output", "plain.jsonl"]) == 0
+    run = subprocess.run(
+        [sys.executable, "-m", "emsjax", *arguments, "--output", "other.jsonl"],
+        env=os.environ | ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert Path("plain.jsonl").read_text() == Path("other.jsonl").read_text()

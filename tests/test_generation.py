@@ -16,6 +16,7 @@ from toy import (
     ScriptedDrafter,
     ragged_prompts,
     script_of,
+    shallow_model,
     tiny_model,
 )
 from transformers import BatchEncoding
@@ -42,7 +43,7 @@ def drafters(prompts, plain):
 @settings(max_examples=8)
 @given(lengths=ragged_lengths, seed=st.integers(0, 99))
 def test_greedy_tokens_equal_plain_decoding_for_every_drafter(lengths, seed):
-    model, prompts = tiny_model(), ragged_prompts(lengths, seed)
+    model, prompts = shallow_model(), ragged_prompts(lengths, seed)
     plain = emsjax.generate(model, prompts, max_new_tokens=NEW)
     for drafter in drafters(prompts, plain):
         out = emsjax.generate(model, prompts, drafter, max_new_tokens=NEW)
@@ -51,7 +52,7 @@ def test_greedy_tokens_equal_plain_decoding_for_every_drafter(lengths, seed):
 
 
 def test_correct_drafts_are_always_accepted_and_wrong_ones_never():
-    model, prompts = tiny_model(), ragged_prompts([5, 1, 30])
+    model, prompts = shallow_model(), ragged_prompts([5, 1, 30])
     plain = emsjax.generate(model, prompts, max_new_tokens=NEW)
     script = script_of(prompts, plain)
     right = emsjax.generate(model, prompts, ScriptedDrafter(script), max_new_tokens=NEW).stats
@@ -68,7 +69,7 @@ def test_correct_drafts_are_always_accepted_and_wrong_ones_never():
 @settings(max_examples=4)
 @given(lengths=ragged_lengths)
 def test_a_sample_does_not_depend_on_the_rest_of_the_batch(lengths):
-    model, prompts = tiny_model(), ragged_prompts(lengths)
+    model, prompts = shallow_model(), ragged_prompts(lengths)
     drafter = emsjax.PromptLookup(match_length=1, search_generated=True)
     together = emsjax.generate(model, prompts, drafter, max_new_tokens=NEW)
     for i, prompt in enumerate(prompts):
@@ -81,7 +82,7 @@ def test_a_sample_does_not_depend_on_the_rest_of_the_batch(lengths):
 @pytest.mark.usefixtures("every_row_count")
 def test_the_last_sequences_of_a_large_batch_use_a_smaller_bucket():
     """The last steps have fewer rows than the batch has sequences."""
-    model, prompts = tiny_model(), ragged_prompts([1 + i % 9 for i in range(24)])
+    model, prompts = shallow_model(), ragged_prompts([1 + i % 9 for i in range(24)])
     drafter = emsjax.PromptLookup(match_length=1, max_draft_tokens=2, search_generated=True)
     limits = np.array([2] * 22 + [NEW, NEW - 3])
     plain = emsjax.generate(model, prompts, max_new_tokens=limits)
@@ -129,7 +130,7 @@ def test_the_cache_after_ragged_acceptance_equals_a_fresh_prefill():
 
 
 def test_nan_beyond_the_committed_lengths_changes_nothing():
-    model, prompts = tiny_model(), ragged_prompts([9, 2, 31])
+    model, prompts = shallow_model(), ragged_prompts([9, 2, 31])
     drafter = emsjax.PromptLookup(match_length=1, search_generated=True)
     start = functools.partial(emsjax.init_state, model, drafter, prompts, max_new_tokens=16)
     clean = stepped(model, drafter, start(), 6)
@@ -140,7 +141,7 @@ def test_nan_beyond_the_committed_lengths_changes_nothing():
 
 
 def test_ten_ragged_batches_compile_the_loop_at_most_twice(monkeypatch):
-    model, rng = tiny_model(), np.random.default_rng(0)
+    model, rng = shallow_model(), np.random.default_rng(0)
     counted = chex.assert_max_traces(decode_loop.__wrapped__, n=2)
     monkeypatch.setattr(slots, "decode_loop", jax.jit(counted))
     for batch in range(10):
@@ -151,7 +152,7 @@ def test_ten_ragged_batches_compile_the_loop_at_most_twice(monkeypatch):
 
 
 def test_the_loop_is_one_compiled_call_without_callbacks(monkeypatch):
-    model, calls = tiny_model(), []
+    model, calls = shallow_model(), []
 
     def spy(*args):
         calls.append(str(jax.make_jaxpr(decode_loop)(*args)))
@@ -167,7 +168,7 @@ def test_the_loop_is_one_compiled_call_without_callbacks(monkeypatch):
 
 
 def test_every_sample_stops_at_its_own_end_token_or_limit():
-    model, prompts = tiny_model(), ragged_prompts([5, 9, 20, 3])
+    model, prompts = shallow_model(), ragged_prompts([5, 9, 20, 3])
     plain = emsjax.generate(model, prompts, max_new_tokens=NEW)
     end = int(plain.tokens[0, 6])
     limits = [NEW, 3, 11, 1]
@@ -187,7 +188,7 @@ def test_every_sample_stops_at_its_own_end_token_or_limit():
 
 
 def test_the_configs_end_token_is_the_default():
-    model = tiny_model(eos_token_id=(11, 12))
+    model = shallow_model(eos_token_id=(11, 12))
     out = emsjax.generate(model, ragged_prompts([5, 9, 20, 3]), max_new_tokens=40)
     free = emsjax.generate(
         model, ragged_prompts([5, 9, 20, 3]), max_new_tokens=40, eos_token_ids=()
@@ -198,7 +199,7 @@ def test_the_configs_end_token_is_the_default():
 
 
 def test_refilled_slots_and_several_sequences_give_the_same_tokens():
-    model, prompts = tiny_model(), ragged_prompts([5, 9, 20, 3, 14])
+    model, prompts = shallow_model(), ragged_prompts([5, 9, 20, 3, 14])
     references = [prompt[::-1] for prompt in prompts]
     drafter = emsjax.PromptLookup(match_length=1, references=references)
     limits = [7, 20, 3, 12, 9]
@@ -216,7 +217,7 @@ def test_refilled_slots_and_several_sequences_give_the_same_tokens():
 
 
 def test_the_last_position_is_used_and_none_is_exceeded():
-    model = tiny_model()
+    model = shallow_model()
     prompts = ragged_prompts([64, 60])
     out = emsjax.generate(model, prompts, emsjax.PromptLookup(), max_new_tokens=[1, 5])
     assert out.lengths.tolist() == [1, 5]
@@ -225,7 +226,7 @@ def test_the_last_position_is_used_and_none_is_exceeded():
 
 
 def test_statistics_add_up():
-    model, prompts = tiny_model(), ragged_prompts([9, 2, 31, 17])
+    model, prompts = shallow_model(), ragged_prompts([9, 2, 31, 17])
     drafter = emsjax.PromptLookup(match_length=1, max_draft_tokens=4, search_generated=True)
     stats = emsjax.generate(model, prompts, drafter, max_new_tokens=[20, 5, 9, 30]).stats
     assert stats.num_emitted.tolist() == [20, 5, 9, 30]
@@ -243,7 +244,7 @@ def test_latencies_are_measured_to_the_first_and_last_finished_sequence(monkeypa
     clock = iter([10.0, 16.0])  # 30 steps in 6 s
     monkeypatch.setattr(slots, "perf_counter", lambda: next(clock))
     prompts, new = ragged_prompts([9, 2, 31]), [20, 30, 4]
-    stats = emsjax.generate(tiny_model(), prompts, max_new_tokens=new).stats
+    stats = emsjax.generate(shallow_model(), prompts, max_new_tokens=new).stats
     np.testing.assert_allclose(stats.finish_seconds, [4, 6, 0.8], rtol=1e-6)
     assert stats.latency_per_token == pytest.approx((0.2, 0.2, 0.2))
     none = dataclasses.replace(stats, num_emitted=np.zeros(3, np.int32))
@@ -251,7 +252,7 @@ def test_latencies_are_measured_to_the_first_and_last_finished_sequence(monkeypa
 
 
 def test_a_policy_limits_drafts_without_changing_tokens():
-    model, prompts = tiny_model(), ragged_prompts([9, 2])
+    model, prompts = shallow_model(), ragged_prompts([9, 2])
     plain = emsjax.generate(model, prompts, max_new_tokens=NEW)
     drafter = ScriptedDrafter(script_of(prompts, plain))
     for k, steps in ((0, 20), (1, 10), (9, 5)):
@@ -261,7 +262,7 @@ def test_a_policy_limits_drafts_without_changing_tokens():
 
 
 def test_a_fixed_length_may_be_larger_than_int32():
-    model, prompts = tiny_model(), ragged_prompts([5, 9])
+    model, prompts = shallow_model(), ragged_prompts([5, 9])
     drafter = emsjax.PromptLookup(match_length=1)
     steps = [
         emsjax.generate(
@@ -273,7 +274,7 @@ def test_a_fixed_length_may_be_larger_than_int32():
 
 
 def test_an_exhausted_time_budget_returns_the_tokens_decoded_so_far(monkeypatch):
-    model, prompts = tiny_model(), ragged_prompts([9, 2])
+    model, prompts = shallow_model(), ragged_prompts([9, 2])
     plain = emsjax.generate(model, prompts, max_new_tokens=40)
     clock = iter([0.0, 1.0, 9.0])
     read = lambda: next(clock)
@@ -290,7 +291,7 @@ def test_an_exhausted_time_budget_returns_the_tokens_decoded_so_far(monkeypatch)
 def test_a_time_budget_may_be_exhausted_before_the_first_step(batch_size):
     prompts = ragged_prompts([3, 2])
     out = emsjax.generate(
-        tiny_model(), prompts, max_new_tokens=NEW, time_budget_s=1e-9, batch_size=batch_size
+        shallow_model(), prompts, max_new_tokens=NEW, time_budget_s=1e-9, batch_size=batch_size
     )
     assert out.finish_reasons == ["time", "time"]
     assert (out.lengths.tolist(), out.stats.model_calls) == ([0, 0], 0)
@@ -298,7 +299,7 @@ def test_a_time_budget_may_be_exhausted_before_the_first_step(batch_size):
 
 @pytest.mark.usefixtures("unchecked_annotations")
 def test_a_step_without_a_model_is_rejected():
-    model, drafter, prompts = tiny_model(), emsjax.PromptLookup(), ragged_prompts([9, 2])
+    model, drafter, prompts = shallow_model(), emsjax.PromptLookup(), ragged_prompts([9, 2])
     state = emsjax.init_state(model, drafter, prompts, max_new_tokens=2)
     with pytest.raises(ValueError, match=r"model must be a model, .* not PromptLookup"):
         emsjax.step(drafter, model, state)
@@ -321,11 +322,11 @@ def test_the_result_of_a_custom_attention_function_is_checked(spoil, got):
     prompts, options = ragged_prompts([9, 2]), {"max_new_tokens": 2}
     message = rf"^attention_implementation must return .* float32\[\d+, 4, 8\], not {got}"
     with pytest.raises(ValueError, match=message):
-        emsjax.generate(tiny_model(), prompts, attention_implementation=own, **options)
+        emsjax.generate(shallow_model(), prompts, attention_implementation=own, **options)
 
 
 def test_a_custom_attention_function_runs_in_the_loop():
-    model, prompts = tiny_model(), ragged_prompts([9, 2])
+    model, prompts = shallow_model(), ragged_prompts([9, 2])
     plain = emsjax.generate(model, prompts, max_new_tokens=NEW)
     own = functools.partial(pallas_kernels.reference.ragged_attention)
     blind = lambda query, *args, **kwargs: jnp.zeros_like(query)
@@ -399,11 +400,11 @@ def test_invalid_input_is_named_before_any_work(arguments, monkeypatch):
     if call.get("key") is too_many_keys:
         call["key"] = too_many_keys()
     with pytest.raises(ValueError, match=message):
-        emsjax.generate(tiny_model(), **call)
+        emsjax.generate(shallow_model(), **call)
 
 
 def test_an_object_that_is_not_a_model_is_named_by_its_argument():
-    model, prompts = tiny_model(), [[5], [6, 7]]
+    model, prompts = shallow_model(), [[5], [6, 7]]
     with pytest.raises(ValueError, match=r"^model must be a model, .*, not list$"):
         emsjax.generate(prompts, model)
     for unread in (prompts, iter(prompts)):
@@ -418,7 +419,7 @@ def test_prompt_lookup_names_an_invalid_length(name):
 
 
 def test_per_prompt_values_may_be_arrays_of_any_kind():
-    model, prompts = tiny_model(), ragged_prompts([5, 9])
+    model, prompts = shallow_model(), ragged_prompts([5, 9])
     for limits in ([3, 7], (3, 7), np.array([3, 7]), jnp.array([3, 7])):
         assert emsjax.generate(model, prompts, max_new_tokens=limits).lengths.tolist() == [3, 7]
     assert emsjax.generate(model, prompts, max_new_tokens=jnp.array(3)).lengths.tolist() == [3, 3]
@@ -438,4 +439,4 @@ def test_per_prompt_values_may_be_arrays_of_any_kind():
 def test_values_of_the_wrong_type_or_shape_are_named(options, message):
     options = {"max_new_tokens": 2, "key": jax.random.key(0)} | options
     with pytest.raises(ValueError, match=message):
-        emsjax.generate(tiny_model(), ragged_prompts([5, 9]), **options)
+        emsjax.generate(shallow_model(), ragged_prompts([5, 9]), **options)

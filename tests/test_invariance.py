@@ -174,7 +174,7 @@ def test_every_entry_takes_numerics_and_streams_keep_them():
 
     device = {"devices": jax.local_devices()[:1]}  # decodes in a thread of its own
     entries = {
-        "generate": lambda **kind: emsjax.generate(model, PROMPTS, **own, **kind),
+        "generate": lambda **kind: emsjax.generate(model, PROMPTS, batch_size=2, **own, **kind),
         "stream": lambda **kind: list(emsjax.stream(model, PROMPTS, batch_size=2, **own, **kind)),
         "iterator": lambda **kind: list(
             emsjax.stream(model, iter(PROMPTS), batch_size=2, **device, **own, **kind)

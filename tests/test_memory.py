@@ -79,9 +79,9 @@ def test_weights_that_do_not_fit_are_not_loaded(monkeypatch, tmp_path):
     model = tiny_model()
     model.save_pretrained(tmp_path)
     needed = device.tree_bytes(model)
-    monkeypatch.setattr(checkpoint, "available_bytes", lambda: needed)
+    monkeypatch.setattr(checkpoint, "available_bytes", lambda _: needed)
     emsjax.OPT.from_pretrained(tmp_path, dtype=jnp.float32)
-    monkeypatch.setattr(checkpoint, "available_bytes", lambda: needed - 1)
+    monkeypatch.setattr(checkpoint, "available_bytes", lambda _: needed - 1)
     with pytest.raises(ValueError, match=r"weights need .* in float32"):
         emsjax.OPT.from_pretrained(tmp_path, dtype=jnp.float32)
 

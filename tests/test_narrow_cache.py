@@ -112,7 +112,7 @@ def test_updates_write_rounded_rows(format, implementation):
 @FORMAT
 def test_decoding_is_lossless_and_its_bits_do_not_depend_on_the_batch(format):
     prompts = ragged_prompts([5, 14, 3])
-    model = tiny_model()
+    model = shallow_model()
     options = {"max_new_tokens": 8, "kv_dtype": format}
     checked = assert_lossless(model, LOOKUP, prompts, **options)
     assert np.any(checked.output.stats.num_accepted)
@@ -123,7 +123,7 @@ def test_decoding_is_lossless_and_its_bits_do_not_depend_on_the_batch(format):
 
 
 def test_every_entry_takes_a_cache_in_8_bits():
-    model, prompts = tiny_model(), ragged_prompts([5, 9])
+    model, prompts = shallow_model(), ragged_prompts([5, 9])
     options = {"max_new_tokens": 5, "kv_dtype": "int8"}
     expected = emsjax.generate(model, prompts, **options)
     streamed = {c.prompt: c.tokens for c in emsjax.stream(model, prompts, batch_size=1, **options)}

@@ -50,8 +50,9 @@ def check_apart(out, clean, number_of_bad=1):
 
 
 @numbers
-@pytest.mark.parametrize("attention", ["reference", None])
-@pytest.mark.parametrize("sampling", [None, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("attention", "sampling"), [("reference", None), (None, SAMPLED)], ids=["greedy", "sampled"]
+)
 @pytest.mark.parametrize("drafter", ["plain", "prompt lookup", "draft model"])
 def test_a_bad_prompt_ends_at_once_and_leaves_the_others_alone(
     drafter, sampling, attention, number

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy import CARELESS, NEARLY_GREEDY, ragged_prompts, tiny_model
+from toy import CARELESS, NEARLY_GREEDY, ragged_prompts, shallow_model, tiny_model
 
 import emsjax
 from emsjax.decode import refill as feeding
@@ -37,13 +37,18 @@ def same(out, whole, *, steps=True):
             np.testing.assert_array_equal(getattr(out.stats, name), getattr(whole.stats, name))
 
 
+def draft_model():
+    """A model whose drafts are partly right."""
+    return shallow_model(ffn_dim=32)
+
+
 def drafters():
     prompts = ragged_prompts(LENGTHS)
     return {
         "plain": None,
         "prompt lookup": emsjax.PromptLookup(match_length=1),
         "references": emsjax.PromptLookup(match_length=1, references=[p[::-1] for p in prompts]),
-        "draft model": emsjax.DraftModel(tiny_model(num_hidden_layers=1), 3),
+        "draft model": emsjax.DraftModel(draft_model(), 3),
         "not a pytree": CARELESS,
     }
 
@@ -54,7 +59,7 @@ def drafters():
     ids=lambda of: of if isinstance(of, str) else "greedy" if of is None else "sampled",
 )
 def test_refilled_sequences_equal_those_of_one_batch(name, sampling):
-    model, prompts, drafter = tiny_model(), ragged_prompts(LENGTHS), drafters()[name]
+    model, prompts, drafter = shallow_model(), ragged_prompts(LENGTHS), drafters()[name]
     options = {"max_new_tokens": NEW, "sampling": sampling, "key": jax.random.key(5)}
     whole = emsjax.generate(model, prompts, drafter, **options)
     batch_size = 1 if (name, sampling) == ("prompt lookup", None) else 4
@@ -64,7 +69,7 @@ def test_refilled_sequences_equal_those_of_one_batch(name, sampling):
 
 @pytest.mark.parametrize("name", ["plain", "references", "draft model"])
 def test_sequences_of_a_prompt_copy_the_cache_of_its_first_sequence(name):
-    model, prompts, drafter = tiny_model(), ragged_prompts(LENGTHS), drafters()[name]
+    model, prompts, drafter = shallow_model(), ragged_prompts(LENGTHS), drafters()[name]
     options = {"max_new_tokens": NEW, "num_sequences": 3, "key": jax.random.key(5)}
     options["sampling"] = emsjax.Sampling(0.9)
     whole = emsjax.generate(model, prompts, drafter, **options)
@@ -73,7 +78,7 @@ def test_sequences_of_a_prompt_copy_the_cache_of_its_first_sequence(name):
 
 
 def test_long_prompts_of_several_sequences_are_fed_in_chunks(monkeypatch):
-    model, prompts = tiny_model(), ragged_prompts(LENGTHS)
+    model, prompts = shallow_model(), ragged_prompts(LENGTHS)
     options = {"max_new_tokens": 6, "num_sequences": 2, "key": jax.random.key(5)}
     options["sampling"] = emsjax.Sampling(0.9)
     drafter = drafters()["references"]
@@ -98,8 +103,8 @@ class FirstSteps:
 
 
 def test_policy_state_is_reset_when_a_slot_is_refilled():
-    model, prompts = tiny_model(), ragged_prompts(LENGTHS)
-    drafter = emsjax.DraftModel(tiny_model(num_hidden_layers=1), 3)
+    model, prompts = shallow_model(), ragged_prompts(LENGTHS)
+    drafter = emsjax.DraftModel(draft_model(), 3)
     whole = emsjax.generate(model, prompts, drafter, FirstSteps(), max_new_tokens=NEW)
     out = emsjax.generate(model, prompts, drafter, FirstSteps(), max_new_tokens=NEW, batch_size=4)
     assert out.stats.num_drafted.sum() > 6 * 4
@@ -108,8 +113,8 @@ def test_policy_state_is_reset_when_a_slot_is_refilled():
 
 def test_state_of_a_capped_policy_is_reset_when_a_slot_is_refilled():
     """The policy has no `admit`. Drafting costs almost nothing, so no draft is capped."""
-    model, prompts = tiny_model(), ragged_prompts(LENGTHS)
-    drafter = emsjax.DraftModel(tiny_model(num_hidden_layers=1), 3)
+    model, prompts = shallow_model(), ragged_prompts(LENGTHS)
+    drafter = emsjax.DraftModel(draft_model(), 3)
     costs = emsjax.StepCosts.of({16: 1.0, 1024: 1.001}, draft_ms=1e-6)
     policy = emsjax.CostCapped(FirstSteps(), costs, least_gain=0.0)
     out = emsjax.generate(model, prompts, drafter, policy, max_new_tokens=NEW, batch_size=4)
@@ -123,8 +128,8 @@ def test_policies_that_depend_on_the_batch_do_not_change_greedy_tokens(policy):
         "goodput": emsjax.Goodput(costs),
         "capped": emsjax.CostCapped(emsjax.BassHeuristic(3, limit=4), costs),
     }.get(policy, policy)
-    model, prompts = tiny_model(), ragged_prompts(LENGTHS)
-    drafter = emsjax.DraftModel(tiny_model(num_hidden_layers=1))
+    model, prompts = shallow_model(), ragged_prompts(LENGTHS)
+    drafter = emsjax.DraftModel(draft_model())
     if isinstance(policy, emsjax.BassHeuristic):
         drafter = emsjax.PromptLookup(match_length=1)
     whole = emsjax.generate(model, prompts, max_new_tokens=NEW)
@@ -139,7 +144,7 @@ def slots_for(model, prompts, *, count, drafter=None, **asked):
 
 
 def test_a_prompt_is_fed_once_for_any_number_of_sequences():
-    model, prompts = tiny_model(), ragged_prompts([9, 20, 14])
+    model, prompts = shallow_model(), ragged_prompts([9, 20, 14])
     asked = {"max_new_tokens": 6, "num_sequences": 8, "eos_token_ids": (), **NEARLY_GREEDY}
     served, sequences, _ = slots_for(model, prompts, count=4, **asked)
     rows = list(served.serve(sequences))
@@ -150,8 +155,8 @@ def test_a_prompt_is_fed_once_for_any_number_of_sequences():
 
 def test_previous_contents_of_a_slot_have_no_influence(monkeypatch):
     """Undefined cache entries are NaN at first and later hold what earlier sequences left."""
-    model, prompts = tiny_model(), ragged_prompts(LENGTHS)
-    drafter = emsjax.DraftModel(tiny_model(num_hidden_layers=1), 3)
+    model, prompts = shallow_model(), ragged_prompts(LENGTHS)
+    drafter = emsjax.DraftModel(draft_model(), 3)
     whole = emsjax.generate(model, prompts, drafter, max_new_tokens=NEW)
     init_cache = emsjax.OPT.init_cache
 
@@ -198,7 +203,7 @@ def test_caches_equal_those_of_a_prefill_while_slots_are_refilled():
 
 
 def test_slots_are_not_idle_while_sequences_wait():
-    model, prompts = tiny_model(), ragged_prompts([6] * 30)
+    model, prompts = shallow_model(), ragged_prompts([6] * 30)
     served, sequences, _ = slots_for(
         model, prompts, count=4, max_new_tokens=[3, 9, 5] * 10, eos_token_ids=()
     )
@@ -209,7 +214,7 @@ def test_slots_are_not_idle_while_sequences_wait():
 
 
 def test_prompts_of_several_sequences_are_admitted_together():
-    model, prompts = tiny_model(), ragged_prompts([6] * 8)
+    model, prompts = shallow_model(), ragged_prompts([6] * 8)
     asked = {"max_new_tokens": 6, "num_sequences": 2, "eos_token_ids": (), **NEARLY_GREEDY}
     served, sequences, _ = slots_for(model, prompts, count=8, **asked)
     assert len(list(served.serve(sequences))) == 16
@@ -222,14 +227,14 @@ def test_a_drafter_that_would_be_recompiled_for_every_prompt_is_rejected():
     class Plain(emsjax.PromptLookup):
         """A subclass that is not registered as a pytree."""
 
-    model, prompts = tiny_model(), ragged_prompts([4, 5, 6])
+    model, prompts = shallow_model(), ragged_prompts([4, 5, 6])
     drafter = Plain(references=prompts)
     with pytest.raises(ValueError, match=r"Plain holds data for each prompt.* a pytree"):
         emsjax.generate(model, prompts, drafter, max_new_tokens=3, batch_size=2)
 
 
 def test_each_prompt_is_admitted_once_and_in_order():
-    model, prompts = tiny_model(), ragged_prompts([4] * 20)
+    model, prompts = shallow_model(), ragged_prompts([4] * 20)
     served, sequences, _ = slots_for(model, prompts, count=3, max_new_tokens=[9, 2, 4, 1] * 5)
     entered = []
 
@@ -244,7 +249,7 @@ def test_each_prompt_is_admitted_once_and_in_order():
 
 
 def test_one_compilation_serves_all_prompts():
-    model = tiny_model()
+    model = shallow_model()
     before = decode_loop._cache_size()
     for lengths in ([5, 9, 2, 3], [30, 1, 1, 7, 12, 3, 2]):
         emsjax.generate(
@@ -258,7 +263,7 @@ def test_one_compilation_serves_all_prompts():
 
 
 def test_an_exhausted_time_budget_is_the_finish_reason_of_unfinished_sequences(monkeypatch):
-    model, prompts = tiny_model(), ragged_prompts([9, 2, 7, 5])
+    model, prompts = shallow_model(), ragged_prompts([9, 2, 7, 5])
     whole = emsjax.generate(model, prompts, max_new_tokens=[40, 3, 40, 40], eos_token_ids=())
     clock = iter([1.0, 9.0])
     monkeypatch.setattr(slots, "monotonic", lambda: next(clock))

@@ -12,7 +12,7 @@ from golden import tiny_families
 from golden.tiny_families import GOLDEN, VARIANTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy import POSITIONS, VOCAB, ragged_prompts, tiny_model
+from toy import POSITIONS, VOCAB, ragged_prompts, shallow_model
 from transformers import BatchEncoding
 
 import emsjax
@@ -55,7 +55,7 @@ def one_by_one(model, prompts, continuations):
 
 @functools.cache
 def expected_of_mixed():
-    return one_by_one(tiny_model(), *mixed())
+    return one_by_one(shallow_model(), *mixed())
 
 
 def assert_scores(out, expected, **tolerance):
@@ -68,7 +68,7 @@ def assert_scores(out, expected, **tolerance):
 @pytest.mark.parametrize("batch_size", [None, 1, 3, 8])
 def test_scores_equal_the_log_softmax_after_each_prefix(batch_size):
     expected, _ = expected_of_mixed()
-    out = emsjax.score(tiny_model(), *mixed(), batch_size=batch_size)
+    out = emsjax.score(shallow_model(), *mixed(), batch_size=batch_size)
     assert_scores(out, expected)
     assert out.num_continuations.tolist() == [3, 1, 3, 5, 1, 1]
     assert out.totals.dtype == np.float64
@@ -83,7 +83,7 @@ def test_chunks_and_blocks_of_logits_do_not_change_scores(monkeypatch):
     for most in (forest.MOST_ROWS, 0):
         monkeypatch.setattr(forest, "MOST_ROWS", most)
         scores.score_forest.clear_cache()  # the number is read while tracing
-        assert_scores(emsjax.score(tiny_model(), *mixed()), expected_of_mixed()[0])
+        assert_scores(emsjax.score(shallow_model(), *mixed()), expected_of_mixed()[0])
     scores.score_forest.clear_cache()
 
 
@@ -110,7 +110,7 @@ def test_trees_and_samples_over_a_cache_have_the_same_scores(most, together, spi
     if not together:
         flat = [(p, c) for p, own in zip(prompts, continuations, strict=True) for c in own]
         prompts, continuations = zip(*flat, strict=True)
-    out = emsjax.score(tiny_model(), prompts, continuations)
+    out = emsjax.score(shallow_model(), prompts, continuations)
     assert_scores(out, expected_of_mixed()[0])
     names = {4096: {"score_forest"}, 63: {"score_forest", "score_tokens"}, 0: {"score_tokens"}}
     assert {name for name, *_ in spied} == names[most]
@@ -118,14 +118,14 @@ def test_trees_and_samples_over_a_cache_have_the_same_scores(most, together, spi
 
 @pytest.mark.parametrize("rows", [63, 64, 65, 66, 100])
 def test_lengths_around_the_bound_of_rows_per_sample(rows):
-    model = tiny_model(max_position_embeddings=128)
+    model = shallow_model(max_position_embeddings=128)
     prompts, continuations = ragged_prompts([rows - 3, 2]), ragged_prompts([4, 9], seed=1)
     expected, _ = one_by_one(model, prompts, [[own] for own in continuations])
     assert_scores(emsjax.score(model, prompts, continuations), expected)
 
 
 def test_greedy_continuations_are_marked():
-    model, prompts = tiny_model(), ragged_prompts([5, 1, 30])
+    model, prompts = shallow_model(), ragged_prompts([5, 1, 30])
     out = emsjax.generate(model, prompts, max_new_tokens=6)
     continuations = []
     for tokens in out.tokens:
@@ -149,7 +149,7 @@ def test_the_first_of_equal_logits_is_greedy():
 
 @pytest.mark.parametrize("sampling", [None, emsjax.Sampling(1.0)], ids=["greedy", "sampled"])
 def test_generated_tokens_have_the_scores_that_generate_reports(sampling):
-    model, prompts = tiny_model(), ragged_prompts([5, 1, 30])
+    model, prompts = shallow_model(), ragged_prompts([5, 1, 30])
     several = {} if sampling is None else {"num_sequences": 3, "key": jax.random.key(0)}
     out = emsjax.generate(model, prompts, max_new_tokens=9, sampling=sampling, **several)
     continuations = out.tokens.reshape(3, -1, 9)
@@ -161,7 +161,7 @@ def test_generated_tokens_have_the_scores_that_generate_reports(sampling):
 @settings(max_examples=6)
 @given(lengths=counts, seed=st.integers(0, 99))
 def test_a_score_does_not_depend_on_the_rest_of_the_batch(lengths, seed):
-    model = tiny_model()
+    model = shallow_model()
     prompts, continuations = ragged_prompts(lengths, seed), ragged_prompts(lengths[::-1], seed + 1)
     together = emsjax.score(model, prompts, continuations)
     for i, prompt in enumerate(prompts):
@@ -173,8 +173,8 @@ def test_a_score_does_not_depend_on_the_rest_of_the_batch(lengths, seed):
 def test_shared_prompts_give_the_scores_of_single_ones():
     prompts, continuations = mixed()
     flat = [(p, c) for p, own in zip(prompts, continuations, strict=True) for c in own]
-    single = emsjax.score(tiny_model(), *zip(*flat, strict=True))
-    together = emsjax.score(tiny_model(), prompts, continuations)
+    single = emsjax.score(shallow_model(), *zip(*flat, strict=True))
+    together = emsjax.score(shallow_model(), prompts, continuations)
     assert_scores(together, single.logprobs, **CLOSE)
     assert single.num_continuations.tolist() == [1] * len(flat)
 
@@ -240,7 +240,7 @@ def test_a_token_without_a_finite_embedding_spoils_its_own_scores_only(load):
 
 
 def test_ragged_batches_share_a_few_programs():
-    model, rng = tiny_model(), np.random.default_rng(0)
+    model, rng = shallow_model(), np.random.default_rng(0)
     scores.score_forest.clear_cache()
     for seed in range(10):
         count = rng.integers(40, 60)
@@ -255,7 +255,7 @@ def test_ragged_batches_share_a_few_programs():
 
 @pytest.mark.usefixtures("unchecked_annotations")
 def test_logits_exist_for_few_rows_at_a_time():
-    model, batch, width = tiny_model(), 64, 128
+    model, batch, width = shallow_model(), 64, 128
     lowered = scores.score_tokens.trace(
         model,
         model.init_cache(batch, width),
@@ -286,7 +286,7 @@ def limit_memory(monkeypatch, num_bytes):
 
 
 def test_a_batch_that_does_not_fit_is_halved_unless_it_was_asked_for(monkeypatch, spied):
-    model, (prompts, continuations) = tiny_model(), mixed()
+    model, (prompts, continuations) = shallow_model(), mixed()
     plan = functools.partial(memory.MemoryPlan.for_run, model, max_len=128, max_draft_tokens=63)
     needed = plan(slots=4, prompt_slots=4)
     monkeypatch.setattr(forest, "MOST_ROWS", 0)  # over a cache, whose size the batch decides
@@ -298,7 +298,7 @@ def test_a_batch_that_does_not_fit_is_halved_unless_it_was_asked_for(monkeypatch
 
 
 def test_trees_have_as_many_rows_as_fit_into_memory(monkeypatch, spied):
-    model = tiny_model()
+    model = shallow_model()
     needed = {
         rows: next(n for n in itertools.count(0, 1 << 16) if fits_in(monkeypatch, n, model, rows))
         for rows in (512, 1024)
@@ -323,10 +323,12 @@ def test_an_attention_of_your_own_is_used():
     )
     strict = lambda *args, max_rows_per_sample: reference(*args)  # knows no trees
     for attention in ("reference", functools.partial(reference), triton, strict):
-        own = emsjax.score(tiny_model(), prompts, continuations, attention_implementation=attention)
+        own = emsjax.score(
+            shallow_model(), prompts, continuations, attention_implementation=attention
+        )
         assert_scores(own, expected_of_mixed()[0])
     blind = emsjax.score(
-        tiny_model(),
+        shallow_model(),
         prompts,
         continuations,
         attention_implementation=lambda query, *args, **options: jnp.zeros_like(query),
@@ -349,7 +351,7 @@ def test_the_gpu_kernel_reads_trees(load, monkeypatch):
 
 
 def test_one_continuation_is_a_sequence_of_integers_and_several_are_sequences():
-    model, prompts = tiny_model(), [[5, 6], [7]]
+    model, prompts = shallow_model(), [[5, 6], [7]]
     single = emsjax.score(model, prompts, [[8, 9], [10]])
     assert single.num_continuations.tolist() == [1, 1]
     for continuations in (
@@ -395,7 +397,7 @@ def test_one_continuation_is_a_sequence_of_integers_and_several_are_sequences():
 )
 def test_wrong_prompts_and_continuations_are_named(prompts, continuations, message):
     with pytest.raises(ValueError, match=f"^{message}"):
-        emsjax.score(tiny_model(), prompts, continuations)
+        emsjax.score(shallow_model(), prompts, continuations)
 
 
 @pytest.mark.parametrize(
@@ -409,7 +411,7 @@ def test_wrong_prompts_and_continuations_are_named(prompts, continuations, messa
     ],
 )
 def test_wrong_options_are_named(options, message):
-    given = {"model": tiny_model(), "prompts": [[3]], "continuations": [[2]]} | options
+    given = {"model": shallow_model(), "prompts": [[3]], "continuations": [[2]]} | options
     if options.get("batch_size") == 2**31:  # more than there are continuations: all at once
         assert len(emsjax.score(**given).logprobs) == 1
         return

@@ -35,7 +35,7 @@ def test_a_copy_of_the_target_drafts_what_the_target_emits():
 
 @pytest.mark.parametrize(("format", "kv_dtype"), [("int4", None), ("int8", "int8")])
 def test_a_narrow_copy_drafts_for_its_target(format, kv_dtype):
-    model = target()
+    model = target(num_hidden_layers=1)
     drafter = emsjax.SelfDraft(model.quantize(format), max_draft_tokens=3)
     options = {"max_new_tokens": 9, "eos_token_ids": (), "kv_dtype": kv_dtype}
     found = assert_lossless(model, drafter, PROMPTS, **options)
@@ -43,13 +43,13 @@ def test_a_narrow_copy_drafts_for_its_target(format, kv_dtype):
 
 
 def test_slots_that_are_refilled():
-    model = target()
+    model = target(num_hidden_layers=1)
     drafter = emsjax.SelfDraft(model.quantize("int8"), max_draft_tokens=2)
     assert_lossless(model, drafter, PROMPTS, max_new_tokens=[7, 2, 5], batch_size=2)
 
 
 def test_drawn_drafts_keep_the_distribution():
-    model = target(vocab_size=61)
+    model = target(num_hidden_layers=1)
     drafter = emsjax.SelfDraft(model.quantize("int4"), max_draft_tokens=2)
     sampling = emsjax.Sampling(temperature=1.0, top_k=4)
     key = jax.random.key(0)
