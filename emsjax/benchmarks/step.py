@@ -64,9 +64,9 @@ def floor_ms(
 
     seconds = sum(least(*sizes, numbers) for sizes in of_layers)
     seconds += sum(least(*sizes, wide) for sizes in others)
-    _, keys, values = a.columns
+    _, keys, values = a.part(numbers.parts).columns
     cached = batch * a.attended(context) * (keys + values) * numbers.cached_bytes(a.head_dim)
-    return 1e3 * (seconds + cached / rates.read) / numbers.parts
+    return 1e3 * (seconds / numbers.parts + cached / rates.read)
 
 
 def measure(model, shape, context, attention, rates: dict[str, Rates], top: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from emsjax.checks import MOST, as_token_ids, check_at_least, check_list
+from emsjax.records.writing import replacing
 from emsjax.values import pytree
 from pallas_kernels.common.indexing import take
 
@@ -188,14 +189,16 @@ class SuffixMemory:
         """
         path = Path(path)
         unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        with unfinished.open("wb") as file:
-            np.savez(
-                file,
-                tokens=np.concatenate([np.zeros(0, np.int32), *self._sequences]),
-                lengths=np.array(list(map(len, self._sequences)), np.int32),
-                max_bytes=np.int64(self.max_bytes),
-            )
-        os.replace(unfinished, path)
+        try:
+            with replacing(path, unfinished), unfinished.open("wb") as file:
+                np.savez(
+                    file,
+                    tokens=np.concatenate([np.zeros(0, np.int32), *self._sequences]),
+                    lengths=np.array(list(map(len, self._sequences)), np.int32),
+                    max_bytes=np.int64(self.max_bytes),
+                )
+        finally:
+            unfinished.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | os.PathLike, max_bytes: int | None = None) -> "SuffixMemory":

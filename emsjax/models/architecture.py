@@ -161,20 +161,20 @@ class Architecture:
         return self.embedding_width not in (None, self.width)
 
     def part(self, devices: int) -> "Architecture":
-        """What each of several devices computes of every layer, and of the tables of tokens.
+        """What each of several devices has of every layer, and of the vocabulary.
 
-        Where there are fewer heads of keys and values than devices, several devices have the same.
+        Where there are fewer K/V heads than devices, several devices have the same.
 
         Raises:
-            ValueError: heads or feed-forward parts cannot be divided so; the message names the
-                numbers of devices that can.
+            ValueError: the heads or the intermediate size cannot be divided so; the message names
+                the numbers of devices that are possible.
         """
         if not self._divides(devices):
             possible = ", ".join(str(n) for n in range(1, self.heads + 1) if self._divides(n))
             raise ValueError(
-                f"{self.heads} heads of queries, {self.kv_heads} heads of keys and values, and "
-                f"{self.ffn_size} inner numbers of feed-forward parts cannot be divided by the "
-                f"{devices} devices of the mesh: it must have {possible} of them"
+                f"{self.heads} query heads, {self.kv_heads} K/V heads and an intermediate size of "
+                f"{self.ffn_size} cannot be divided by the {devices} devices of the mesh: it must "
+                f"have {possible} of them"
             )
         return dataclasses.replace(
             self,

@@ -217,8 +217,8 @@ class Decoder(nnx.Module):
     def split(self, mesh: jax.sharding.Mesh) -> "Decoder":
         """Returns the model with each layer split over the devices of a mesh.
 
-        Heads, the inner numbers of feed-forward parts, and tables of tokens are divided; where
-        there are fewer heads of keys and values than devices, several devices have the same.
+        Heads, intermediate sizes and the vocabulary are divided; where there are fewer K/V heads
+        than devices, several devices have the same.
 
         The original stays where it is, and one whole matrix at a time is cut there.
 
@@ -226,8 +226,8 @@ class Decoder(nnx.Module):
             mesh: the devices, such as `jax.make_mesh((2,), ("tp",))`.
 
         Raises:
-            ValueError: `mesh` is not a mesh with the one axis "tp", heads or feed-forward parts
-                cannot be divided by its devices, or the model is split over another number of
+            ValueError: `mesh` is not a mesh with the one axis "tp", the heads or the intermediate
+                size cannot be divided by its devices, or the model is split over another number of
                 devices already, or replicated.
 
         Reference: Megatron-LM, arXiv 1909.08053.

@@ -1,8 +1,8 @@
 """Which part of each parameter a device has when a model is split over several.
 
-Products whose outputs are split (queries, keys, values; the inner numbers of feed-forward parts)
-are followed by products whose inputs are split, and these by a sum over the devices. Tables of
-tokens are split by tokens. Everything else lies on every device.
+Products whose outputs are split (queries, keys and values; up and gate projections) are followed by
+products whose inputs are split, and these by a sum over the devices. The embedding and output
+matrices are split by vocabulary. Everything else lies on every device.
 """
 
 import dataclasses
