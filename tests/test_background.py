@@ -95,6 +95,14 @@ def test_idle_slots_complete_what_arrives_later_once(slots):
     assert not held.waiting
 
 
+def test_a_cancellation_does_not_end_the_slots(slots):
+    held = slots()
+    for asks in ([Ask([5, 6], 4)], []):
+        assert not held.submit(asks).cancel()
+    (sequences,) = held.submit([Ask([7], 3)]).result(WAIT)
+    assert [len(one.tokens) for one in sequences] == [3]
+
+
 def test_malformed_prompts_are_refused_and_the_others_continue(slots):
     held = slots(sampling=emsjax.Sampling(min_new_tokens=3))
     asks = [Ask([]), Ask([5, 6]), Ask([VOCAB]), Ask([5] * 54, 9), Ask([5], 0), Ask([5], 2)]
