@@ -1,6 +1,7 @@
 """Slots in a thread stay busy over batches, and a prompt's tokens do not depend on its batch."""
 
 import concurrent.futures
+import math
 import subprocess
 import sys
 import time
@@ -136,14 +137,14 @@ def test_impossible_options_are_errors_before_any_prompt():
 
 
 def test_keys_come_from_the_index_or_else_from_a_digest_of_the_id():
-    assert key_number({"index": 7, "id": "a"}) == 7
-    numbers = {key_number({"id": one}) for one in ("a", "b", 1, "1")}
+    assert key_number({"index": 7, "id": "a"}, drawn=True) == 7
+    numbers = {key_number({"id": one}, drawn=True) for one in ("a", "b", 1, "1")}
     assert len(numbers) == 4
     # Stable over versions: results of a run that is resumed depend on it.
-    assert key_number({"id": "a"}) == 12989651798172117775
+    assert key_number({"id": "a"}, drawn=True) == 12989651798172117775
     for index in (-1, 1.5, 2**64, "x"):
         with pytest.raises(ValueError, match="index"):
-            key_number({"index": index})
+            key_number({"index": index}, drawn=True)
 
 
 def test_large_key_numbers_have_keys_of_their_own(slots):
@@ -176,14 +177,44 @@ def test_rows_are_prompts_messages_or_tokens():
         {"prompt": None},
         {"prompt": "abc", "index": -1},
     ]
-    asks = asks_of(rows, Tokenizer())
+    asks = asks_of(rows, Tokenizer(), drawn=False)
     assert asks[0] == Ask([3, 1], 5)
     assert asks[1] == Ask([2, 0], key_number=9)
-    assert asks[2] == Ask([4, 5], key_number=key_number({"id": "a"}))
+    assert asks[2] == Ask([4, 5], key_number=key_number({"id": "a"}, drawn=True))
     for ask, part in zip(
         asks[3:], ["empty", "or else", "not both", "string", "index"], strict=True
     ):
         assert part in ask
+
+
+def test_integers_that_nulls_made_floats_are_integers_again():
+    rows = [
+        {"tokens": [4], "index": 5.0, "max_new_tokens": 3.0},
+        {"tokens": [4], "index": math.nan, "id": 1.0, "max_new_tokens": math.nan},
+        {"tokens": [4], "index": 2.0**53 - 1},
+        {"tokens": [4], "index": 2.0**53},
+        {"tokens": [4], "index": 2.0**53, "max_new_tokens": math.inf},
+        {"tokens": [4], "id": -(2.0**60)},
+        {"tokens": [4], "index": 1, "max_new_tokens": math.inf},
+        {"tokens": [4], "index": 0.5},
+    ]
+    asks = asks_of(rows, None, drawn=True)
+    number = key_number({"id": 1}, drawn=True)
+    assert asks[:3] == [Ask([4], 3, 5), Ask([4], None, number), Ask([4], None, 2**53 - 1)]
+    assert type(asks[0].max_new_tokens) is type(asks[0].key_number) is int
+    for ask, name in zip(asks[3:7], ["index", "index", "id", "max_new_tokens"], strict=True):
+        assert ask.startswith(f"{name} ")
+        assert "lost digits" in ask
+    assert asks[7].startswith("index must be an integer")
+
+
+def test_rows_without_a_number_are_refused_only_where_tokens_are_drawn():
+    rows = [{"tokens": [4], "index": None, "id": None}, {"tokens": [4], "index": math.nan}]
+    rows += [{"tokens": [4]}, {"tokens": [4], "index": None, "id": 0}]
+    assert asks_of(rows, None, drawn=False)[:3] == [Ask([4])] * 3
+    asks = asks_of(rows, None, drawn=True)
+    assert all("neither an index nor an id" in ask for ask in asks[:3])
+    assert asks[3] == Ask([4], key_number=key_number({"id": 0}, drawn=True))
 
 
 def test_importing_emsjax_imports_no_ray():

@@ -33,7 +33,8 @@ class Completer:
 
     **Rows in.** A row has a `prompt` (text), `messages` (a chat, for the tokenizer's chat template)
     or `tokens` (token ids). It may have its own `max_new_tokens`. When tokens are sampled it also
-    needs an `index` or an `id`.
+    needs an `index` or an `id`. Integers may arrive as floats, with NaN for null, as they do in
+    batches of numpy whose columns have nulls; from 2**53 on, such a row is refused.
 
     **Rows out.** Each row's columns are kept, except that `tokens` becomes `prompt_tokens`. These
     are added: `tokens`, `text`, `finish_reason`, `logprobs` (one per token), `num_steps`,
@@ -150,7 +151,7 @@ class Completer:
                 'sampled tokens need a column "index" or "id" from which each row\'s random keys '
                 "are made"
             )
-        asks = asks_of(table.to_pylist(), self.tokenizer)
+        asks = asks_of(table.to_pylist(), self.tokenizer, drawn=self.draws)
         valid = [ask for ask in asks if isinstance(ask, Ask)]
         found = iter(await asyncio.wrap_future(self.slots.submit(valid)))
         rows = [
