@@ -242,6 +242,19 @@ def test_wrong_arguments_are_errors(tiny_model, paths, hosts, capsys, broken):
     assert "--workers needs --ray" in capsys.readouterr().err
 
 
+def test_actors_are_no_more_than_the_hosts_have_gpus_for():
+    host = lambda alive=True, **resources: {"Alive": alive, "Resources": {"CPU": 8.0, **resources}}
+    count = generate_ray.count_actors
+    cpus, uneven = [host(), host(), host(False)], [host(GPU=6.0), host(GPU=3.0), host()]
+    assert count(cpus, None, 1) == count(cpus, None, 4) == (2, False)
+    assert count(cpus, 5, 1) == (5, False)
+    assert [count(uneven, None, own)[0] for own in (1, 2, 4)] == [9, 4, 1]
+    assert [count(uneven, workers, 2) for workers in (3, 8)] == [(3, True), (4, True)]
+    assert count([*uneven, host(False, GPU=8.0)], None, 1) == (9, True)
+    with pytest.raises(ValueError, match="--tensor-parallel 8: no host has 8 GPUs"):
+        count([host(GPU=4.0), host(GPU=4.0), host(False, GPU=8.0)], 1, 8)
+
+
 def test_parts_are_larger_where_an_input_would_have_too_many(monkeypatch):
     assert folders.records_per_part(1) == folders.records_per_part(6_400_000) == 64
     assert folders.records_per_part(10**9) == 10_000

@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -269,6 +269,28 @@ def extent_of(checked: list[Row]) -> Extent:
     return Extent(longest, add("truncated"), add("invalid"), first)
 
 
+def count_actors(
+    nodes: Sequence[Mapping[str, Any]], workers: int | None, tensor_parallel: int
+) -> tuple[int, bool]:
+    """The number of actors for which these hosts have room, and whether they have GPUs.
+
+    Args:
+        nodes: the hosts, as `ray.nodes()` tells of them.
+        workers: see `Cluster`; there are no more than the GPUs suffice for.
+        tensor_parallel: GPUs of an actor, which must be of one host.
+
+    Raises:
+        ValueError: there are GPUs, and no host has enough of them.
+    """
+    gpus = [int(node["Resources"].get("GPU", 0)) for node in nodes if node["Alive"]]
+    if not any(gpus):
+        return workers or len(gpus), False
+    room = sum(number // tensor_parallel for number in gpus)
+    if not room:
+        raise ValueError(f"--tensor-parallel {tensor_parallel}: no host has {tensor_parallel} GPUs")
+    return min(workers or room, room), True
+
+
 def complete(
     parts: list[Row], arguments: dict[str, Any], workers: int | None, options: RunOptions
 ) -> Iterator[Row]:
@@ -278,12 +300,13 @@ def complete(
         arguments: of `PartCompleter`.
         workers: see `Cluster`.
         options: the run's, among them the slots and the devices of an actor.
+
+    Raises:
+        ValueError: no host has room for an actor.
     """
     import ray
 
-    gpus = int(ray.cluster_resources().get("GPU", 0))
-    own = options.tensor_parallel
-    count = workers or gpus // own or sum(node["Alive"] for node in ray.nodes())
+    count, has_gpus = count_actors(ray.nodes(), workers, options.tensor_parallel)
     blocks = min(len(parts), MOST_BLOCKS)
     # Enough parts for twice the slots, so that no slot waits for a part.
     at_a_time = 1 + -(-2 * options.batch_size // folders.LEAST_RECORDS)
@@ -295,6 +318,6 @@ def complete(
         compute=ray.data.ActorPoolStrategy(
             size=min(count, blocks), max_concurrent_calls_per_actor=at_a_time
         ),
-        num_gpus=own if gpus else None,
+        num_gpus=options.tensor_parallel if has_gpus else None,
     )
     yield from dataset.iter_rows()
