@@ -3,13 +3,14 @@
 import asyncio
 import contextlib
 import json
+import re
 import types
 
 import numpy as np
 import pytest
 from jsonl import RECORDS, assert_error, command, read_lines, write_records
 
-from emsjax.cli import generate_ray
+from emsjax.cli import cluster, generate_ray
 from emsjax.cli.generate_parts import PartCompleter
 from emsjax.cli.main import main
 from emsjax.records import folders
@@ -35,7 +36,12 @@ def hosts(monkeypatch):
             batch = {name: np.array([value]) for name, value in part.items()}
             row = asyncio.run(state.made[-1](batch))
             yield {name: values[0] for name, values in row.items()}
-        state.made[-1].slots.close()
+        close()
+
+    def close():
+        for one in state.made:
+            if one.failure is None:
+                one.slots.close()
 
     monkeypatch.setattr(generate_ray, "mapped", mapped)
     monkeypatch.setattr(generate_ray, "complete", complete)
@@ -43,8 +49,7 @@ def hosts(monkeypatch):
     monkeypatch.setattr("emsjax.ray.check_installed", lambda: None)
     monkeypatch.setattr(folders, "LEAST_RECORDS", SIZE)
     yield state
-    for one in state.made:
-        one.slots.close()
+    close()
 
 
 def with_ray(model, paths, *options):
@@ -221,6 +226,38 @@ def test_a_failure_of_a_worker_is_one_line(tiny_model, paths, hosts, capsys, mon
     assert last == "emsjax: error: OSError('no space left')"
 
 
+def test_an_actor_that_cannot_start_is_one_line(tiny_model, paths, hosts, capsys, monkeypatch):
+    write_records(paths.input)
+
+    def load(*arguments):
+        raise ValueError("the largest batch_size that fits is 3")
+
+    monkeypatch.setattr("emsjax.cli.generate_parts.load_models", load)
+    assert main(with_ray(tiny_model, paths)) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "emsjax: error: the largest batch_size that fits is 3"
+
+
+def test_errors_that_ray_has_wrapped_are_told_in_one_line():
+    exceptions = pytest.importorskip("ray.exceptions")
+    wrapped = lambda cause: exceptions.RayTaskError(
+        "on_cpu", "Traceback ...", cause, proctitle="worker", pid=1, ip="10.0.0.1"
+    ).as_instanceof_cause()
+    died = exceptions.RayActorError()
+    errors = {
+        wrapped(ValueError("a.parquet cannot be read")): "a.parquet cannot be read",
+        wrapped(OSError(28, "No space\n  left")): "OSError: [Errno 28] No space left",
+        wrapped(exceptions.RayError("Traceback\n  File\nKeyError: 3\n")): "KeyError: 3",
+        died: str(died).splitlines()[-1].strip(),
+    }
+    for error, reason in errors.items():
+        with (
+            pytest.raises(ValueError, match=f"^{re.escape(reason)}$"),
+            cluster.failures_in_one_line(),
+        ):
+            raise error
+
+
 def test_parts_that_are_lost_are_an_error(tiny_model, paths, hosts, capsys, monkeypatch):
     write_records(paths.input)
     monkeypatch.setattr(folders, "write_part", lambda path, lines: None)
@@ -244,7 +281,7 @@ def test_wrong_arguments_are_errors(tiny_model, paths, hosts, capsys, broken):
 
 def test_actors_are_no_more_than_the_hosts_have_gpus_for():
     host = lambda alive=True, **resources: {"Alive": alive, "Resources": {"CPU": 8.0, **resources}}
-    count = generate_ray.count_actors
+    count = cluster.count_actors
     cpus, uneven = [host(), host(), host(False)], [host(GPU=6.0), host(GPU=3.0), host()]
     assert count(cpus, None, 1) == count(cpus, None, 4) == (2, False)
     assert count(cpus, 5, 1) == (5, False)

@@ -5,16 +5,16 @@ import dataclasses
 import fcntl
 import hashlib
 import json
-import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from emsjax.checks import as_token_ids
+from emsjax.cli.cluster import Cluster, connected, count_actors, failures_in_one_line
 from emsjax.cli.drafting import draft_policy, resolve
 from emsjax.cli.generate import Files, Log, make_progress, report_input
 from emsjax.cli.generate_arguments import RunOptions
@@ -39,19 +39,6 @@ from emsjax.terminal.models import load_config, load_tokenizer
 from emsjax.terminal.reporting import line
 
 MOST_BLOCKS = 1000  # into which the parts are divided; a block is what an actor gets at a time
-
-
-@dataclasses.dataclass(frozen=True)
-class Cluster:
-    """Where the work is done.
-
-    Attributes:
-        address: of the cluster, as for `ray.init`.
-        workers: number of actors; None: one for each GPU or group of them, or else for each host.
-    """
-
-    address: str
-    workers: int | None
 
 
 def run(options: RunOptions, paths: Files, console: Console, cluster: Cluster) -> int:
@@ -132,34 +119,6 @@ def run(options: RunOptions, paths: Files, console: Console, cluster: Cluster) -
 
 
 @contextlib.contextmanager
-def connected(address: str) -> Iterator[None]:
-    """A context with a connection to the cluster, which is kept if there was one before.
-
-    Raises:
-        ValueError: there is no cluster at the address.
-    """
-    import ray
-
-    context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = False  # there is one for results
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
-    # The datasets tell of failures; Ray would also report errors of its own statistics.
-    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-    if ray.is_initialized():
-        yield
-        return
-    quiet = {"include_dashboard": False} if address == "local" else {}
-    try:
-        ray.init(address, log_to_driver=False, logging_level="warning", **quiet)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ValueError(f"--ray {address}: {error}") from error
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-@contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """A context in which no other run on this host writes the folder, which is made.
 
@@ -179,13 +138,18 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def mapped(rows: list[Row], function: Callable[..., Row], job: Job) -> Iterator[Row]:
-    """The rows that a function makes of these on the hosts, in any order."""
+    """The rows that a function makes of these on the hosts, in any order.
+
+    Raises:
+        ValueError: the function has failed.
+    """
     import ray
 
     if rows:
         blocks = min(len(rows), MOST_BLOCKS)
         dataset = ray.data.from_items(rows, override_num_blocks=blocks)
-        yield from dataset.map(on_cpu, fn_args=[function, job]).iter_rows()
+        with failures_in_one_line():
+            yield from dataset.map(on_cpu, fn_args=[function, job]).iter_rows()
 
 
 def merged(rows: list[Row], function: Callable[..., Row], job: Job, tally: Tally) -> Iterator[Row]:
@@ -269,28 +233,6 @@ def extent_of(checked: list[Row]) -> Extent:
     return Extent(longest, add("truncated"), add("invalid"), first)
 
 
-def count_actors(
-    nodes: Sequence[Mapping[str, Any]], workers: int | None, tensor_parallel: int
-) -> tuple[int, bool]:
-    """The number of actors for which these hosts have room, and whether they have GPUs.
-
-    Args:
-        nodes: the hosts, as `ray.nodes()` tells of them.
-        workers: see `Cluster`; there are no more than the GPUs suffice for.
-        tensor_parallel: GPUs of an actor, which must be of one host.
-
-    Raises:
-        ValueError: there are GPUs, and no host has enough of them.
-    """
-    gpus = [int(node["Resources"].get("GPU", 0)) for node in nodes if node["Alive"]]
-    if not any(gpus):
-        return workers or len(gpus), False
-    room = sum(number // tensor_parallel for number in gpus)
-    if not room:
-        raise ValueError(f"--tensor-parallel {tensor_parallel}: no host has {tensor_parallel} GPUs")
-    return min(workers or room, room), True
-
-
 def complete(
     parts: list[Row], arguments: dict[str, Any], workers: int | None, options: RunOptions
 ) -> Iterator[Row]:
@@ -302,7 +244,7 @@ def complete(
         options: the run's, among them the slots and the devices of an actor.
 
     Raises:
-        ValueError: no host has room for an actor.
+        ValueError: no host has room for an actor, or all of a part's actors have died.
     """
     import ray
 
@@ -320,4 +262,5 @@ def complete(
         ),
         num_gpus=options.tensor_parallel if has_gpus else None,
     )
-    yield from dataset.iter_rows()
+    with failures_in_one_line():
+        yield from dataset.iter_rows()
