@@ -236,6 +236,7 @@ def test_an_actor_that_cannot_start_is_one_line(tiny_model, paths, hosts, capsys
     assert main(with_ray(tiny_model, paths)) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last == "emsjax: error: the largest batch_size that fits is 3"
+    assert len(hosts.made) == 1  # Ray saw no error, on which it would try again
 
 
 def test_errors_that_ray_has_wrapped_are_told_in_one_line():
