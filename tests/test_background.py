@@ -15,7 +15,7 @@ import emsjax
 from emsjax.engine.adapt import make_run
 from emsjax.ray import background, check_installed
 from emsjax.ray.background import Ask, Background
-from emsjax.ray.rows import asks_of, key_number
+from emsjax.ray.rows import asks_of, key_number, refused, with_completions
 
 SAMPLED = {"sampling": emsjax.Sampling(0.9), "key": jax.random.key(5)}
 WAIT = 60  # seconds
@@ -215,6 +215,27 @@ def test_rows_without_a_number_are_refused_only_where_tokens_are_drawn():
     asks = asks_of(rows, None, drawn=True)
     assert all("neither an index nor an id" in ask for ask in asks[:3])
     assert asks[3] == Ask([4], key_number=key_number({"id": 0}, drawn=True))
+
+
+@pytest.mark.parametrize("num_sequences", [1, 2])
+def test_the_columns_do_not_depend_on_the_rows_of_a_batch(num_sequences):
+    pa = pytest.importorskip("pyarrow")
+    rows = [refused("why", num_sequences) for _ in range(3)]
+    tables = [
+        with_completions(pa.table({"id": pa.array(range(n), pa.int64())}), rows[:n], num_sequences)
+        for n in (0, 3)
+    ]
+    assert tables[0].schema == tables[1].schema
+    assert [table.num_rows for table in tables] == [0, 3 * num_sequences]
+    assert ("sequence" in tables[0].column_names) == (num_sequences > 1)
+
+
+@pytest.mark.parametrize("number", [0, -1, 1.5, True, None])
+def test_an_impossible_tensor_parallelism_is_an_error_before_any_file_is_read(number):
+    pytest.importorskip("ray")
+    pytest.importorskip("pyarrow")
+    with pytest.raises(ValueError, match="tensor_parallel must be"):
+        emsjax.ray.Completer("no folder", batch_size=2, tensor_parallel=number)
 
 
 def test_importing_emsjax_imports_no_ray():

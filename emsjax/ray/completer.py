@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from emsjax.checks import check_seed
+from emsjax.checks import check_at_least, check_seed
 from emsjax.configured import own_settings
 from emsjax.decode.base import Drafter, DraftLength, Model
 from emsjax.engine.adapt import make_run
@@ -73,7 +73,9 @@ class Completer:
             `kv_dtype` of `emsjax.stream`.
 
     Raises:
-        ValueError: as `emsjax.stream` and `emsjax.from_pretrained`.
+        ValueError: as `emsjax.stream` and `emsjax.from_pretrained`, or `tensor_parallel` is not an
+            integer of at least 1 that divides the number of the actor's devices.
+        ImportError: the extra `ray` is not installed.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class Completer:
         processors: Sequence[LogitsProcessor] | Callable = (),
         **asked: Any,
     ):
+        tensor_parallel = check_at_least("tensor_parallel", tensor_parallel, 1)
         self.tokenizer = load_tokenizer(model, revision)
         mesh = meshes(tensor_parallel)[0] if tensor_parallel > 1 else None
         options = {"dtype": dtype, "revision": revision, "quantize": quantize, "mesh": mesh}
@@ -158,4 +161,4 @@ class Completer:
             next(found) if isinstance(ask, Ask) else refused(ask, self.num_sequences)
             for ask in asks
         ]
-        return with_completions(table, rows)
+        return with_completions(table, rows, self.num_sequences)

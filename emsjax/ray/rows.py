@@ -111,19 +111,20 @@ def refused(error: str, num_sequences: int) -> list[Completion]:
     return [refusal(0, sequence, error) for sequence in range(num_sequences)]
 
 
-def with_completions(table: Any, rows: Sequence[Sequence[Completion]]) -> Any:
+def with_completions(table: Any, rows: Sequence[Sequence[Completion]], num_sequences: int) -> Any:
     """A pyarrow table with a row for each sequence, and the columns of its completion.
 
     Args:
         table: the batch.
         rows: the sequences of each of its rows.
+        num_sequences: how many each row has; with several, there is a column `sequence`.
     """
     import pyarrow as pa
 
     done = [one for sequences in rows for one in sequences]
-    several = max(map(len, rows), default=1) > 1
+    several = num_sequences > 1
     if several:
-        table = table.take(np.repeat(np.arange(len(rows)), [len(one) for one in rows]))
+        table = table.take(np.repeat(np.arange(len(rows)), num_sequences))
     if "tokens" in table.column_names:
         renamed = {"tokens": "prompt_tokens"}
         table = table.rename_columns([renamed.get(name, name) for name in table.column_names])
