@@ -14,6 +14,7 @@ from emsjax.cli import cluster, generate_ray
 from emsjax.cli.generate_parts import PartCompleter
 from emsjax.cli.main import main
 from emsjax.records import folders
+from emsjax.records.input import WHOLE, Part
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SIZE = 4  # records in a part
@@ -137,6 +138,73 @@ def test_parquet_files_make_parquet_parts(tiny_model, paths, hosts):
     lines = [{k: v for k, v in line.items() if k in given} for line in table.to_pylist()]
     assert by_place(lines) == by_place(expected)
     assert table["error"].null_count == len(RECORDS)
+
+
+def test_only_the_rows_of_a_part_of_a_parquet_file_are_converted(paths, monkeypatch):
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    monkeypatch.setattr(folders, "ROWS_AT_ONCE", 10)
+    path, converted = paths.input.with_suffix(".parquet"), []
+    table = pa.table({"id": range(130), "prompt": [f"p{i}" for i in range(130)]})
+    parquet.write_table(table, path, row_group_size=45)
+    rows_of = folders._rows
+    monkeypatch.setattr(
+        folders, "_rows", lambda batch: converted.append(batch.num_rows) or rows_of(batch)
+    )
+
+    def read(part):
+        converted.clear()
+        records = list(folders.open_records(path, None, part, name=False))
+        assert [record.line for record in records] == [record.id + 1 for record in records]
+        assert sum(converted) == len(records)
+        return [record.id for record in records]
+
+    assert read(WHOLE) == list(range(130))
+    for start, count in [
+        (0, 7),
+        (10, 10),
+        (17, 4),
+        (38, 60),
+        (44, 2),
+        (45, 45),
+        (95, 35),
+        (129, 1),
+    ]:
+        assert read(Part(0, start + 1, count, 0)) == list(range(start, start + count))
+    assert read(Part(0, 131, None, 0)) == []
+    # What is after a part is not read.
+    asked = []
+    open_file = parquet.ParquetFile
+    monkeypatch.setattr(parquet, "ParquetFile", lambda path: Counted(open_file(path), asked))
+    assert read(Part(0, 5, 10, 0)) == list(range(4, 14))
+    assert asked == [10, 10]
+
+
+class Counted:
+    """A Parquet file that counts the rows of the batches it is asked for."""
+
+    def __init__(self, file, asked):
+        self.file, self.asked = file, asked
+        self.metadata, self.num_row_groups = file.metadata, file.num_row_groups
+
+    def iter_batches(self, *arguments, **options):
+        for batch in self.file.iter_batches(*arguments, **options):
+            self.asked.append(batch.num_rows)
+            yield batch
+
+
+def test_a_parquet_file_with_broken_pages_is_an_error_of_one_line(paths):
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = paths.input.with_suffix(".parquet")
+    parquet.write_table(pa.table({"id": range(50), "prompt": ["a"] * 50}), path)
+    broken = bytearray(path.read_bytes())
+    broken[4:100] = b"\xff" * 96
+    path.write_bytes(broken)
+    with pytest.raises(ValueError, match=f"{path} cannot be read: OSError: [^\n]*$"):
+        list(folders.open_records(path, None, WHOLE, name=False))
 
 
 def test_a_second_call_does_only_what_is_missing(tiny_model, paths, hosts, capsys):
