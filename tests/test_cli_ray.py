@@ -361,6 +361,13 @@ def test_actors_are_no_more_than_the_hosts_have_gpus_for():
         count([host(GPU=4.0), host(GPU=4.0), host(False, GPU=8.0)], 1, 8)
 
 
+def test_the_help_tells_how_many_workers_there_are(capsys):
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "one for each GPU, or each --tensor-parallel GPUs of a host" in told
+
+
 def test_parts_are_larger_where_an_input_would_have_too_many(monkeypatch):
     assert folders.records_per_part(1) == folders.records_per_part(6_400_000) == 64
     assert folders.records_per_part(10**9) == 10_000
