@@ -1,6 +1,7 @@
 """Slots in a thread stay busy over batches, and a prompt's tokens do not depend on its batch."""
 
 import concurrent.futures
+import math
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ import emsjax
 from emsjax.engine.adapt import make_run
 from emsjax.ray import background, check_installed
 from emsjax.ray.background import Ask, Background
-from emsjax.ray.rows import asks_of, key_number
+from emsjax.ray.rows import asks_of, key_number, refused, with_completions
 
 SAMPLED = {"sampling": emsjax.Sampling(0.9), "key": jax.random.key(5)}
 WAIT = 60  # seconds
@@ -95,6 +96,14 @@ def test_idle_slots_complete_what_arrives_later_once(slots):
     assert not held.waiting
 
 
+def test_a_cancellation_does_not_end_the_slots(slots):
+    held = slots()
+    for asks in ([Ask([5, 6], 4)], []):
+        assert not held.submit(asks).cancel()
+    (sequences,) = held.submit([Ask([7], 3)]).result(WAIT)
+    assert [len(one.tokens) for one in sequences] == [3]
+
+
 def test_malformed_prompts_are_refused_and_the_others_continue(slots):
     held = slots(sampling=emsjax.Sampling(min_new_tokens=3))
     asks = [Ask([]), Ask([5, 6]), Ask([VOCAB]), Ask([5] * 54, 9), Ask([5], 0), Ask([5], 2)]
@@ -128,14 +137,14 @@ def test_impossible_options_are_errors_before_any_prompt():
 
 
 def test_keys_come_from_the_index_or_else_from_a_digest_of_the_id():
-    assert key_number({"index": 7, "id": "a"}) == 7
-    numbers = {key_number({"id": one}) for one in ("a", "b", 1, "1")}
+    assert key_number({"index": 7, "id": "a"}, drawn=True) == 7
+    numbers = {key_number({"id": one}, drawn=True) for one in ("a", "b", 1, "1")}
     assert len(numbers) == 4
     # Stable over versions: results of a run that is resumed depend on it.
-    assert key_number({"id": "a"}) == 12989651798172117775
+    assert key_number({"id": "a"}, drawn=True) == 12989651798172117775
     for index in (-1, 1.5, 2**64, "x"):
         with pytest.raises(ValueError, match="index"):
-            key_number({"index": index})
+            key_number({"index": index}, drawn=True)
 
 
 def test_large_key_numbers_have_keys_of_their_own(slots):
@@ -168,14 +177,65 @@ def test_rows_are_prompts_messages_or_tokens():
         {"prompt": None},
         {"prompt": "abc", "index": -1},
     ]
-    asks = asks_of(rows, Tokenizer())
+    asks = asks_of(rows, Tokenizer(), drawn=False)
     assert asks[0] == Ask([3, 1], 5)
     assert asks[1] == Ask([2, 0], key_number=9)
-    assert asks[2] == Ask([4, 5], key_number=key_number({"id": "a"}))
+    assert asks[2] == Ask([4, 5], key_number=key_number({"id": "a"}, drawn=True))
     for ask, part in zip(
         asks[3:], ["empty", "or else", "not both", "string", "index"], strict=True
     ):
         assert part in ask
+
+
+def test_integers_that_nulls_made_floats_are_integers_again():
+    rows = [
+        {"tokens": [4], "index": 5.0, "max_new_tokens": 3.0},
+        {"tokens": [4], "index": math.nan, "id": 1.0, "max_new_tokens": math.nan},
+        {"tokens": [4], "index": 2.0**53 - 1},
+        {"tokens": [4], "index": 2.0**53},
+        {"tokens": [4], "index": 2.0**53, "max_new_tokens": math.inf},
+        {"tokens": [4], "id": -(2.0**60)},
+        {"tokens": [4], "index": 1, "max_new_tokens": math.inf},
+        {"tokens": [4], "index": 0.5},
+    ]
+    asks = asks_of(rows, None, drawn=True)
+    number = key_number({"id": 1}, drawn=True)
+    assert asks[:3] == [Ask([4], 3, 5), Ask([4], None, number), Ask([4], None, 2**53 - 1)]
+    assert type(asks[0].max_new_tokens) is type(asks[0].key_number) is int
+    for ask, name in zip(asks[3:7], ["index", "index", "id", "max_new_tokens"], strict=True):
+        assert ask.startswith(f"{name} ")
+        assert "lost digits" in ask
+    assert asks[7].startswith("index must be an integer")
+
+
+def test_rows_without_a_number_are_refused_only_where_tokens_are_drawn():
+    rows = [{"tokens": [4], "index": None, "id": None}, {"tokens": [4], "index": math.nan}]
+    rows += [{"tokens": [4]}, {"tokens": [4], "index": None, "id": 0}]
+    assert asks_of(rows, None, drawn=False)[:3] == [Ask([4])] * 3
+    asks = asks_of(rows, None, drawn=True)
+    assert all("neither an index nor an id" in ask for ask in asks[:3])
+    assert asks[3] == Ask([4], key_number=key_number({"id": 0}, drawn=True))
+
+
+@pytest.mark.parametrize("num_sequences", [1, 2])
+def test_the_columns_do_not_depend_on_the_rows_of_a_batch(num_sequences):
+    pa = pytest.importorskip("pyarrow")
+    rows = [refused("why", num_sequences) for _ in range(3)]
+    tables = [
+        with_completions(pa.table({"id": pa.array(range(n), pa.int64())}), rows[:n], num_sequences)
+        for n in (0, 3)
+    ]
+    assert tables[0].schema == tables[1].schema
+    assert [table.num_rows for table in tables] == [0, 3 * num_sequences]
+    assert ("sequence" in tables[0].column_names) == (num_sequences > 1)
+
+
+@pytest.mark.parametrize("number", [0, -1, 1.5, True, None])
+def test_an_impossible_tensor_parallelism_is_an_error_before_any_file_is_read(number):
+    pytest.importorskip("ray")
+    pytest.importorskip("pyarrow")
+    with pytest.raises(ValueError, match="tensor_parallel must be"):
+        emsjax.ray.Completer("no folder", batch_size=2, tensor_parallel=number)
 
 
 def test_importing_emsjax_imports_no_ray():

@@ -3,16 +3,18 @@
 import asyncio
 import contextlib
 import json
+import re
 import types
 
 import numpy as np
 import pytest
 from jsonl import RECORDS, assert_error, command, read_lines, write_records
 
-from emsjax.cli import generate_ray
+from emsjax.cli import cluster, generate_ray
 from emsjax.cli.generate_parts import PartCompleter
 from emsjax.cli.main import main
 from emsjax.records import folders
+from emsjax.records.input import WHOLE, Part
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SIZE = 4  # records in a part
@@ -35,7 +37,12 @@ def hosts(monkeypatch):
             batch = {name: np.array([value]) for name, value in part.items()}
             row = asyncio.run(state.made[-1](batch))
             yield {name: values[0] for name, values in row.items()}
-        state.made[-1].slots.close()
+        close()
+
+    def close():
+        for one in state.made:
+            if one.failure is None:
+                one.slots.close()
 
     monkeypatch.setattr(generate_ray, "mapped", mapped)
     monkeypatch.setattr(generate_ray, "complete", complete)
@@ -43,8 +50,7 @@ def hosts(monkeypatch):
     monkeypatch.setattr("emsjax.ray.check_installed", lambda: None)
     monkeypatch.setattr(folders, "LEAST_RECORDS", SIZE)
     yield state
-    for one in state.made:
-        one.slots.close()
+    close()
 
 
 def with_ray(model, paths, *options):
@@ -134,6 +140,73 @@ def test_parquet_files_make_parquet_parts(tiny_model, paths, hosts):
     assert table["error"].null_count == len(RECORDS)
 
 
+def test_only_the_rows_of_a_part_of_a_parquet_file_are_converted(paths, monkeypatch):
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    monkeypatch.setattr(folders, "ROWS_AT_ONCE", 10)
+    path, converted = paths.input.with_suffix(".parquet"), []
+    table = pa.table({"id": range(130), "prompt": [f"p{i}" for i in range(130)]})
+    parquet.write_table(table, path, row_group_size=45)
+    rows_of = folders._rows
+    monkeypatch.setattr(
+        folders, "_rows", lambda batch: converted.append(batch.num_rows) or rows_of(batch)
+    )
+
+    def read(part):
+        converted.clear()
+        records = list(folders.open_records(path, None, part, name=False))
+        assert [record.line for record in records] == [record.id + 1 for record in records]
+        assert sum(converted) == len(records)
+        return [record.id for record in records]
+
+    assert read(WHOLE) == list(range(130))
+    for start, count in [
+        (0, 7),
+        (10, 10),
+        (17, 4),
+        (38, 60),
+        (44, 2),
+        (45, 45),
+        (95, 35),
+        (129, 1),
+    ]:
+        assert read(Part(0, start + 1, count, 0)) == list(range(start, start + count))
+    assert read(Part(0, 131, None, 0)) == []
+    # What is after a part is not read.
+    asked = []
+    open_file = parquet.ParquetFile
+    monkeypatch.setattr(parquet, "ParquetFile", lambda path: Counted(open_file(path), asked))
+    assert read(Part(0, 5, 10, 0)) == list(range(4, 14))
+    assert asked == [10, 10]
+
+
+class Counted:
+    """A Parquet file that counts the rows of the batches it is asked for."""
+
+    def __init__(self, file, asked):
+        self.file, self.asked = file, asked
+        self.metadata, self.num_row_groups = file.metadata, file.num_row_groups
+
+    def iter_batches(self, *arguments, **options):
+        for batch in self.file.iter_batches(*arguments, **options):
+            self.asked.append(batch.num_rows)
+            yield batch
+
+
+def test_a_parquet_file_with_broken_pages_is_an_error_of_one_line(paths):
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = paths.input.with_suffix(".parquet")
+    parquet.write_table(pa.table({"id": range(50), "prompt": ["a"] * 50}), path)
+    broken = bytearray(path.read_bytes())
+    broken[4:100] = b"\xff" * 96
+    path.write_bytes(broken)
+    with pytest.raises(ValueError, match=f"{path} cannot be read: OSError: [^\n]*$"):
+        list(folders.open_records(path, None, WHOLE, name=False))
+
+
 def test_a_second_call_does_only_what_is_missing(tiny_model, paths, hosts, capsys):
     write_records(paths.input)
     options = with_ray(tiny_model, paths, "--temperature", "0.9")
@@ -221,6 +294,39 @@ def test_a_failure_of_a_worker_is_one_line(tiny_model, paths, hosts, capsys, mon
     assert last == "emsjax: error: OSError('no space left')"
 
 
+def test_an_actor_that_cannot_start_is_one_line(tiny_model, paths, hosts, capsys, monkeypatch):
+    write_records(paths.input)
+
+    def load(*arguments):
+        raise ValueError("the largest batch_size that fits is 3")
+
+    monkeypatch.setattr("emsjax.cli.generate_parts.load_models", load)
+    assert main(with_ray(tiny_model, paths)) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "emsjax: error: the largest batch_size that fits is 3"
+    assert len(hosts.made) == 1  # Ray saw no error, on which it would try again
+
+
+def test_errors_that_ray_has_wrapped_are_told_in_one_line():
+    exceptions = pytest.importorskip("ray.exceptions")
+    wrapped = lambda cause: exceptions.RayTaskError(
+        "on_cpu", "Traceback ...", cause, proctitle="worker", pid=1, ip="10.0.0.1"
+    ).as_instanceof_cause()
+    died = exceptions.RayActorError()
+    errors = {
+        wrapped(ValueError("a.parquet cannot be read")): "a.parquet cannot be read",
+        wrapped(OSError(28, "No space\n  left")): "OSError: [Errno 28] No space left",
+        wrapped(exceptions.RayError("Traceback\n  File\nKeyError: 3\n")): "KeyError: 3",
+        died: str(died).splitlines()[-1].strip(),
+    }
+    for error, reason in errors.items():
+        with (
+            pytest.raises(ValueError, match=f"^{re.escape(reason)}$"),
+            cluster.failures_in_one_line(),
+        ):
+            raise error
+
+
 def test_parts_that_are_lost_are_an_error(tiny_model, paths, hosts, capsys, monkeypatch):
     write_records(paths.input)
     monkeypatch.setattr(folders, "write_part", lambda path, lines: None)
@@ -240,6 +346,26 @@ def test_wrong_arguments_are_errors(tiny_model, paths, hosts, capsys, broken):
     assert code == 2
     assert main(command(tiny_model, paths, "--workers", "2")) == 2
     assert "--workers needs --ray" in capsys.readouterr().err
+
+
+def test_actors_are_no_more_than_the_hosts_have_gpus_for():
+    host = lambda alive=True, **resources: {"Alive": alive, "Resources": {"CPU": 8.0, **resources}}
+    count = cluster.count_actors
+    cpus, uneven = [host(), host(), host(False)], [host(GPU=6.0), host(GPU=3.0), host()]
+    assert count(cpus, None, 1) == count(cpus, None, 4) == (2, False)
+    assert count(cpus, 5, 1) == (5, False)
+    assert [count(uneven, None, own)[0] for own in (1, 2, 4)] == [9, 4, 1]
+    assert [count(uneven, workers, 2) for workers in (3, 8)] == [(3, True), (4, True)]
+    assert count([*uneven, host(False, GPU=8.0)], None, 1) == (9, True)
+    with pytest.raises(ValueError, match="--tensor-parallel 8: no host has 8 GPUs"):
+        count([host(GPU=4.0), host(GPU=4.0), host(False, GPU=8.0)], 1, 8)
+
+
+def test_the_help_tells_how_many_workers_there_are(capsys):
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "one for each GPU, or each --tensor-parallel GPUs of a host" in told
 
 
 def test_parts_are_larger_where_an_input_would_have_too_many(monkeypatch):

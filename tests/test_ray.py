@@ -10,10 +10,11 @@ import time
 import jax
 import numpy as np
 import pytest
-from jsonl import TEXTS, read_lines
+from jsonl import TEXTS, command, read_lines
 from transformers import AutoTokenizer
 
 import emsjax
+from emsjax.cli.main import main
 
 os.environ["RAY_AUTH_MODE"] = "disabled"  # all is on this machine
 os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
@@ -209,6 +210,17 @@ def test_rows_are_completed_wherever_they_are(tiny_model, local, tmp_path):
     for prompt, tokens in zip(prompts, expected, strict=True):
         assert out[tuple(prompt)]["tokens"] == tokens
         assert out[tuple(prompt)]["num_drafted"] >= out[tuple(prompt)]["num_accepted"]
+
+
+def test_a_file_that_a_host_cannot_read_is_one_line(tiny_model, paths, local, capfd):
+    paths.input = paths.input.with_suffix(".parquet")
+    paths.input.write_text("junk")
+    paths.output = paths.output.with_name("out")
+    assert main(command(tiny_model, paths, "--ray")) == 2
+    error = capfd.readouterr().err
+    assert "Traceback" not in error
+    last = error.splitlines()[-1]
+    assert last.startswith(f"emsjax: error: {paths.input} cannot be read: ArrowInvalid: Parquet")
 
 
 @pytest.mark.parametrize(

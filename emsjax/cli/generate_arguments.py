@@ -208,7 +208,8 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         "--workers",
         type=positive_int,
         metavar="N",
-        help="with --ray: actors with a model (default: one for each GPU, or else for each host)",
+        help="with --ray: actors with a model (default: one for each GPU, or each "
+        "--tensor-parallel GPUs of a host; without GPUs, one for each host)",
     )
     add(
         "--seed",

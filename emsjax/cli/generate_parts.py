@@ -129,6 +129,8 @@ class PartCompleter:
     """An actor that completes parts of the input: its batches are rows that each describe a part.
 
     Parts that are under way together share slots, as the batches of `emsjax.ray.Completer` do.
+    An error of the constructor is told as the `failure` of every part: Ray would try again, and
+    then tell of an actor that died.
 
     Args:
         job: the run.
@@ -138,13 +140,22 @@ class PartCompleter:
     """
 
     def __init__(self, job: Job, policy: Mapping | None, longest: int, samplings: list[str]):
+        self.job = job
+        self.failure: Exception | None = None
+        try:
+            self.start(policy, longest, samplings)
+        except Exception as error:
+            self.failure = error
+
+    def start(self, policy: Mapping | None, longest: int, samplings: list[str]) -> None:
+        """Loads the model and starts the slots."""
         import pallas_kernels
         from emsjax.cli.requested import Requested
         from emsjax.engine.adapt import make_run
         from emsjax.policies import profiles
         from emsjax.tensor_parallel import places
 
-        self.job, options = job, job.options
+        options = self.job.options
         config = load_config(options.model, options.revision)
         self.tokenizer = load_tokenizer(options.model, options.revision, options.keep)
         self.limits = Limits(
@@ -180,6 +191,8 @@ class PartCompleter:
         """
         numbers = {name: int(values[0]) for name, values in batch.items() if name != "path"}
         try:
+            if self.failure is not None:
+                raise self.failure
             found = await self.complete(str(batch["path"][0]), Part(**numbers))
         except Exception as error:
             failure = str(error) if isinstance(error, ValueError) else repr(error)

@@ -5,7 +5,6 @@ import dataclasses
 import fcntl
 import hashlib
 import json
-import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from emsjax.checks import as_token_ids
+from emsjax.cli.cluster import Cluster, connected, count_actors, failures_in_one_line
 from emsjax.cli.drafting import draft_policy, resolve
 from emsjax.cli.generate import Files, Log, make_progress, report_input
 from emsjax.cli.generate_arguments import RunOptions
@@ -39,19 +39,6 @@ from emsjax.terminal.models import load_config, load_tokenizer
 from emsjax.terminal.reporting import line
 
 MOST_BLOCKS = 1000  # into which the parts are divided; a block is what an actor gets at a time
-
-
-@dataclasses.dataclass(frozen=True)
-class Cluster:
-    """Where the work is done.
-
-    Attributes:
-        address: of the cluster, as for `ray.init`.
-        workers: number of actors; None: one for each GPU or group of them, or else for each host.
-    """
-
-    address: str
-    workers: int | None
 
 
 def run(options: RunOptions, paths: Files, console: Console, cluster: Cluster) -> int:
@@ -132,34 +119,6 @@ def run(options: RunOptions, paths: Files, console: Console, cluster: Cluster) -
 
 
 @contextlib.contextmanager
-def connected(address: str) -> Iterator[None]:
-    """A context with a connection to the cluster, which is kept if there was one before.
-
-    Raises:
-        ValueError: there is no cluster at the address.
-    """
-    import ray
-
-    context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = False  # there is one for results
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
-    # The datasets tell of failures; Ray would also report errors of its own statistics.
-    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-    if ray.is_initialized():
-        yield
-        return
-    quiet = {"include_dashboard": False} if address == "local" else {}
-    try:
-        ray.init(address, log_to_driver=False, logging_level="warning", **quiet)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ValueError(f"--ray {address}: {error}") from error
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-@contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """A context in which no other run on this host writes the folder, which is made.
 
@@ -179,13 +138,18 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def mapped(rows: list[Row], function: Callable[..., Row], job: Job) -> Iterator[Row]:
-    """The rows that a function makes of these on the hosts, in any order."""
+    """The rows that a function makes of these on the hosts, in any order.
+
+    Raises:
+        ValueError: the function has failed.
+    """
     import ray
 
     if rows:
         blocks = min(len(rows), MOST_BLOCKS)
         dataset = ray.data.from_items(rows, override_num_blocks=blocks)
-        yield from dataset.map(on_cpu, fn_args=[function, job]).iter_rows()
+        with failures_in_one_line():
+            yield from dataset.map(on_cpu, fn_args=[function, job]).iter_rows()
 
 
 def merged(rows: list[Row], function: Callable[..., Row], job: Job, tally: Tally) -> Iterator[Row]:
@@ -278,12 +242,13 @@ def complete(
         arguments: of `PartCompleter`.
         workers: see `Cluster`.
         options: the run's, among them the slots and the devices of an actor.
+
+    Raises:
+        ValueError: no host has room for an actor, or all of a part's actors have died.
     """
     import ray
 
-    gpus = int(ray.cluster_resources().get("GPU", 0))
-    own = options.tensor_parallel
-    count = workers or gpus // own or sum(node["Alive"] for node in ray.nodes())
+    count, has_gpus = count_actors(ray.nodes(), workers, options.tensor_parallel)
     blocks = min(len(parts), MOST_BLOCKS)
     # Enough parts for twice the slots, so that no slot waits for a part.
     at_a_time = 1 + -(-2 * options.batch_size // folders.LEAST_RECORDS)
@@ -295,6 +260,7 @@ def complete(
         compute=ray.data.ActorPoolStrategy(
             size=min(count, blocks), max_concurrent_calls_per_actor=at_a_time
         ),
-        num_gpus=own if gpus else None,
+        num_gpus=options.tensor_parallel if has_gpus else None,
     )
-    yield from dataset.iter_rows()
+    with failures_in_one_line():
+        yield from dataset.iter_rows()

@@ -45,7 +45,7 @@ def run_demo(options: argparse.Namespace, command: str) -> int:
 def run_generate(options: argparse.Namespace, command: str) -> int:
     checked = run_options(options)
     from emsjax.cli import generate, generate_ray
-    from emsjax.cli.generate_ray import Cluster
+    from emsjax.cli.cluster import Cluster
 
     console = Console(stderr=True)
     files = generate.Files(options.input, options.output, options.profile, options.memory)

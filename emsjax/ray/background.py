@@ -39,6 +39,7 @@ class Batch:
 
     def __init__(self, count: int, num_sequences: int):
         self.future: Future[list[list[Completion]]] = Future()
+        self.future.set_running_or_notify_cancel()  # it can no longer be cancelled
         self.found: list[list[Any]] = [[None] * num_sequences for _ in range(count)]
         self.left = count
 
@@ -82,7 +83,8 @@ class Background:
         """Queues a batch of prompts.
 
         Returns:
-            A future of the sequences of each prompt, in order.
+            A future of the sequences of each prompt, in order. It cannot be cancelled: the slots
+            complete what they have been given.
 
         Raises:
             RuntimeError: decoding has failed, or was closed.

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from emsjax.checks import check_seed
+from emsjax.checks import check_at_least, check_seed
 from emsjax.configured import own_settings
 from emsjax.decode.base import Drafter, DraftLength, Model
 from emsjax.engine.adapt import make_run
@@ -33,7 +33,8 @@ class Completer:
 
     **Rows in.** A row has a `prompt` (text), `messages` (a chat, for the tokenizer's chat template)
     or `tokens` (token ids). It may have its own `max_new_tokens`. When tokens are sampled it also
-    needs an `index` or an `id`.
+    needs an `index` or an `id`. Integers may arrive as floats, with NaN for null, as they do in
+    batches of numpy whose columns have nulls; from 2**53 on, such a row is refused.
 
     **Rows out.** Each row's columns are kept, except that `tokens` becomes `prompt_tokens`. These
     are added: `tokens`, `text`, `finish_reason`, `logprobs` (one per token), `num_steps`,
@@ -72,7 +73,9 @@ class Completer:
             `kv_dtype` of `emsjax.stream`.
 
     Raises:
-        ValueError: as `emsjax.stream` and `emsjax.from_pretrained`.
+        ValueError: as `emsjax.stream` and `emsjax.from_pretrained`, or `tensor_parallel` is not an
+            integer of at least 1 that divides the number of the actor's devices.
+        ImportError: the extra `ray` is not installed.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class Completer:
         processors: Sequence[LogitsProcessor] | Callable = (),
         **asked: Any,
     ):
+        tensor_parallel = check_at_least("tensor_parallel", tensor_parallel, 1)
         self.tokenizer = load_tokenizer(model, revision)
         mesh = meshes(tensor_parallel)[0] if tensor_parallel > 1 else None
         options = {"dtype": dtype, "revision": revision, "quantize": quantize, "mesh": mesh}
@@ -150,11 +154,11 @@ class Completer:
                 'sampled tokens need a column "index" or "id" from which each row\'s random keys '
                 "are made"
             )
-        asks = asks_of(table.to_pylist(), self.tokenizer)
+        asks = asks_of(table.to_pylist(), self.tokenizer, drawn=self.draws)
         valid = [ask for ask in asks if isinstance(ask, Ask)]
         found = iter(await asyncio.wrap_future(self.slots.submit(valid)))
         rows = [
             next(found) if isinstance(ask, Ask) else refused(ask, self.num_sequences)
             for ask in asks
         ]
-        return with_completions(table, rows)
+        return with_completions(table, rows, self.num_sequences)

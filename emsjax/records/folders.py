@@ -56,21 +56,39 @@ class ParquetRecords(Records):
         end = file.metadata.num_rows if self.part.lines is None else first + self.part.lines
         for group in range(file.num_row_groups):
             rows = file.metadata.row_group(group).num_rows
-            if seen + rows > first and seen < end:
-                values = _rows(file, group)
-                for number, value in enumerate(values, start=seen):
-                    if first <= number < end:
-                        yield b"", self.record(lambda value=value: value, number + 1)
+            if first < seen + rows and seen < end:
+                yield from self._group(file, group, seen, range(first, end))
             seen += rows
 
+    def _group(
+        self, file: Any, group: int, seen: int, asked: range
+    ) -> Iterator[tuple[bytes, Record | None]]:
+        """The records of those rows of a row group that are asked for; others are not converted.
 
-def _rows(file: Any, group: int) -> Iterator[dict[str, Any]]:
-    """The rows of a row group; a column of objects holds null for what an object does not have."""
-    for batch in file.iter_batches(ROWS_AT_ONCE, row_groups=[group]):
-        for row in batch.to_pylist():
-            if isinstance(row.get("sampling"), dict):
-                row["sampling"] = {k: x for k, x in row["sampling"].items() if x is not None}
-            yield row
+        Args:
+            seen: number of rows in the groups before it.
+            asked: numbers of rows in the file, from 0.
+        """
+        batches = file.iter_batches(ROWS_AT_ONCE, row_groups=[group])
+        while seen < asked.stop:
+            with in_one_line(f"{self.path} cannot be read"):
+                batch = next(batches, None)
+            if batch is None:
+                break
+            skipped = max(asked.start - seen, 0)
+            if skipped < batch.num_rows:
+                rows = _rows(batch.slice(skipped, asked.stop - seen - skipped))
+                for number, value in enumerate(rows, start=seen + skipped + 1):
+                    yield b"", self.record(lambda value=value: value, number)
+            seen += batch.num_rows
+
+
+def _rows(batch: Any) -> Iterator[dict[str, Any]]:
+    """The rows of a batch; a column of objects holds null for what an object does not have."""
+    for row in batch.to_pylist():
+        if isinstance(row.get("sampling"), dict):
+            row["sampling"] = {k: x for k, x in row["sampling"].items() if x is not None}
+        yield row
 
 
 def records_per_part(count: int) -> int:
