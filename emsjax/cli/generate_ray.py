@@ -244,7 +244,7 @@ def complete(
         options: the run's, among them the slots and the devices of an actor.
 
     Raises:
-        ValueError: no host has room for an actor, or all of a part's actors have died.
+        ValueError: no host has room for an actor, or an actor has failed in Ray.
     """
     import ray
 
