@@ -206,8 +206,11 @@ def test_a_signal_that_is_ignored_stays_ignored(monkeypatch):
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_program_that_runs_a_command_goes_on_after_it(number, capsys):
+def test_a_program_that_runs_a_command_goes_on_after_it(number, capsys, request):
     """Only a process that is a command is ended; a program's handlers are as they were."""
+    # Shells start what runs in the background with SIGINT ignored.
+    before = signal.signal(number, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(number, before))
     handlers = {one: signal.getsignal(one) for one in SIGNALS}
     wakeup = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(wakeup)
