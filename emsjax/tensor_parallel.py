@@ -45,12 +45,17 @@ def meshes(size: int) -> list[Mesh]:
     return [Mesh(group, (AXIS,)) for group in grouped]
 
 
-def places(size: int) -> list[jax.Device] | list[Mesh] | None:
+def first_mesh(size: int | None) -> Mesh | None:
+    """The first of the `meshes`; None for one device, which needs no mesh."""
+    return None if size in (None, 1) else meshes(size)[0]
+
+
+def places(size: int | None) -> list[jax.Device] | list[Mesh] | None:
     """Where this process's replicas are: its devices, or meshes of `size` of them.
 
     None: there is only one place, the default device.
     """
-    if size > 1:
+    if size not in (None, 1):
         return meshes(size)
     devices = jax.local_devices()
     return devices if len(devices) > 1 else None

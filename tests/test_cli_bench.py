@@ -188,6 +188,8 @@ def test_without_a_profile_one_is_measured_and_stored(profiles, monkeypatch, fak
         (["--shape", "opt-7b"], ["--shape", "embedded, opt-125m", "'opt-7b'"]),
         (["--shape", "tiny", "--draft-shape", "small"], ["--draft-shape", "'small'"]),
         (["--draft-shape", "tiny"], ["--draft-shape", "--shape embedded"]),
+        (["--kv-dtype", "int8"], ["--kv-dtype", "--shape embedded"]),
+        (["--tensor-parallel", "2"], ["--tensor-parallel", "--shape embedded"]),
         (["--workloads", "model,llma"], ["--workloads", "'llma'", "prompt-lookup, model"]),
         ([*TINY, "--workloads", ""], ["--workloads", "''"]),
         ([*TINY, "--batch-sizes", "8,"], ["--batch-sizes", "'8,'"]),

@@ -22,7 +22,8 @@ from emsjax.policies.costs import FORMAT
 from emsjax.terminal.options import number_formats
 from emsjax.terminal.reporting import check_plot, check_writable, make_console, progress
 
-OF_SHAPES = ("draft_shape", "quantize", "kv_dtype")  # options of models of random weights
+# Options of models of random weights.
+OF_SHAPES = ("draft_shape", "quantize", "kv_dtype", "tensor_parallel")
 
 
 def run(options: argparse.Namespace, command: str) -> int:

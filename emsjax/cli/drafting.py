@@ -45,16 +45,13 @@ def load_models(
         ValueError: one of them cannot be loaded, or the drafter does not suit the model.
     """
     from emsjax.models.pretrained import from_pretrained
-    from emsjax.tensor_parallel import meshes
+    from emsjax.tensor_parallel import first_mesh
 
     # A draft model is loaded first: it is small, and may turn out not to suit the target.
     drafter = _load_drafter(options, target, tokenizer_size, positions, memory)
-    load = functools.partial(
-        from_pretrained, options.model, dtype=options.dtype, revision=options.revision
-    )
-    tensor_parallel = getattr(options, "tensor_parallel", 1)
-    if tensor_parallel > 1:
-        load = functools.partial(load, mesh=meshes(tensor_parallel)[0])
+    given = {"dtype": options.dtype, "revision": options.revision}
+    given["mesh"] = first_mesh(options.tensor_parallel)
+    load = functools.partial(from_pretrained, options.model, **given)
     model = load(quantize=options.quantize)
     if options.drafter != "self":
         return model, drafter
@@ -121,11 +118,9 @@ def resolve(options: RunOptions, target, profile_path: Path | None) -> dict[str,
 def profile_command(options: RunOptions) -> str:
     """The command that measures the steps of these models."""
     names = ("model", "revision", "draft_model", "draft_revision", "dtype", "quantize", "kv_dtype")
-    given = [(name, getattr(options, name)) for name in names]
-    if options.tensor_parallel > 1:
-        given.append(("tensor_parallel", str(options.tensor_parallel)))
+    given = [(name, getattr(options, name)) for name in (*names, "tensor_parallel")]
     words = [word for name, value in given if value is not None for word in (flag(name), value)]
-    return shlex.join(["emsjax", "profile", *words])
+    return shlex.join(["emsjax", "profile", *map(str, words)])
 
 
 def draft_policy(options: RunOptions, resolved: Mapping, resumed: bool, console: Console):

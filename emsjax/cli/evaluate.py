@@ -70,6 +70,7 @@ def completed(options: argparse.Namespace) -> argparse.Namespace:
         ValueError: an option of another drafter, or a missing draft model.
     """
     given = {**vars(options), "draft_length": None, "profile": None, "memory": None}
+    given["tensor_parallel"] = None
     given |= {"match_length": None, "search_generated": False}
     complete_drafter_options(given)
     return argparse.Namespace(**given | {"dtype": dtype_name(given["dtype"])})

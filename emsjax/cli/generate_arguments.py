@@ -47,7 +47,7 @@ class RunOptions:
     dtype: str
     quantize: str | None
     kv_dtype: str | None
-    tensor_parallel: int
+    tensor_parallel: int | None
     numerics: str
     drafter: str
     draft_length: str | None

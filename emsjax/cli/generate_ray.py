@@ -248,7 +248,8 @@ def complete(
     """
     import ray
 
-    count, has_gpus = count_actors(ray.nodes(), workers, options.tensor_parallel)
+    own = options.tensor_parallel or 1  # GPUs
+    count, has_gpus = count_actors(ray.nodes(), workers, own)
     blocks = min(len(parts), MOST_BLOCKS)
     # Enough parts for twice the slots, so that no slot waits for a part.
     at_a_time = 1 + -(-2 * options.batch_size // folders.LEAST_RECORDS)
@@ -260,7 +261,7 @@ def complete(
         compute=ray.data.ActorPoolStrategy(
             size=min(count, blocks), max_concurrent_calls_per_actor=at_a_time
         ),
-        num_gpus=options.tensor_parallel if has_gpus else None,
+        num_gpus=own if has_gpus else None,
     )
     with failures_in_one_line():
         yield from dataset.iter_rows()

@@ -20,7 +20,6 @@ from pallas_kernels.common.indexing import take
 from pallas_kernels.common.narrow_rows import NarrowRows
 
 HEADS = 2  # the axis of a cache's arrays that several devices share
-STATIC = {"static": True}
 
 
 @pytree
@@ -47,7 +46,7 @@ class KVCache:
 
     layers: tuple[LayerCache, ...]
     lengths: Int32[Array, "b"]
-    parallel: TensorParallel | None = dataclasses.field(default=None, metadata=STATIC)
+    parallel: TensorParallel | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
     def init(
@@ -135,7 +134,7 @@ class SharedIndexCache:
     index: Int32[Array, ""]
     mask: Bool[Array, "b l"]
     num_masked: Int32[Array, ""]
-    parallel: TensorParallel | None = dataclasses.field(default=None, metadata=STATIC)
+    parallel: TensorParallel | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
     def behind(cls, cache: KVCache) -> "SharedIndexCache":

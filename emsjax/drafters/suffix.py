@@ -142,7 +142,7 @@ def longest_matches(
     matched = jnp.max(matches, axis=1)
     found = (matches == matched[:, None]) & (matches > 0)
     number = min(OCCURRENCES, width)
-    # XLA has a kernel for the largest of floats, and sorts integers; positions are exact.
+    # On a CPU XLA has a kernel for the largest of floats, and sorts integers. Positions are exact.
     places = lax.top_k(jnp.where(found, position, -1).astype(jnp.float32), number)[0]
     places = jnp.pad(places, ((0, 0), (0, OCCURRENCES - number)), constant_values=-1)
     return matched, places.astype(jnp.int32)

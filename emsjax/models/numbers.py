@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from emsjax.models.decoder import Decoder
-from emsjax.tensor_parallel import meshes
+from emsjax.tensor_parallel import first_mesh
 from pallas_kernels.common.narrow_rows import FORMATS as CACHE_FORMATS
 from pallas_kernels.matmul.narrow import FORMATS as WEIGHT_FORMATS
 
@@ -50,7 +50,7 @@ class NumberFormats(NamedTuple):
         Raises:
             ValueError: there are fewer.
         """
-        return None if self.tensor_parallel == 1 else meshes(self.tensor_parallel)[0]
+        return first_mesh(self.tensor_parallel)
 
     @property
     def parts(self) -> int:

@@ -14,7 +14,7 @@ from emsjax.models.pretrained import from_pretrained
 from emsjax.ray.background import Ask, Background
 from emsjax.ray.rows import KEY_COLUMNS, PROMPT_COLUMNS, asks_of, refused, with_completions
 from emsjax.sampling import LogitsProcessor, Sampling
-from emsjax.tensor_parallel import meshes, places
+from emsjax.tensor_parallel import first_mesh, places
 from emsjax.terminal.models import load_tokenizer
 
 
@@ -99,7 +99,7 @@ class Completer:
     ):
         tensor_parallel = check_at_least("tensor_parallel", tensor_parallel, 1)
         self.tokenizer = load_tokenizer(model, revision)
-        mesh = meshes(tensor_parallel)[0] if tensor_parallel > 1 else None
+        mesh = first_mesh(tensor_parallel)
         options = {"dtype": dtype, "revision": revision, "quantize": quantize, "mesh": mesh}
         loaded = from_pretrained(model, **options)
         if callable(drafter) and not hasattr(drafter, "propose"):

@@ -130,16 +130,16 @@ def add_number_formats(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tensor-parallel",
         type=positive_int,
-        default=1,
         metavar="N",
-        help="devices over which each layer is split (default: %(default)s)",
+        help="devices over which each layer is split (default: 1)",
     )
 
 
 def number_formats(options: argparse.Namespace) -> dict[str, Any]:
     """What was given of `add_number_formats`, by the names that `NumberFormats` has for it."""
     names = ("quantize", "kv_dtype", "tensor_parallel")
-    return {name: getattr(options, name) for name in names if hasattr(options, name)}
+    given = {name: getattr(options, name, None) for name in names}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
