@@ -394,22 +394,14 @@ def test_what_is_no_profile_is_named():
 
 @pytest.mark.parametrize("vocab_size", [None, 50, 200])
 def test_a_command_uses_the_vocabulary_that_the_models_share(monkeypatch, vocab_size):
-    from types import SimpleNamespace
-
     from emsjax.cli import drafting
+    from emsjax.cli.main import make_parser
 
     draft = shallow_model(vocab_size=vocab_size or 61, ffn_dim=32)
     monkeypatch.setattr("emsjax.models.checkpoint.load", lambda *args, **options: draft)
-    options = SimpleNamespace(
-        drafter="model",
-        draft_model="d",
-        model="t",
-        dtype="float32",
-        revision=None,
-        draft_revision=None,
-        quantize=None,
-        max_draft_tokens=2,
-    )
+    given = ["--model", "t", "--input", "i", "--output", "o", "--dtype", "float32"]
+    given += ["--drafter", "model", "--draft-model", "d", "--max-draft-tokens", "2"]
+    options = make_parser("0").parse_args(["generate", *given])
     drafter = drafting.load_models(options, shallow_model().config, 58, 20)[1]
     assert drafter.vocab_size == {None: None, 50: 50, 200: 58}[vocab_size]
 
