@@ -48,7 +48,13 @@ def checked_draft(draft: Any, batch: int, max_draft_tokens: int, vocab_size: int
         what = f"None, or floating [b, k, v] = {(*block, vocab_size)}; v may be smaller"
         probs = check("probs", jnp.floating, fits, what)
     tokens, counts = tokens.astype(jnp.int32), counts.astype(jnp.int32)
-    return dataclasses.replace(draft, tokens=tokens, counts=counts, probs=probs)
+    if (parents := draft.parents) is not None:
+        what = f"None, or integers [b, k] = {block}"
+        parents = check("parents", jnp.integer, lambda shape: shape == block, what)
+        parents = parents.astype(jnp.int32)
+        if probs is not None:
+            raise ValueError("a Draft with parents cannot have probs: its tokens are not drawn")
+    return dataclasses.replace(draft, tokens=tokens, counts=counts, probs=probs, parents=parents)
 
 
 def checked_proposal(

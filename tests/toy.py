@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 
 import emsjax
+from emsjax.trees import Tree
 
 VOCAB = 61
 POSITIONS = 64
@@ -65,6 +66,35 @@ class ScriptedDrafter:
 
     def commit(self, state, lengths):
         return state
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ScriptedTrees:
+    """Proposes trees that depend on a sample's length: some tokens are those of script[s, position]
+    at their depth, also twice after the same token, and the others are wrong."""
+
+    script: jax.Array  # [b, t]
+    max_draft_tokens: int = dataclasses.field(default=6, metadata={"static": True})
+    free: bool = dataclasses.field(default=True, metadata={"static": True})
+
+    def for_prompts(self, prompt_indices, num_prompts):
+        return dataclasses.replace(self, script=self.script[prompt_indices])
+
+    def init(self, prompts, prompt_lengths, max_len):
+        return ()
+
+    def propose(self, state, tokens, lengths, draft_lengths, keys, sampling):
+        node = jnp.arange(self.max_draft_tokens)
+        mixed = lambda odd: (lengths[:, None] * 7919 + node * 104729 + odd * 31) % 1009
+        parents = jnp.where(mixed(1) % 3 > 0, node - 1, mixed(2) % (node + 1) - 1)
+        depth = Tree.of(parents).depths[:, 1:]
+        at = jnp.minimum(lengths[:, None] + depth - 1, self.script.shape[1] - 1)
+        right = jnp.take_along_axis(self.script, at, axis=1)
+        wrong = (right + 1 + mixed(3) % 5) % VOCAB
+        counts = jnp.minimum(draft_lengths, mixed(4)[:, 0] % (self.max_draft_tokens + 2))
+        drafted = jnp.where(mixed(5) % 4 > 0, right, wrong)
+        return emsjax.Draft(drafted, counts, parents=parents), state
 
 
 def script_of(prompts, out) -> jax.Array:

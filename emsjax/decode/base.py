@@ -12,8 +12,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32, Key
 
+from emsjax.returned import available_lengths
 from emsjax.sampling import Sampling
 from emsjax.sampling.processors import Processing
+from emsjax.trees import Tree
 from emsjax.values import merge_fresh, pytree
 
 
@@ -99,11 +101,15 @@ class Draft:
         probs: the distributions the tokens were drawn from, each conditioned on the
             preceding draft tokens, v at most the target's vocabulary. None if the tokens were
             not drawn: decoding is greedy, or the drafter is deterministic.
+        parents: for drafts that are trees, the draft token that each one follows, by an index
+            below its own; -1: the sample's last token. None: each follows the one before it.
+            Candidates for the same place differ, and a tree has no `probs`.
     """
 
     tokens: Int32[Array, "b k"]
     counts: Int32[Array, "b"]
     probs: Float[Array, "b k v"] | None = None
+    parents: Int32[Array, "b k"] | None = None
 
 
 class ObservedRows(NamedTuple):
@@ -231,12 +237,16 @@ class StepView(NamedTuple):
         available: the most draft tokens that each sample could use; if tokens are drafted
             already, their number.
         drafted: whether tokens are drafted already, so that using fewer saves no drafting. Static.
+        tree: the drafts, if they are trees; None: they are chains, or there are none yet.
+        on_path: in `update`, the rows of trees that were accepted; row 0 is the last token.
     """
 
     active: Bool[Array, "b"]
     lengths: Int32[Array, "b"]
     available: Int32[Array, "b"]
     drafted: bool
+    tree: Tree | None = None
+    on_path: Bool[Array, "b k1"] | None = None
 
 
 class DraftLength:
@@ -264,6 +274,10 @@ class DraftLength:
     def lengths(self, state: Any, view: StepView) -> Int32[Array, "b"]:
         """Returns how many draft tokens of each sample to verify in this step; 0: none."""
         raise NotImplementedError(f"{type(self).__name__} must define lengths")
+
+    def nodes(self, state: Any, view: StepView) -> Bool[Array, "b k"]:
+        """Returns which draft tokens of trees to verify, parents included: up to `lengths` deep."""
+        return view.tree.depths[:, 1:] <= available_lengths(self, state, view)[:, None]
 
     def update(
         self,

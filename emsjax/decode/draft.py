@@ -11,6 +11,7 @@ from emsjax.decode.run import Run
 from emsjax.returned import available_lengths, checked_proposal
 from emsjax.sampling import Purpose, position_keys
 from emsjax.sampling.processors import Processing
+from emsjax.trees import chosen_nodes, usable_nodes
 from emsjax.verification import is_distribution, leading, usable_counts
 
 
@@ -69,6 +70,10 @@ def propose(run: Run, state: Any, ready: Bool[Array, "b"], process: Processing) 
         drafter = drafter.with_processing(process)
     rules = {"kind": Draft, "vocab_size": vocab_size}
     draft, drafter_state, cache = checked_proposal(drafter, state, *arguments, **rules)
+    if draft.parents is not None:
+        nodes = usable_nodes(draft, most, vocab_size)
+        draft = chosen_nodes(draft, nodes, run.policy, state.policy_state, view)
+        return Proposal(draft, drafter_state, cache, view, jnp.zeros_like(nodes))
     counts = usable_counts(draft.tokens, draft.counts, limits, state.end_token_ids, vocab_size)
     if view.drafted:
         if draft.probs is not None:

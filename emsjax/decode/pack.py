@@ -12,7 +12,7 @@ K/V heads only.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int32, PyTree
+from jaxtyping import Array, Bool, Int32, PyTree
 
 from emsjax.values import pytree
 from pallas_kernels.common.indexing import take
@@ -27,12 +27,14 @@ class PackedRows:
         positions: position of each row within its sample; 0 for padding rows.
         offsets: first row of each sample.
         counts: rows of each sample.
+        ancestors: which of its sample's rows each row sees, by index; None: those before it.
     """
 
     segment_ids: Int32[Array, "r"]
     positions: Int32[Array, "r"]
     offsets: Int32[Array, "b"]
     counts: Int32[Array, "b"]
+    ancestors: Bool[Array, "r f"] | None = None
 
     @property
     def samples(self) -> Int32[Array, "r"]:
@@ -81,10 +83,12 @@ class AcceptedPath:
     counts: Int32[Array, "b"]
 
     @classmethod
-    def prefix(cls, rows: PackedRows, counts: Int32[Array, "b"]) -> "AcceptedPath":
-        """The path of each sample's first counts[s] rows."""
-        within = rows.within
-        return cls(jnp.where(within < take(counts, rows.samples), within, -1), counts)
+    def prefix(
+        cls, rows: PackedRows, counts: Int32[Array, "b"], ranks: Int32[Array, "r"] | None = None
+    ) -> "AcceptedPath":
+        """The first counts[s] rows of each sample or, of paths with these ranks, of its path."""
+        ranks = rows.within if ranks is None else ranks
+        return cls(jnp.where(ranks < take(counts, rows.samples), ranks, -1), counts)
 
     def segment_ids(self, rows: PackedRows) -> Int32[Array, "r"]:
         """Sample of each row that is committed; `batch` for the others."""

@@ -14,23 +14,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
+from emsjax.decode import refill
 from emsjax.decode.base import ObservedRows
 from emsjax.decode.draft import propose
 from emsjax.decode.pack import pack
-from emsjax.decode.refill import (
-    Queue,
-    prompt_bucket,
-    prompt_shares,
-    put_aside,
-    turn_over,
-    unread_prompts,
-)
 from emsjax.decode.row_counts import prompt_row_counts
 from emsjax.decode.run import Run
 from emsjax.decode.state import Counters, DecodeState, StepInfo, is_ready
 from emsjax.decode.verify import End, verify
 from emsjax.returned import check_state
 from emsjax.sampling import random_bits
+from emsjax.trees import Tree
 from pallas_kernels.common.indexing import take, take_in_rows
 
 
@@ -49,11 +43,10 @@ def advance(
     ready = state.active if num_sequences is None else is_ready(state)
     process = state.processing(run)
     draft, drafter_state, cached, view, num_invalid = propose(run, state, ready, process)
-    bits = None
+    tree, bits = None if draft.parents is None else Tree.of(draft.parents), None
     if state.sampling is not None:  # greedy decoding needs none
-        positions = state.lengths[:, None] + jnp.arange(k + 1)
-        drawn = draft.probs is not None
-        bits = random_bits(state.keys, positions, draft.counts, drawn=drawn)
+        positions = state.lengths[:, None] + (jnp.arange(k + 1) if tree is None else tree.depths)
+        bits = random_bits(state.keys, positions, draft.counts, drawn=draft.probs is not None)
     counts = jnp.where(ready, draft.counts + 1, 0)
     last = take_in_rows(state.tokens, state.lengths[:, None] - 1)
     block = jnp.concatenate([last, draft.tokens], axis=1)  # [b, k1]
@@ -63,6 +56,8 @@ def advance(
         # Pack: all rows lie on one axis. A sample verifies its draft or is fed its prompt.
         starts, prompt_counts = cached.lengths, plan.prompt_counts
         rows = run.layout.pack(starts, counts + prompt_counts, num_rows)
+        if tree is not None:
+            rows = tree.arrange(rows, prompt_counts if feeds_prompts else None)
         token_ids = rows.gather(block)
         if feeds_prompts:
             prompt_ids = take(state.tokens, rows.samples, rows.positions)
@@ -85,7 +80,7 @@ def advance(
             moved = take(rows.offsets - verified.offsets, verified.samples)
             place = jnp.arange(verified.segment_ids.shape[0]) + moved
             hidden = take(hidden, jnp.clip(place, 0, num_rows - 1))
-        verdict = verify(run, state, draft, bits, hidden, verified, process)
+        verdict = verify(run, state, draft, bits, hidden, verified, process, tree)
 
         # Commit: only accepted rows are written, each sample at its own offset.
         path = verdict.path(rows, prompt_counts)
@@ -111,6 +106,7 @@ def advance(
         drafter_state = committed
     policy_state = state.policy_state
     if run.policy is not None:
+        view = view._replace(tree=tree, on_path=None if tree is None else verdict.ranks >= 0)
         updated = run.policy.update(policy_state, view, draft.counts, verdict.num_accepted)
         check_state("the policy's", "update", policy_state, updated)
         policy_state = updated
@@ -142,8 +138,8 @@ def decode_loop(
     run: Run,
     state: DecodeState,
     max_steps: Int32[Array, ""],
-    queue: Queue | None = None,
-) -> tuple[DecodeState, Queue | None]:
+    queue: refill.Queue | None = None,
+) -> tuple[DecodeState, refill.Queue | None]:
     """Take steps until all samples have finished, `max_steps` at most: one compiled call.
 
     Args:
@@ -169,11 +165,11 @@ def decode_loop(
         state, queue = carry
         if queue is None:
             return advance(run, state)[0], None
-        state, queue = turn_over(run, state, queue)
+        state, queue = refill.turn_over(run, state, queue)
         return advance(run, state, queue.num_sequences)[0], queue
 
     state, queue = lax.while_loop(unfinished, next_step, (state, queue))
-    return state, None if queue is None else put_aside(state, queue)
+    return state, None if queue is None else refill.put_aside(state, queue)
 
 
 class _RowPlan(NamedTuple):
@@ -198,11 +194,11 @@ def _plan_rows(run: Run, state: DecodeState, counts, num_sequences) -> _RowPlan:
     if num_sequences is None:
         return _RowPlan((sizes, ()), index, jnp.zeros_like(counts))
     prompt_sizes = prompt_row_counts(batch, k1, state.tokens.shape[1])
-    unread, verifying = unread_prompts(run, state, num_sequences), jnp.sum(counts)
-    size = prompt_bucket(prompt_sizes, verifying, jnp.sum(unread))
+    unread, verifying = refill.unread_prompts(run, state, num_sequences), jnp.sum(counts)
+    size = refill.prompt_bucket(prompt_sizes, verifying, jnp.sum(unread))
     room = take(jnp.array(prompt_sizes), size) - verifying
     index = jnp.where(jnp.any(unread > 0), len(sizes) + size, index)
-    shares = prompt_shares(unread, state.sequence_ids, room)
+    shares = refill.prompt_shares(unread, state.sequence_ids, room)
     return _RowPlan((sizes, prompt_sizes), index, shares)
 
 
@@ -220,8 +216,8 @@ def _append(buffer, block, lengths, counts):
 def _count(old: Counters, info: StepInfo, ready, prompt_counts, num_invalid) -> Counters:
     """The counters after a step."""
     decoding = ready.astype(jnp.int32)
-    hit = jnp.arange(old.accepted_histogram.shape[1]) == info.num_accepted[:, None]
-    hit &= ready[:, None]
+    k1 = old.accepted_histogram.shape[1]
+    hit = (jnp.arange(k1) == info.num_accepted[:, None]) & ready[:, None]
     real_rows = jnp.sum(info.num_drafted + decoding + prompt_counts)
     return Counters(
         num_steps=old.num_steps + decoding,

@@ -15,11 +15,8 @@ from emsjax.decode.pack import AcceptedPath, PackedRows
 from emsjax.decode.run import Run
 from emsjax.sampling import RandomBits, Sampling, draw, log_softmax, residual, softmax, warp
 from emsjax.sampling.processors import Processing
-from emsjax.verification import (
-    acceptance_probability,
-    accepted_counts,
-    first_end,
-)
+from emsjax.trees import Tree
+from emsjax.verification import acceptance_probability, accepted_counts, first_end
 from pallas_kernels.common.indexing import take, take_in_rows
 
 
@@ -44,6 +41,7 @@ class Verdict(NamedTuple):
             logits that are not finite; 0 for samples that did not take part.
         end: whether and why each sample ended: see `End`.
         stop_states: the state of each sample in the automaton of stops.
+        ranks: for trees, the place on the accepted path of each row; -1: it is rejected.
     """
 
     tokens: Int32[Array, "b k1"]
@@ -54,13 +52,15 @@ class Verdict(NamedTuple):
     num_emitted: Int32[Array, "b"]
     end: Int32[Array, "b"]
     stop_states: Int32[Array, "b"] | None
+    ranks: Int32[Array, "b k1"] | None = None
 
     def path(self, rows: PackedRows, prompt_counts: Int32[Array, "b"]) -> AcceptedPath:
-        """The rows to commit: as many as were emitted, and all rows of prompts.
-
-        A chain of draft tokens is accepted up to its first rejected one.
-        """
-        return AcceptedPath.prefix(rows, self.num_emitted + prompt_counts)
+        """The rows to commit: as many as were emitted, and all rows of prompts."""
+        ranks = None  # a chain is accepted up to its first rejected token
+        if self.ranks is not None:
+            is_prompt = take(prompt_counts, rows.samples) > 0
+            ranks = jnp.where(is_prompt, rows.within, rows.gather(self.ranks))
+        return AcceptedPath.prefix(rows, self.num_emitted + prompt_counts, ranks)
 
 
 class RowVerdict(NamedTuple):
@@ -68,8 +68,7 @@ class RowVerdict(NamedTuple):
 
     accepted: Bool[Array, "..."]  # whether the row's draft token is, given all before it
     tokens: Int32[Array, "..."]  # the row's emitted token if all draft tokens before are accepted
-    # Of the emitted token, under the target's distribution. Finite exactly if that is one: NaN,
-    # infinity or no token at all among the logits makes it NaN or infinite.
+    # Of the emitted token; finite exactly if the target's logits make a distribution.
     logprobs: Float[Array, "..."]
     top_tokens: Int32[Array, "..."]
     top_logprobs: Float[Array, "..."]
@@ -83,6 +82,7 @@ def verify(
     hidden: Float[Array, "r e"],
     rows: PackedRows,
     process: Processing,
+    tree: Tree | None = None,
 ) -> Verdict:
     """Compare the drafts with the target, by equality or by rejection sampling.
 
@@ -91,13 +91,16 @@ def verify(
         draft: the step's draft; samples without rows take no part.
         bits: see `random_bits`.
         hidden: the target's final hidden states.
-        rows: the packed rows; row i of a sample follows the sample's first i draft tokens.
+        rows: the packed rows; row i of a sample follows its first i draft tokens, or a tree's path.
         process: the function through which logits pass before anything else.
+        tree: the draft's tree, unless it is a chain.
     """
-    logits = process(run.model.logits(hidden), draft.tokens, rows.samples, rows.within)
-    k, top = draft.tokens.shape[1], state.common.top_logprobs
+    logits, k, top = run.model.logits(hidden), draft.tokens.shape[1], state.common.top_logprobs
+    logits = process.of_rows(logits, draft.tokens, rows, tree)
     verdict = rows.scatter(judge(logits, rows, draft, bits, state.sampling, top), k + 1)
-    num_accepted = accepted_counts(verdict.accepted[:, :k], draft.counts)
+    num_accepted, ranks = accepted_counts(verdict.accepted[:, :k], draft.counts), None
+    if tree is not None:
+        verdict, num_accepted, ranks = tree.accepted(draft, verdict)
     finite = jnp.isfinite(take_in_rows(verdict.logprobs, num_accepted[:, None])[:, 0])
     num_emitted = jnp.where(rows.counts > 0, num_accepted + finite.astype(jnp.int32), 0)
     num_emitted, ended = first_end(verdict.tokens, num_emitted, state.end_token_ids)
@@ -112,7 +115,7 @@ def verify(
         num_accepted = jnp.minimum(num_accepted, num_emitted)
         end = jnp.where(stopped, End.STOP, end)
         stop_states = take_in_rows(walked, num_emitted[:, None])[:, 0]
-    return Verdict(*verdict[1:], num_accepted, num_emitted, end, stop_states)
+    return Verdict(*verdict[1:], num_accepted, num_emitted, end, stop_states, ranks)
 
 
 def judge(

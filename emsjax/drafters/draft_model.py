@@ -2,11 +2,12 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from emsjax.checks import MOST, check_at_least
 from emsjax.decode.base import Draft, Drafter, Model, ModelConfig
@@ -16,8 +17,9 @@ from emsjax.decode.pack import AcceptedPath, pack
 from emsjax.decode.prefill import prefill
 from emsjax.device import tree_bytes
 from emsjax.engine.adapt import check_is_model
-from emsjax.sampling import Purpose, draw, position_keys, softmax, warp
+from emsjax.sampling import Purpose, draw, log_softmax, position_keys, softmax, warp
 from emsjax.sampling.processors import Processing
+from emsjax.trees import most_likely
 from pallas_kernels.common.indexing import take
 
 DEFAULT_DRAFT_TOKENS = 4
@@ -33,6 +35,11 @@ class DraftModel(Drafter):
     up in packed chunks when it drafts again. Temperature, top-k, top-p and logits processors
     apply to the draft model's distribution as to the target's.
 
+    With several `branches` the draft is a tree: a chain of the likeliest tokens, and beside each of
+    them the next likeliest ones, which cost no call of the draft model; the likeliest paths come
+    first. The tokens are then not drawn, so that sampled output equals plain decoding under the
+    same keys.
+
     Args:
         draft_model: the model, in any dtype.
         max_draft_tokens: limit per sample and step; None: the draft-length policy's limit, or
@@ -40,10 +47,13 @@ class DraftModel(Drafter):
         vocab_size: the tokenizer's vocabulary size, for models whose vocabularies are padded to
             different sizes: ids at or above it are never drafted. None: the sizes must be equal.
         attention_implementation: as for `generate`.
+        branches: candidates for each token; 1: the draft is a chain. A tree is at most
+            max_draft_tokens / branches tokens deep.
 
     Raises:
-        ValueError: `draft_model` is not a model, `max_draft_tokens` or `vocab_size` is below 1,
-            `vocab_size` exceeds the draft model's vocabulary, or the attention is unknown.
+        ValueError: `draft_model` is not a model, `max_draft_tokens`, `vocab_size` or `branches` is
+            below 1, `vocab_size` exceeds the draft model's vocabulary, there are more branches
+            than tokens, or the attention is unknown.
     """
 
     def __init__(
@@ -52,6 +62,7 @@ class DraftModel(Drafter):
         max_draft_tokens: int | None = None,
         vocab_size: int | None = None,
         attention_implementation: str | Callable | None = None,
+        branches: int = 1,
     ):
         check_is_model("draft_model", draft_model)
         self.draft_model = draft_model
@@ -59,9 +70,13 @@ class DraftModel(Drafter):
         if max_draft_tokens is None:
             max_draft_tokens = DEFAULT_DRAFT_TOKENS
         self.max_draft_tokens = check_at_least("max_draft_tokens", max_draft_tokens, 1, MOST)
+        self.branches = check_at_least("branches", branches, 1, self.max_draft_tokens)
         resolve_kernels(attention_implementation)
         self.vocab_size, self.attention_implementation = vocab_size, attention_implementation
         self.process: Processing | None = None
+        if self.branches > draft_model.config.vocab_size:
+            most = draft_model.config.vocab_size
+            raise ValueError(f"branches must be at most the {most} tokens of the draft model")
         if vocab_size is not None:
             self.vocab_size = check_at_least("vocab_size", vocab_size, 1)
             if self.vocab_size > draft_model.config.vocab_size:
@@ -139,10 +154,12 @@ class DraftModel(Drafter):
         keys,
         sampling,
     ) -> tuple[Draft, KVCache]:
-        batch, k = tokens.shape[0], self.max_draft_tokens
+        batch, k = tokens.shape[0], max(1, self.max_draft_tokens // self.branches)
         draft_lengths = jnp.minimum(draft_lengths, k)
         vocab_size = self.vocab_size or self.draft_model.config.vocab_size
         probs = None if sampling is None else jnp.zeros((batch, k, vocab_size), jnp.float32)
+        if self.branches > 1:
+            probs = Candidates.none(batch, k, self.branches)
         drafts = jnp.zeros((batch, k), jnp.int32)
         start = (jnp.zeros((), jnp.int32), draft_lengths, tokens, drafts, probs, state)
 
@@ -161,10 +178,14 @@ class DraftModel(Drafter):
                 # A draft ends where none of this model's tokens is allowed.
                 stuck = jnp.all(logits == -jnp.inf, axis=-1)
                 draft_counts = jnp.where(stuck, jnp.minimum(draft_counts, step), draft_counts)
-            if sampling is None:
+            if sampling is not None:
+                logits = warp(logits, sampling)
+            if self.branches > 1:
+                probs = probs.with_logits(logits, step)
+                token = probs.tokens[:, step, 0]
+            elif sampling is None:
                 token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
             else:
-                logits = warp(logits, sampling)
                 step_keys = position_keys(keys, lengths + step, Purpose.DRAFT)
                 token = draw(logits, sampling.temperature, step_keys)
                 probs = probs.at[:, step].set(softmax(logits))
@@ -186,11 +207,17 @@ class DraftModel(Drafter):
         # The outer loop runs at most once: the device waits for each loop's condition, so a step
         # in which no sample drafts waits for one only. `lax.cond` would copy the cache.
         _, draft_counts, _, drafts, probs, cache = lax.while_loop(unfinished, draft, start)
+        if self.branches > 1:
+            return probs.tree(draft_counts, self.max_draft_tokens), cache
         return Draft(drafts, draft_counts, probs), cache
 
     def commit(self, state: KVCache, lengths: Int32[Array, "b"]) -> KVCache:
-        """Drops rejected tokens from the cache; the last token has not been fed yet."""
-        return dataclasses.replace(state, lengths=jnp.minimum(state.lengths, lengths - 1))
+        """Drops rejected tokens from the cache; the last token has not been fed yet.
+
+        In a tree the token before it may not have been fed either, if it is accepted.
+        """
+        fed = lengths - 1 if self.branches == 1 else jnp.maximum(lengths - 2, 0)
+        return dataclasses.replace(state, lengths=jnp.minimum(state.lengths, fed))
 
     def state_bytes(self, max_len: int) -> int:
         """Bytes per sample for the cache and the distributions of one step's drafts."""
@@ -202,6 +229,8 @@ class DraftModel(Drafter):
     @property
     def probs_bytes(self) -> int:
         """Bytes per sample for the distributions of one step's drafts."""
+        if self.branches > 1:
+            return 0
         return 2 * self.max_draft_tokens * self.draft_model.config.vocab_size * 4
 
     def _forward(self, cache: KVCache, tokens, counts) -> tuple[Array, KVCache]:
@@ -224,3 +253,35 @@ class DraftModel(Drafter):
     def _prefill(self, cache: KVCache, tokens, lengths) -> KVCache:
         kernels = resolve_kernels(self.attention_implementation)
         return prefill(self.draft_model, cache, tokens, lengths, kernels=kernels)
+
+
+class Candidates(NamedTuple):
+    """The likeliest tokens after each token of a chain of the likeliest ones; m candidates."""
+
+    tokens: Int32[Array, "b k m"]
+    probs: Float[Array, "b k m"]  # of each token, given the chain before it
+
+    @classmethod
+    def none(cls, batch: int, k: int, branches: int) -> "Candidates":
+        shape = (batch, k, branches)
+        return cls(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
+
+    def with_logits(self, logits: Float[Array, "b v"], step: Int32[Array, ""]) -> "Candidates":
+        """The candidates with those of one more step."""
+        best, tokens = lax.top_k(log_softmax(logits), self.tokens.shape[2])
+        probs = jnp.where(jnp.isfinite(best), jnp.exp(jnp.minimum(best, 0)), 0)
+        return Candidates(self.tokens.at[:, step].set(tokens), self.probs.at[:, step].set(probs))
+
+    def tree(self, depths: Int32[Array, "b"], k: int) -> Draft:
+        """The k likeliest paths of up to depths[s] tokens, the likeliest first."""
+        batch, depth, m = self.tokens.shape
+        at = jnp.arange(depth)
+        chain = jnp.cumprod(self.probs[:, :, 0], axis=1)
+        scores = self.probs * jnp.pad(chain[:, :-1], ((0, 0), (1, 0)), constant_values=1)[..., None]
+        scores = jnp.where((at < depths[:, None])[..., None], scores, 0)
+        parents = jnp.broadcast_to(jnp.where(at > 0, (at - 1) * m, -1)[:, None], (batch, depth, m))
+        flat = lambda x: jnp.pad(x.reshape(batch, -1), ((0, 0), (0, max(0, k - depth * m))))
+        tokens, parents, counts = most_likely(
+            flat(scores), flat(self.tokens), flat(parents.astype(jnp.int32)), k
+        )
+        return Draft(tokens, counts, parents=parents)

@@ -6,12 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int32
+from jax import lax
+from jaxtyping import Array, Int32
 
 from emsjax.checks import MOST, as_token_ids, check_at_least, check_flag, check_list
 from emsjax.decode.base import Draft, Drafter, ModelConfig
 from emsjax.decode.row_counts import round_up_length
-from pallas_kernels.common.indexing import take_in_rows
+from emsjax.trees import merged
+from pallas_kernels.common.indexing import take, take_in_rows
 
 
 @jax.tree_util.register_pytree_node_class
@@ -19,7 +21,8 @@ class PromptLookup(Drafter):
     """Searches a reference for the last `match_length` tokens and copies the tokens that follow.
 
     The last occurrence is used. A copy is shorter than `max_draft_tokens` only at
-    the reference's end; without an occurrence nothing is drafted.
+    the reference's end; without an occurrence nothing is drafted. With several `branches` the
+    draft is a tree of the tokens that follow the last occurrences.
 
     Args:
         match_length: number of tokens that must match.
@@ -27,10 +30,11 @@ class PromptLookup(Drafter):
         references: one token-id sequence per prompt; None: the prompt itself.
         search_generated: also search the sample's own prompt and generated
             tokens; an occurrence there takes precedence over one in `references`.
+        branches: occurrences to copy from, the last ones; 1: the draft is a chain.
 
     Raises:
-        ValueError: `match_length` or `max_draft_tokens` is below 1 or far too large, the
-            references are not sequences of token ids, or `search_generated` is not a boolean.
+        ValueError: `match_length`, `max_draft_tokens` or `branches` is below 1 or far too large,
+            the references are not sequences of token ids, or `search_generated` is not a boolean.
             When decoding begins: `match_length` is beyond the model's positions.
 
     References: LLMA, arXiv 2304.04487; the last occurrence is used as in EMS-SD,
@@ -45,10 +49,12 @@ class PromptLookup(Drafter):
         max_draft_tokens: int = 7,
         references: Sequence[Any] | None = None,
         search_generated: bool = False,
+        branches: int = 1,
     ):
         self.match_length = check_at_least("match_length", match_length, 1, MOST)
         self.max_draft_tokens = check_at_least("max_draft_tokens", max_draft_tokens, 1, MOST)
         self.search_generated = check_flag("search_generated", search_generated)
+        self.branches = check_at_least("branches", branches, 1, MOST)
         self.references = self.reference_lengths = None
         if references is not None:
             check_list("references", references, "list of token-id sequences")
@@ -60,13 +66,18 @@ class PromptLookup(Drafter):
                 row[: len(text)] = text
 
     def tree_flatten(self):
-        settings = (self.match_length, self.max_draft_tokens, self.search_generated)
+        settings = (
+            self.match_length,
+            self.max_draft_tokens,
+            self.search_generated,
+            self.branches,
+        )
         return (self.references, self.reference_lengths), settings
 
     @classmethod
     def tree_unflatten(cls, settings, children) -> "PromptLookup":
         self = object.__new__(cls)
-        self.match_length, self.max_draft_tokens, self.search_generated = settings
+        self.match_length, self.max_draft_tokens, self.search_generated, self.branches = settings
         self.references, self.reference_lengths = children
         return self
 
@@ -102,21 +113,23 @@ class PromptLookup(Drafter):
         last = lengths[:, None] - self.match_length + jnp.arange(self.match_length)
         suffix = take_in_rows(tokens, jnp.maximum(last, 0))
         long_enough = lengths >= self.match_length
+        k, o = self.max_draft_tokens, self.branches
+        limits = jnp.minimum(draft_lengths, k)
 
-        draft = Draft(
-            jnp.zeros((batch, self.max_draft_tokens), jnp.int32), jnp.zeros(batch, jnp.int32)
-        )
+        copies = jnp.zeros((batch, o, k), jnp.int32)
+        counts = jnp.zeros((batch, o), jnp.int32)
         for text, text_lengths in self._texts(tokens, lengths, prompt_lengths):
-            found, start = find_last(text, text_lengths, suffix)
-            at = start[:, None] + jnp.arange(self.max_draft_tokens)
-            copy = take_in_rows(text, jnp.minimum(at, text.shape[1] - 1))
-            found &= long_enough
-            draft = Draft(
-                jnp.where(found[:, None], copy, draft.tokens),
-                jnp.where(found, text_lengths - start, draft.counts),
-            )
-        limits = jnp.minimum(draft_lengths, self.max_draft_tokens)
-        return Draft(draft.tokens, jnp.minimum(draft.counts, limits)), state
+            start = find_last(text, text_lengths, suffix, o)
+            at = (jnp.maximum(start, 0)[..., None] + jnp.arange(k)).reshape(batch, -1)
+            copy = take_in_rows(text, jnp.minimum(at, text.shape[1] - 1)).reshape(copies.shape)
+            found = (start >= 0) & long_enough[:, None]
+            number = jnp.where(found, jnp.minimum(text_lengths[:, None] - start, k), 0)
+            # Occurrences in this text first, then as many others as there is room for.
+            copies, counts = first_found(number, (copy, copies), (number, counts))
+        if o > 1:
+            drafted, parents, number, _ = merged(copies, counts, o, k)
+            return Draft(drafted, jnp.minimum(number, limits), parents=parents), state
+        return Draft(copies[:, 0], jnp.minimum(counts[:, 0], limits)), state
 
     def _texts(self, tokens, lengths, prompt_lengths):
         """Returns the texts to search and their lengths; later texts take precedence."""
@@ -133,17 +146,35 @@ class PromptLookup(Drafter):
 
 
 def find_last(
-    text: Int32[Array, "b w"], text_lengths: Int32[Array, "b"], suffix: Int32[Array, "b n"]
-) -> tuple[Bool[Array, "b"], Int32[Array, "b"]]:
-    """Finds the last occurrence of `suffix` that at least one token follows.
+    text: Int32[Array, "b w"], text_lengths: Int32[Array, "b"], suffix: Int32[Array, "b n"], o: int
+) -> Int32[Array, "b o"]:
+    """Finds the last o occurrences of `suffix` that at least one token follows.
 
     Returns:
-        Whether there is such an occurrence, and the index of the token that follows it.
+        The index of the token that follows each, the last occurrence first; -1: there are fewer.
     """
     width, n = text.shape[1], suffix.shape[1]
     start = jnp.arange(width, dtype=jnp.int32)
     match = start + n < text_lengths[:, None]
     for i in range(n):
         match &= jnp.roll(text, -i, axis=1) == suffix[:, i : i + 1]
-    last = jnp.max(jnp.where(match, start, -1), axis=1)
-    return last >= 0, last + n
+    places = jnp.where(match, start + n, -1)
+    if o == 1:
+        return jnp.max(places, axis=1, keepdims=True)
+    places = jnp.pad(places, ((0, 0), (0, o)), constant_values=-1)
+    # On a CPU XLA has a kernel for the largest of floats, and sorts integers. Places are exact.
+    return lax.top_k(places.astype(jnp.float32), o)[0].astype(jnp.int32)
+
+
+def first_found(found: Int32[Array, "b o"], *pairs: tuple[Array, Array]) -> tuple[Array, ...]:
+    """The rows [b, o, ...] of each pair's first array that are found, then those of its second.
+
+    Args:
+        found: above 0 for the rows of the first arrays that are found; these come first.
+    """
+    o = found.shape[1]
+    number = jnp.sum(found > 0, axis=1, keepdims=True)
+    index = jnp.arange(o)
+    rows = jnp.where(index < number, index, o + index - number)  # in both arrays side by side
+    sample = jnp.arange(len(found))[:, None]
+    return tuple(take(jnp.concatenate(pair, axis=1), sample, rows) for pair in pairs)

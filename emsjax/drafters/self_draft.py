@@ -18,7 +18,7 @@ class SelfDraft(DraftModel):
 
     Args:
         draft_model: the model, of the target's architecture and dtype.
-        max_draft_tokens, attention_implementation: as for `DraftModel`.
+        max_draft_tokens, attention_implementation, branches: as for `DraftModel`.
 
     Raises:
         ValueError: as for `DraftModel`.
@@ -29,10 +29,11 @@ class SelfDraft(DraftModel):
     shares_cache = True
     fork = None  # there is no state
 
-    def __init__(self, draft_model, max_draft_tokens=None, attention_implementation=None):
-        super().__init__(
-            draft_model, max_draft_tokens, attention_implementation=attention_implementation
-        )
+    def __init__(
+        self, draft_model, max_draft_tokens=None, attention_implementation=None, branches=1
+    ):
+        options = {"attention_implementation": attention_implementation, "branches": branches}
+        super().__init__(draft_model, max_draft_tokens, **options)
 
     def check_target(self, config: ModelConfig, positions: int) -> None:
         """Raises ValueError if the target has another architecture."""

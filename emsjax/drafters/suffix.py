@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from emsjax.checks import MOST, check_at_least, check_instance, check_number
 from emsjax.decode.base import Draft, Drafter
 from emsjax.drafters.suffix_memory import CONTEXT, SEPARATOR, SuffixMemory
+from emsjax.trees import merged
 from emsjax.verification import leading
 from pallas_kernels.common.indexing import take_in_rows
 
@@ -32,6 +33,9 @@ class SuffixDrafter(Drafter):
     `length_offset`. A continuation that reaches the end of the sample's own tokens goes on with
     the draft, so that a repeated passage is drafted over and over.
 
+    With several `branches` the draft is a tree of what followed the occurrences, the most frequent
+    tokens first; where two tokens followed the same ones, both are drafted.
+
     The drafter is deterministic. A sample's drafts depend on its own tokens and the memory only.
 
     Args:
@@ -39,7 +43,9 @@ class SuffixDrafter(Drafter):
         memory: an `emsjax.SuffixMemory`, read as it is now; None: the sample's own tokens only.
         min_match_length: fewest tokens that must match, 1 to 16.
         length_factor, length_offset: how the length of a draft grows with that of the match.
-        min_probability: fraction of the occurrences that the whole draft must share.
+        min_probability: fraction of the occurrences that the whole draft must share, or in a tree
+            each path.
+        branches: most candidates for one token; 1: the draft is a chain.
 
     Raises:
         ValueError: an argument is of the wrong type or out of range.
@@ -58,9 +64,11 @@ class SuffixDrafter(Drafter):
         length_factor: float = 2.0,
         length_offset: float = 0.0,
         min_probability: float = 0.2,
+        branches: int = 1,
     ):
         self.max_draft_tokens = check_at_least("max_draft_tokens", max_draft_tokens, 1, MOST)
         self.min_match_length = check_at_least("min_match_length", min_match_length, 1, CONTEXT)
+        self.branches = check_at_least("branches", branches, 1, MOST)
         is_length = lambda x: 0 <= x <= MOST
         rule = f"a number from 0 to {MOST}"
         self.length_factor = check_number("length_factor", length_factor, rule, is_length)
@@ -77,6 +85,7 @@ class SuffixDrafter(Drafter):
         settings = (
             self.max_draft_tokens,
             self.min_match_length,
+            self.branches,
             self.length_factor,
             self.length_offset,
             self.min_probability,
@@ -86,7 +95,7 @@ class SuffixDrafter(Drafter):
     @classmethod
     def tree_unflatten(cls, settings, children) -> "SuffixDrafter":
         self = object.__new__(cls)
-        self.max_draft_tokens, self.min_match_length, *others = settings
+        self.max_draft_tokens, self.min_match_length, self.branches, *others = settings
         self.length_factor, self.length_offset, self.min_probability = others
         (self.index,) = children
         return self
@@ -107,12 +116,20 @@ class SuffixDrafter(Drafter):
             others = self.index.continuations(elsewhere, k)
             continuations = jnp.where(better[:, None, None], others, continuations)
 
-        drafted, probabilities = vote(continuations, places >= 0)
-        # The draft ends before a separator, so that what follows one does not matter.
-        counts = leading((drafted >= 0) & (probabilities >= self.min_probability))
         longest = matched.astype(jnp.float32) * self.length_factor + self.length_offset
         longest = jnp.where(matched >= self.min_match_length, jnp.minimum(longest, k), 0)
-        counts = jnp.minimum(counts, longest.astype(jnp.int32))
+        longest = longest.astype(jnp.int32)
+        # A draft ends before a separator, so that what follows one does not matter.
+        if self.branches > 1:
+            before = jnp.min(jnp.where(continuations < 0, jnp.arange(k), k), axis=2)
+            rows = jnp.where(places >= 0, jnp.minimum(before, longest[:, None]), 0)
+            drafted, parents, counts, votes = merged(continuations, rows, self.branches, k)
+            fraction = votes / jnp.maximum(jnp.sum(places >= 0, axis=1, keepdims=True), 1)
+            counts = jnp.minimum(counts, leading(fraction >= self.min_probability))
+            return Draft(drafted, jnp.minimum(counts, draft_lengths), parents=parents), state
+        drafted, probabilities = vote(continuations, places >= 0)
+        counts = leading((drafted >= 0) & (probabilities >= self.min_probability))
+        counts = jnp.minimum(counts, longest)
         return Draft(drafted, jnp.minimum(counts, draft_lengths)), state
 
 

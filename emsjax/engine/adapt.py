@@ -89,8 +89,9 @@ class _AdaptedDrafter(_Adapted, Drafter):
 
 @jax.tree_util.register_pytree_node_class
 class _AdaptedPolicy(_Adapted, DraftLength):
-    for name in ("init", "lengths", "update", "admit", "check_settings", "max_draft_tokens"):
+    for name in ("init", "lengths", "nodes", "update", "admit", "check_settings"):
         vars()[name] = _delegate(DraftLength, name)
+    max_draft_tokens = _delegate(DraftLength, "max_draft_tokens")
 
     @property
     def name(self) -> str:

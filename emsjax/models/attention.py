@@ -39,6 +39,8 @@ def attend(
     """
     if visible.mask is not None:
         options["cache_mask"] = visible.mask
+    if rows.ancestors is not None:
+        options["ancestors"] = rows.ancestors
     places = (rows.segment_ids, rows.positions, visible.lengths)
     called = getattr(attention, "func", attention)  # of functools.partial
     if isinstance(called, OwnAttention) or called is pallas_kernels.ragged_attention:

@@ -6,6 +6,7 @@ Axis legend: b = slots, k = draft tokens of a slot, r = rows of logits, v = voca
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
@@ -165,6 +166,31 @@ class Processing(NamedTuple):
             rule = f"{name_of(processor)} must return logits like those it is given"
             logits = check_alike(rule, processor(state, logits, context), logits)
         return logits[:, :width]
+
+    def of_rows(
+        self, logits: Float[Array, "r v"], drafted: Int32[Array, "b k"], rows: Any, tree: Any
+    ) -> Float[Array, "r v"]:
+        """The logits of verified rows after all processors.
+
+        Args:
+            drafted: the draft tokens.
+            rows: the `PackedRows`.
+            tree: the `Tree` of the draft tokens; None: they are chains.
+        """
+        if tree is None:
+            return self(logits, drafted, rows.samples, rows.within)
+        # Each row has drafted tokens of its own.
+        paths, depths = rows.gather(tree.paths(drafted)), rows.gather(tree.depths)
+        return self._with_rows(rows.samples)(logits, paths, jnp.arange(len(paths)), depths)
+
+    def _with_rows(self, samples: Int32[Array, "r"]) -> "Processing":
+        """The same with rows as slots: row r has the state and the context of slot samples[r]."""
+        slots = self.context.lengths.shape
+        of_slots = lambda x: hasattr(x, "shape") and x.shape[:1] == slots
+        rows = lambda tree: jax.tree.map(lambda x: take(x, samples) if of_slots(x) else x, tree)
+        context = rows(self.context._replace(end_token_ids=None))
+        context = context._replace(end_token_ids=self.context.end_token_ids)
+        return self._replace(states=rows(self.states), context=context)
 
     def force(
         self, tokens: Int32[Array, "b k"], counts: Int32[Array, "b"], limits: Int32[Array, "b"]

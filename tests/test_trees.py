@@ -1,0 +1,249 @@
+"""Trees of draft tokens: their structure against loops, and output against plain decoding."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_controls import MIXED, NoTokenTwice
+from test_generation import stepped
+from toy import VOCAB, ScriptedTrees, ragged_prompts, script_of, shallow_model, tiny_model
+
+import emsjax
+from emsjax import vanilla
+from emsjax.testing import assert_lossless
+from emsjax.trees import Tree, keep_nodes, most_likely, usable_nodes
+
+K, NEW = 6, 20
+SAMPLED = {"sampling": emsjax.Sampling(0.8, top_k=9), "key": jax.random.key(5)}
+
+
+class Verdict(NamedTuple):
+    tokens: jax.Array
+    logprobs: jax.Array
+
+
+def random_parents(rng, batch, k):
+    return np.array([[rng.integers(-1, j) if j else -1 for j in range(k)] for _ in range(batch)])
+
+
+def path_to(parents, j):
+    """The draft tokens from the root to token j, which is the last."""
+    return [] if j < 0 else [*path_to(parents, parents[j]), j]
+
+
+@pytest.mark.parametrize("k", [1, 2, 5, 9, 33])
+def test_the_structure_of_a_tree_is_that_of_its_paths(k):
+    rng = np.random.default_rng(k)
+    parents = random_parents(rng, 4, k)
+    tree = Tree.of(jnp.asarray(parents, jnp.int32))
+    tokens, factors = rng.integers(0, 99, (4, k)), rng.uniform(0.5, 1, (4, k)).astype(np.float32)
+    paths = tree.paths(jnp.asarray(tokens, jnp.int32))
+    products = tree.product(jnp.asarray(factors))
+    for s in range(4):
+        assert tree.parents[s].tolist() == [p + 1 for p in parents[s]]
+        for j in range(-1, k):
+            path = path_to(parents[s], j)
+            assert tree.depths[s, j + 1] == len(path)
+            seen = np.flatnonzero(tree.ancestors[s, j + 1]).tolist()
+            assert seen == [0, *(i + 1 for i in path)]
+            assert paths[s, j + 1, : len(path)].tolist() == tokens[s, path].tolist()
+            if j >= 0:
+                np.testing.assert_allclose(products[s, j], np.prod(factors[s, path]), rtol=1e-6)
+                assert tree.children[s, j] == np.sum(parents[s, :j] == parents[s, j])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_accepted_path_is_the_longest_that_the_target_emits(seed):
+    rng = np.random.default_rng(seed)
+    batch, k = 16, 7
+    parents, tokens = random_parents(rng, batch, k), rng.integers(0, 3, (batch, k))
+    emitted, counts = rng.integers(0, 3, (batch, k + 1)), rng.integers(0, k + 1, batch)
+    logprobs = np.where(rng.random((batch, k + 1)) < 0.1, np.nan, -1).astype(np.float32)
+    as_ints = lambda x: jnp.asarray(x, jnp.int32)
+    draft = emsjax.Draft(as_ints(tokens), as_ints(counts), parents=as_ints(parents))
+    verdict = Verdict(as_ints(emitted), jnp.asarray(logprobs))
+    found, num_accepted, ranks = Tree.of(draft.parents).accepted(draft, verdict)
+    for s in range(batch):
+        path, row = [0], 0
+        while not np.isnan(logprobs[s, row]):
+            right = lambda j, row=row, s=s: (
+                parents[s, j] + 1 == row and tokens[s, j] == emitted[s, row]
+            )
+            following = [j for j in range(counts[s]) if right(j)]
+            if not len(following):
+                break
+            path.append(row := following[0] + 1)
+        assert num_accepted[s] == len(path) - 1
+        assert ranks[s].tolist() == [path.index(i) if i in path else -1 for i in range(k + 1)]
+        np.testing.assert_array_equal(found.tokens[s, : len(path)], emitted[s, path])
+        np.testing.assert_array_equal(found.logprobs[s, : len(path)], logprobs[s, path])
+
+
+def test_chosen_nodes_keep_their_parents():
+    rng = np.random.default_rng(1)
+    parents, tokens = random_parents(rng, 8, 9), np.tile(np.arange(9), (8, 1))
+    scores = np.zeros((8, 9))
+    for s in range(8):
+        for j in range(9):
+            above = 1 if parents[s, j] < 0 else scores[s, parents[s, j]]
+            scores[s, j] = above * rng.choice([0, 0.5, 0.9, 1])
+    as_ints = lambda x: jnp.asarray(x, jnp.int32)
+    kept = keep_nodes(as_ints(tokens), as_ints(parents), jnp.asarray(scores > 0.4))
+    likely = most_likely(jnp.asarray(scores), as_ints(tokens), as_ints(parents), 5)
+    for s in range(8):
+        expected = [j for j in range(9) if scores[s, j] > 0.4]
+        best = sorted((j for j in range(9) if scores[s, j] > 0), key=lambda j: -scores[s, j])[:5]
+        assert likely[2][s] == len(best)
+        for nodes, (found, above, *_) in ((expected, kept), (best, likely)):
+            assert found[s, : len(nodes)].tolist() == nodes
+            mapped = [nodes.index(p) if (p := parents[s, j]) >= 0 else -1 for j in nodes]
+            assert above[s, : len(nodes)].tolist() == mapped
+
+
+def test_a_tree_is_cut_before_what_cannot_be_verified():
+    tokens = jnp.array([[3, 4, 5], [3, 9, 5], [3, 4, 5], [3, 4, 5], [3, 4, 5]])
+    parents = jnp.array([[-1, 0, 0], [-1, 0, 0], [-1, 0, 2], [-1, -2, 0], [-1, 0, 0]])
+    draft = emsjax.Draft(tokens, jnp.array([9, 3, 3, 3, 3]), parents=parents)
+    usable = usable_nodes(draft, jnp.array([3, 3, 3, 3, 1]), vocab_size=9)
+    assert usable.tolist() == [3, 1, 2, 1, 1]
+
+
+def scripted(model, prompts, **options) -> ScriptedTrees:
+    plain = emsjax.generate(model, prompts, **{"max_new_tokens": NEW} | options)
+    return ScriptedTrees(script_of(prompts, plain), K)
+
+
+@pytest.mark.parametrize("sampled", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("attention", [None, "reference"])
+def test_tokens_equal_plain_decoding(sampled, attention):
+    model, prompts = tiny_model(), ragged_prompts([17, 1, 30, 6])
+    drafter = scripted(model, prompts, **sampled)
+    options = {"max_new_tokens": NEW, **sampled}
+    out = assert_lossless(model, drafter, prompts, attention, **options).output
+    assert out.stats.num_accepted.sum() > 30
+    assert out.stats.num_accepted.sum() < out.stats.num_drafted.sum()
+
+
+def test_the_longest_right_path_of_a_tree_is_accepted():
+    model, prompts = tiny_model(), ragged_prompts([17, 1, 30, 6])
+    drafter = scripted(model, prompts)
+    state = emsjax.init_state(model, drafter, prompts, max_new_tokens=NEW)
+    script, branched = np.asarray(drafter.script), 0
+    while bool(state.active.any()):
+        lengths, active = np.asarray(state.lengths), np.asarray(state.active)
+        limits = np.minimum(np.asarray(state.length_limits) - lengths - 1, K)
+        proposed, _ = drafter.propose((), state.tokens, state.lengths, limits, None, None)
+        state, info = emsjax.step(model, drafter, state)
+        for s in np.flatnonzero(active):
+            parents = np.asarray(proposed.parents[s])
+            count = min(int(proposed.counts[s]), limits[s])
+            assert info.num_drafted[s] == count
+            path = [-1]
+            while True:
+                right = np.asarray(proposed.tokens[s]) == script[s, lengths[s] + len(path) - 1]
+                following = np.flatnonzero(right[:count] & (parents[:count] == path[-1]))
+                if not len(following):
+                    break
+                path.append(following[0])
+            assert info.num_accepted[s] == len(path) - 1
+            branched += path != list(range(-1, len(path) - 1))
+    assert branched >= 3  # paths that are not the first tokens of the draft
+
+
+def test_the_cache_after_branching_paths_equals_a_fresh_prefill():
+    model, prompts = tiny_model(), ragged_prompts([17, 1, 30, 6])
+    drafter = scripted(model, prompts)
+    state = emsjax.init_state(model, drafter, prompts, max_new_tokens=NEW)
+    state = stepped(model, drafter, state, 5, poison=True)
+    assert state.counters.num_accepted.sum() > 12
+    lengths = np.asarray(state.lengths)
+    grown = [row[:length] for row, length in zip(np.asarray(state.tokens), lengths, strict=True)]
+    fresh = emsjax.init_state(model, None, grown, max_new_tokens=1)
+    layers = (jax.tree.leaves(one.cache.layers) for one in (state, fresh))
+    for old, new in zip(*layers, strict=True):
+        for i, length in enumerate(lengths):
+            np.testing.assert_allclose(old[i, : length - 1], new[i, : length - 1], atol=5e-5)
+
+
+def test_settings_and_processors_see_the_path_to_each_row():
+    model, prompts = shallow_model(), ragged_prompts([5, 1, 9, 20])
+    options = {"sampling": emsjax.Sampling(**MIXED), "processors": [NoTokenTwice(4)]}
+    drafter = scripted(model, prompts, **options)
+    options |= {"max_new_tokens": NEW, "top_logprobs": 2}
+    out = assert_lossless(model, drafter, prompts, **options).output
+    assert out.stats.num_accepted.sum() > 30
+    plain = emsjax.generate(model, prompts, **options)
+    np.testing.assert_array_equal(out.top_logprobs.tokens, plain.top_logprobs.tokens)
+    np.testing.assert_allclose(out.logprobs, plain.logprobs, atol=1e-4)
+
+
+def test_sequences_end_where_plain_decoding_ends():
+    model, prompts = shallow_model(), ragged_prompts([5, 1, 9, 20])
+    plain = emsjax.generate(model, prompts, max_new_tokens=NEW)
+    for ends in (
+        {"eos_token_ids": plain.tokens[:2, 7].tolist()},
+        {"stop": [plain.tokens[2, 5:8].tolist(), plain.tokens[3, 9:10].tolist()]},
+    ):
+        drafter = scripted(model, prompts)
+        out = assert_lossless(model, drafter, prompts, max_new_tokens=NEW, **ends).output
+        assert len(set(out.lengths.tolist())) > 1
+
+
+@pytest.mark.parametrize("unpad_inputs", [False, True])
+@pytest.mark.parametrize("unpad_kv_cache", [False, True])
+def test_padded_methods_verify_trees(unpad_inputs, unpad_kv_cache):
+    model, prompts = shallow_model(), ragged_prompts([17, 1, 30, 6])
+    method = {"unpad_inputs": unpad_inputs, "unpad_kv_cache": unpad_kv_cache}
+    drafter, plain = scripted(model, prompts), emsjax.generate(model, prompts, max_new_tokens=NEW)
+    out = vanilla.generate(model, prompts, drafter, max_new_tokens=NEW, **method)
+    np.testing.assert_array_equal(out.tokens, plain.tokens)
+    assert out.stats.num_accepted.sum() > 30
+
+
+@pytest.mark.parametrize("free", [False, True])
+def test_a_length_limits_the_depth_of_a_tree(free):
+    model, prompts = shallow_model(), ragged_prompts([17, 1, 30, 6])
+    drafter = dataclasses.replace(scripted(model, prompts), free=free)
+    options = {"max_new_tokens": NEW, "draft_length": emsjax.FixedLength(2)}
+    out = assert_lossless(model, drafter, prompts, **options).output
+    histogram = out.stats.accepted_histogram.sum(axis=0)
+    assert histogram[2] > 3
+    assert not histogram[3:].any()
+    assert np.any(out.stats.num_drafted > 2 * out.stats.num_steps) or not free
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Faulty(ScriptedTrees):
+    fault: str = dataclasses.field(default="", metadata={"static": True})
+
+    def propose(self, *arguments):
+        draft, state = super().propose(*arguments)
+        wide = jnp.zeros((4, K + 1), jnp.int32)
+        value = {"parents": wide, "probs": jnp.full((4, K, VOCAB), 1 / VOCAB)}[self.fault]
+        object.__setattr__(draft, self.fault, value)  # past the tests' checks of types
+        return draft, state
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("parents", r"Draft\.parents must be None, or integers \[b, k\] = \(4, 6\)"),
+        ("probs", "a Draft with parents cannot have probs"),
+    ],
+)
+def test_trees_that_are_wrong_are_errors(fault, message):
+    model, prompts = shallow_model(), ragged_prompts([17, 1, 30, 6])
+    drafter = Faulty(scripted(model, prompts).script, K, fault=fault)
+    with pytest.raises(ValueError, match=message):
+        emsjax.generate(model, prompts, drafter, max_new_tokens=NEW)
+
+
+def test_invariant_numerics_refuse_trees():
+    model, prompts = shallow_model(), ragged_prompts([17, 1, 30, 6])
+    options = {"max_new_tokens": 2, "numerics": "invariant"}
+    with pytest.raises(ValueError, match="verifies chains only"):
+        emsjax.generate(model, prompts, scripted(model, prompts), **options)
