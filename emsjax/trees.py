@@ -4,7 +4,7 @@ is accepted. A chain is the tree whose tokens have one candidate each.
 In a sample's block of k + 1 rows, row 0 is the last token of the sample, the root, and row i + 1 is
 its draft token i. A token comes after its parent.
 
-Axis legend: see `emsjax.decode.pack`; k1 is k + 1, c is the number of candidates.
+Axis legend: see `emsjax.decode.pack`; k1 is k + 1, o is a number of continuations.
 """
 
 import dataclasses

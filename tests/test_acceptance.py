@@ -4,7 +4,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from emsjax.policies.survival import AcceptanceCounts, group_weight
+from emsjax.decode.base import StepView
+from emsjax.policies.survival import PRIOR_CANDIDATE_RATE, AcceptanceCounts, group_weight
+from emsjax.trees import Tree
+
+
+def seen(free: bool, tree=None, on_path=None) -> StepView:
+    """A view of a step, of which only what `update` reads is there."""
+    return StepView(None, None, None, free, tree, on_path)
 
 
 def counts_after(*steps, batch=1, k=3, memory=1.0, free=True) -> AcceptanceCounts:
@@ -12,7 +19,7 @@ def counts_after(*steps, batch=1, k=3, memory=1.0, free=True) -> AcceptanceCount
     counts = AcceptanceCounts.init(batch, k)
     for drafted, accepted in steps:
         tokens = (jnp.array(tokens, jnp.int32) for tokens in (drafted, accepted))
-        counts = counts.update(*tokens, memory, free=free)
+        counts = counts.update(*tokens, memory, seen(free))
     return counts
 
 
@@ -41,7 +48,7 @@ def test_counts_of_a_draft_model_decay_more_slowly_the_longer_it_waits():
     # The first step's counts decay to 1/2, then to 2/3 and 3/4 of that.
     np.testing.assert_allclose(counts.trials, np.array([[1, 1, 1], [1, 0, 0]]) / 4, rtol=1e-6)
     assert float(counts.waited) == 3
-    drafted = counts.update(*jnp.array([[0, 1], [0, 1]]), 0.5, free=False)
+    drafted = counts.update(*jnp.array([[0, 1], [0, 1]]), 0.5, seen(free=False))
     assert float(drafted.waited) == 0  # it is enough that one sample drafts
     assert drafted.trials[0].tolist() == pytest.approx([0.2] * 3)
     free = counts_after(*steps, batch=2, memory=0.5)
@@ -142,3 +149,51 @@ def test_samples_that_differ_are_distinguished_sooner_than_samples_that_agree():
     differ = own(*[([3, 3, 3, 3], [3, 0, 3, 0])] * 16)
     assert np.ptp(np.asarray(agree)) < 1e-6
     assert differ[0] > differ[1] + 0.5
+
+
+# Root, 0 and 1 after it, 2 and 3 after 0, 4 after 1, 5 after 0.
+PARENTS = jnp.array([[-1, -1, 0, 0, 1, 0]])
+
+
+@pytest.mark.parametrize(
+    ("accepted", "count", "trials", "hits", "later_trials", "later_hits"),
+    [
+        ([], 6, [1, 0, 0], [0, 0, 0], [1, 0], [0, 0]),
+        ([0], 6, [1, 1, 0], [1, 0, 0], [1, 1], [0, 0]),
+        ([0, 3], 6, [1, 1, 0], [1, 0, 0], [1, 0], [1, 0]),
+        ([0, 5], 6, [1, 1, 0], [1, 0, 0], [1, 1], [0, 1]),
+        ([1], 6, [1, 1, 0], [0, 0, 0], [1, 0], [1, 0]),
+        ([1, 4], 6, [1, 1, 0], [0, 1, 0], [1, 0], [1, 0]),
+        ([0], 3, [1, 1, 0], [1, 0, 0], [0, 0], [0, 0]),
+    ],
+    ids=str,
+)
+def test_candidates_of_a_tree_are_counted(accepted, count, trials, hits, later_trials, later_hits):
+    on_path = jnp.zeros((1, 7), bool).at[0, jnp.array([0, *(i + 1 for i in accepted)])].set(True)
+    view = seen(True, Tree.of(PARENTS), on_path)
+    counts = AcceptanceCounts.init(1, 6).update(
+        jnp.array([count]), jnp.array([len(accepted)]), 1.0, view
+    )
+    assert counts.trials[0, :3].tolist() == trials
+    assert counts.hits[0, :3].tolist() == hits
+    assert counts.candidate_trials[:2].tolist() == later_trials
+    assert counts.candidate_hits[:2].tolist() == later_hits
+
+
+def test_survival_in_a_tree_by_hand():
+    counts = counts_after(([2], [1]), k=6)
+    counts = counts._replace(
+        candidate_trials=jnp.zeros(8).at[1].set(8), candidate_hits=jnp.zeros(8).at[1].set(4)
+    )
+    rates = np.array(counts.survival(0.5, 4.0))[0]
+    rates[1:] /= rates[:-1]
+    later = [PRIOR_CANDIDATE_RATE, (4 + 4 * PRIOR_CANDIDATE_RATE) / 12]
+    survival = counts.survival(0.5, 4.0, Tree.of(PARENTS))[0]
+    first, second = rates[0], (1 - rates[0]) * later[0]
+    expected = [first, second, first * rates[1], first * (1 - rates[1]) * later[0]]
+    expected += [second * rates[1], first * (1 - rates[1]) * (1 - later[0]) * later[1]]
+    np.testing.assert_allclose(survival, expected, rtol=1e-5)
+    chain = Tree.of(jnp.arange(-1, 5)[None])
+    np.testing.assert_allclose(
+        counts.survival(0.5, 4.0, chain), counts.survival(0.5, 4.0), rtol=1e-6
+    )

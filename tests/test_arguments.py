@@ -401,6 +401,7 @@ def test_a_command_uses_the_vocabulary_that_the_models_share(monkeypatch, vocab_
     monkeypatch.setattr("emsjax.models.checkpoint.load", lambda *args, **options: draft)
     given = ["--model", "t", "--input", "i", "--output", "o", "--dtype", "float32"]
     given += ["--drafter", "model", "--draft-model", "d", "--max-draft-tokens", "2"]
+    given += ["--branches", "1"]
     options = make_parser("0").parse_args(["generate", *given])
     drafter = drafting.load_models(options, shallow_model().config, 58, 20)[1]
     assert drafter.vocab_size == {None: None, 50: 50, 200: 58}[vocab_size]

@@ -118,6 +118,7 @@ MODEL = {
     "has_own_limit": False,
     "vocab_size": None,
     "attention_implementation": None,
+    "branches": 1,
     "process": None,
 }
 MODEL |= {"dtype": "float32"}
@@ -148,6 +149,9 @@ MODEL |= {"dtype": "float32"}
         ),
         (["prompt-lookup", "--draft-length", "bass"], LOOKUP),
         (["suffix"], SUFFIX),
+        (["suffix", "--branches", "3"], SUFFIX | {"branches": 3}),
+        (["prompt-lookup", "--branches", "2"], LOOKUP | {"branches": 2}),
+        (["model", "--draft-model", "equal", "--branches", "2"], MODEL | {"branches": 2}),
         (["suffix", "--draft-length", "9"], SUFFIX | {"max_draft_tokens": 9}),
         (["model", "--draft-model", "padded"], MODEL | {"vocab_size": "the tokenizer's"}),
         (["model", "--draft-model", "small vocabulary"], MODEL | {"vocab_size": 100}),
@@ -358,6 +362,7 @@ def test_a_token_outside_the_vocabulary_names_its_record(paths, fake, tiny_model
         (["--seed", "-1"], ["--seed", "0..4294967295", "-1"]),
         (["--seed", str(2**32)], ["--seed", "0..4294967295", "4294967296"]),
         (["--match-length", "2"], ["--match-length", "prompt-lookup"]),
+        (["--branches", "2"], ["--branches", "prompt-lookup, suffix, self or model"]),
         (["--match-length", "2", "--drafter", "model"], ["--match-length", "prompt-lookup"]),
         (["--search-generated", "--drafter", "model"], ["--search-generated", "prompt-lookup"]),
         (["--output", "no/such/folder/out.jsonl"], ["--output", "no/such/folder"]),

@@ -49,6 +49,10 @@ def situations(draw) -> SimpleNamespace:
     )
 
 
+def counted(trials, hits) -> AcceptanceCounts:
+    return AcceptanceCounts.init(*trials.shape)._replace(trials=trials, hits=hits)
+
+
 survival_of = jax.jit(AcceptanceCounts.survival)
 
 
@@ -65,7 +69,7 @@ class Problem:
         monkeypatch.setattr(goodput, "row_buckets", lambda *asked: SHAPES[(asked[0], asked[1] - 1)])
         trials = situation.trials[:batch, :k].astype(np.float32)
         hits = (trials * situation.rates[:batch]).astype(np.float32)
-        self.counts = AcceptanceCounts(jnp.asarray(trials), jnp.asarray(hits), jnp.float32(0))
+        self.counts = counted(jnp.asarray(trials), jnp.asarray(hits))
         survival = survival_of(self.counts, *PRIOR)
         self.survival = np.asarray(survival, np.float64)
         self.expected = np.pad(np.cumsum(self.survival, axis=1), ((0, 0), (1, 0)))  # [b, k1]
@@ -152,7 +156,7 @@ def test_a_policy_is_capped_at_the_length_with_the_highest_value(shape, situatio
 def test_a_policy_is_capped_before_caches_are_read_again_if_that_costs_more(reread, length):
     costs = emsjax.StepCosts.of({1: 1.0}, token_ms=0.01, reread=reread)
     trials = jnp.full((1, 20), 1e6)
-    counts = AcceptanceCounts(trials, 0.95 * trials, jnp.float32(0))
+    counts = counted(trials, 0.95 * trials)
     view = StepView(jnp.ones(1, bool), jnp.array([101]), jnp.array([20]), drafted=True)
     # 15 draft tokens give 11.2 tokens in 2 ms; 20 give 13.2 in 2 ms, or in 3 ms.
     policy = emsjax.CostCapped(emsjax.FixedLength(20), costs)
@@ -218,7 +222,7 @@ def test_the_longest_draft_and_the_bucket_are_chosen_together(monkeypatch):
     monkeypatch.setattr(goodput, "row_buckets", lambda *asked: (2, 4, 5, 8))
     costs = emsjax.StepCosts.of({2: 1.0, 4: 1.2, 5: 1.3, 8: 5.0}, draft_ms=0.2)
     trials = jnp.full((2, 3), 1e6)
-    counts = AcceptanceCounts(trials, trials * jnp.array([[0.95], [0.6]]), jnp.float32(0))
+    counts = counted(trials, trials * jnp.array([[0.95], [0.6]]))
     many = jnp.array([3, 3], jnp.int32)
     view = StepView(jnp.ones(2, bool), many, many, drafted=False)
     # The choice gives 4.45 tokens in 1.7 ms. A third token of the first sample is worth more than

@@ -1,6 +1,7 @@
 """Trees of draft tokens: their structure against loops, and output against plain decoding."""
 
 import dataclasses
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -13,8 +14,12 @@ from toy import VOCAB, ScriptedTrees, ragged_prompts, script_of, shallow_model, 
 
 import emsjax
 from emsjax import vanilla
+from emsjax.decode import row_counts
+from emsjax.decode.base import StepView
+from emsjax.drafters import suffix
+from emsjax.policies.goodput import Goodput
 from emsjax.testing import assert_lossless
-from emsjax.trees import Tree, keep_nodes, most_likely, usable_nodes
+from emsjax.trees import Tree, keep_nodes, merged, most_likely, usable_nodes
 
 K, NEW = 6, 20
 SAMPLED = {"sampling": emsjax.Sampling(0.8, top_k=9), "key": jax.random.key(5)}
@@ -127,16 +132,17 @@ def test_tokens_equal_plain_decoding(sampled, attention):
     assert out.stats.num_accepted.sum() < out.stats.num_drafted.sum()
 
 
-def test_the_longest_right_path_of_a_tree_is_accepted():
+@pytest.mark.parametrize("policy", [None, emsjax.FixedLength(K)], ids=["none", "fixed"])
+def test_the_longest_right_path_of_a_tree_is_accepted(policy):
     model, prompts = tiny_model(), ragged_prompts([17, 1, 30, 6])
     drafter = scripted(model, prompts)
-    state = emsjax.init_state(model, drafter, prompts, max_new_tokens=NEW)
+    state = emsjax.init_state(model, drafter, prompts, max_new_tokens=NEW, draft_length=policy)
     script, branched = np.asarray(drafter.script), 0
     while bool(state.active.any()):
         lengths, active = np.asarray(state.lengths), np.asarray(state.active)
         limits = np.minimum(np.asarray(state.length_limits) - lengths - 1, K)
         proposed, _ = drafter.propose((), state.tokens, state.lengths, limits, None, None)
-        state, info = emsjax.step(model, drafter, state)
+        state, info = emsjax.step(model, drafter, state, draft_length=policy)
         for s in np.flatnonzero(active):
             parents = np.asarray(proposed.parents[s])
             count = min(int(proposed.counts[s]), limits[s])
@@ -247,3 +253,152 @@ def test_invariant_numerics_refuse_trees():
     options = {"max_new_tokens": 2, "numerics": "invariant"}
     with pytest.raises(ValueError, match="verifies chains only"):
         emsjax.generate(model, prompts, scripted(model, prompts), **options)
+
+
+def trie_of(rows, branches, k):
+    """The paths of the most frequent beginnings of `rows`, by the rule of `merged`."""
+    votes, first = {}, {}
+    for index, row in enumerate(rows):
+        for end in range(1, len(row) + 1):
+            votes[row[:end]] = votes.get(row[:end], 0) + 1
+            first.setdefault(row[:end], index)
+    rank = lambda path: (-votes[path], first[path])
+    kept = []
+    for path in sorted(votes, key=len):
+        same = [other for other in votes if other[:-1] == path[:-1] and len(other) == len(path)]
+        if not (path[:-1] and path[:-1] not in kept):
+            kept += [path] if sorted(same, key=rank).index(path) < branches else []
+    return sorted(kept, key=lambda path: (-votes[path], len(path), first[path]))[:k], votes
+
+
+@pytest.mark.parametrize("branches", [1, 2, 4])
+@pytest.mark.parametrize("seed", range(3))
+def test_continuations_that_begin_alike_are_merged(seed, branches):
+    rng = np.random.default_rng(seed)
+    b, o, n, k = 12, 5, 4, 7
+    tokens, counts = rng.integers(0, 3, (b, o, n)), rng.integers(0, n + 1, (b, o))
+    as_ints = lambda x: jnp.asarray(x, jnp.int32)
+    found = merged(as_ints(tokens), as_ints(counts), branches, k)
+    for s in range(b):
+        rows = [tuple(row[:count]) for row, count in zip(tokens[s], counts[s], strict=True)]
+        expected, votes = trie_of(rows, branches, k)
+        drafted, parents, number, on_rows = (np.asarray(x[s]) for x in found)
+        paths = [tuple(drafted[path_to(parents, j)].tolist()) for j in range(number)]
+        assert paths == [tuple(map(int, path)) for path in expected]
+        assert on_rows[:number].tolist() == [votes[path] for path in expected]
+    if branches == 1:
+        full = as_ints(np.full((b, o), n))
+        drafted, parents, number, _ = merged(as_ints(tokens), full, 1, n)
+        np.testing.assert_array_equal(drafted, suffix.vote(as_ints(tokens), full > 0)[0])
+        np.testing.assert_array_equal(parents, np.tile(np.arange(-1, n - 1), (b, 1)))
+        assert number.tolist() == [n] * b
+
+
+def another_model():
+    """A model whose tokens are often, but not always, those of `tiny_model`."""
+    model = jax.tree.map(jnp.copy, tiny_model())
+    kernel = model.layers[0].out_proj.kernel
+    kernel[...] = kernel[...] * 0.7
+    return model
+
+
+DRAFTERS = {
+    "lookup": lambda: emsjax.PromptLookup(1, 7, search_generated=True, branches=3),
+    "suffix": lambda: emsjax.SuffixDrafter(8, branches=2),
+    "model": lambda: emsjax.DraftModel(another_model(), 6, branches=2),
+    "self": lambda: emsjax.SelfDraft(another_model(), 6, branches=3),
+}
+POLICIES = {
+    "all": lambda: None,
+    "fixed": lambda: emsjax.FixedLength(2),
+    "bass": emsjax.BassHeuristic,
+    "goodput": lambda: Goodput(emsjax.StepCosts.of({1: 1.0, 64: 2.0}, 0.0, 0.1)),
+}
+LENGTHS = [9, 1, 20, 6, 3, 14]
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [(name, "all") for name in DRAFTERS]
+    + [("lookup", "fixed"), ("model", "bass"), ("suffix", "goodput"), ("model", "goodput")],
+)
+def test_every_drafter_of_trees_is_lossless(name, policy):
+    # With one layer no keys depend on what other rows see.
+    model, prompts = tiny_model(), ragged_prompts(LENGTHS)
+    prompts = [np.tile(prompt[:4], 5)[: len(prompt)] for prompt in prompts]
+    drafter, options = DRAFTERS[name](), {"draft_length": POLICIES[policy]()}
+    for more in ({}, {"batch_size": 2}, {**SAMPLED, "num_sequences": 2}):
+        if policy != "all" and "num_sequences" in more:
+            continue
+        run = {"max_new_tokens": NEW, **options, **more}
+        out = assert_lossless(model, drafter, prompts, **run).output
+        assert out.stats.num_accepted.sum() > 0
+
+
+def test_a_draft_model_proposes_what_it_would_after_a_fresh_prefill():
+    """So that no keys and values of rejected candidates remain in its cache."""
+    model, prompts = tiny_model(), ragged_prompts(LENGTHS[:4])
+    drafter, beside = DRAFTERS["model"](), 0
+    state = emsjax.init_state(model, drafter, prompts, max_new_tokens=NEW)
+    propose = jax.jit(emsjax.DraftModel.propose)
+    while bool(state.active.all()):
+        limits = jnp.minimum(state.length_limits - state.lengths - 1, 3)
+        arguments = (state.tokens, state.lengths, limits, None, None)
+        kept, _ = propose(drafter, state.drafter_state, *arguments)
+        fresh = drafter.init(state.tokens, state.lengths, state.tokens.shape[1])
+        expected, _ = propose(drafter, fresh, *arguments)
+        for s, count in enumerate(expected.counts):
+            for name in ("tokens", "parents"):
+                mine, theirs = (np.asarray(getattr(x, name)[s, :count]) for x in (kept, expected))
+                np.testing.assert_array_equal(mine, theirs)
+        state, info = emsjax.step(model, drafter, state)
+        # The candidate beside the likeliest token was accepted: its keys and values are missing.
+        chain = np.asarray(expected.tokens[:, 0])
+        beside += int(np.sum((np.asarray(info.num_accepted) > 0) & (info.tokens[:, 0] != chain)))
+    assert beside > 0
+
+
+def test_candidates_raise_acceptance_at_the_same_depth():
+    model, prompts = tiny_model(), ragged_prompts(LENGTHS)
+    chain = emsjax.generate(
+        model, prompts, emsjax.DraftModel(another_model(), 3), max_new_tokens=NEW
+    )
+    drafter = emsjax.DraftModel(another_model(), 6, branches=2)
+    tree = emsjax.generate(model, prompts, drafter, max_new_tokens=NEW)
+    lengths = [out.stats.mean_acceptance_length for out in (chain, tree)]
+    assert lengths[1] > lengths[0] + 0.1
+
+
+def test_goodput_chooses_the_nodes_with_the_highest_value():
+    """Compared with all sets of nodes that hold their parents."""
+    rng = np.random.default_rng(3)
+
+    @jax.jit
+    def choose(policy, state, active, lengths, counts, tree):
+        return policy.nodes(state, StepView(active, lengths, counts, True, tree))
+
+    for seed in range(4):
+        parents = random_parents(rng, 2, 4)
+        tree = Tree.of(jnp.asarray(parents, jnp.int32))
+        costs = emsjax.StepCosts.of({2: 1.0, 4: 1.1, 10: float(rng.uniform(1.2, 3))}, 0.0, 0.0)
+        policy, active = Goodput(costs, least_gain=0.0), jnp.array([True, True])
+        state = policy.init(2, 4)
+        trials = jnp.asarray(rng.integers(0, 20, (2, 4)), jnp.float32)
+        state = state._replace(trials=trials, hits=trials * float(rng.uniform(0.2, 1)))
+        counts = jnp.array([4, 3])
+        chosen = np.asarray(choose(policy, state, active, jnp.array([5, 9]), counts, tree))
+        survival = np.asarray(state.survival(policy.prior_rate, policy.prior_weight, tree))
+        sizes = np.array(row_counts.row_buckets(2, 5))
+
+        def value(taken, survival=survival, costs=costs, sizes=sizes):
+            rows = sizes[np.searchsorted(sizes, 2 + taken.sum())]
+            return (2 + survival[taken].sum()) / float(costs.step_ms(jnp.float32(rows), 0.0))
+
+        best = 0
+        for bits in itertools.product([False, True], repeat=8):
+            taken = np.array(bits).reshape(2, 4)
+            whole = all(parents[s, j] < 0 or taken[s, parents[s, j]] for s, j in np.argwhere(taken))
+            if whole and not taken[1, 3]:
+                best = max(best, value(taken))
+        assert not chosen[1, 3], seed
+        assert value(chosen) == pytest.approx(best, rel=1e-5)

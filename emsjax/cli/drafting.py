@@ -58,7 +58,8 @@ def load_models(
     from emsjax.drafters import SelfDraft
 
     narrow = model.quantize if model.quantization is None else lambda format: load(quantize=format)
-    return model, SelfDraft(narrow(SELF_FORMAT), options.max_draft_tokens)
+    limit, branches = options.max_draft_tokens, options.branches
+    return model, SelfDraft(narrow(SELF_FORMAT), limit, branches=branches)
 
 
 def _load_drafter(
@@ -75,16 +76,19 @@ def _load_drafter(
             match_length=options.match_length,
             max_draft_tokens=options.max_draft_tokens,
             search_generated=options.search_generated,
+            branches=options.branches,
         )
     if options.drafter == "suffix":
-        return SuffixDrafter(options.max_draft_tokens, memory)
+        return SuffixDrafter(options.max_draft_tokens, memory, branches=options.branches)
     model = from_pretrained(
         options.draft_model, dtype=options.dtype, revision=options.draft_revision
     )
     sizes = {model.config.vocab_size, target.vocab_size}
     # Of vocabularies of different sizes, only ids that both models and the tokenizer have.
     shared = None if len(sizes) == 1 else min(*sizes, tokenizer_size)
-    drafter = DraftModel(model, options.max_draft_tokens, vocab_size=shared)
+    drafter = DraftModel(
+        model, options.max_draft_tokens, vocab_size=shared, branches=options.branches
+    )
     drafter.check_target(target, positions)
     return drafter
 

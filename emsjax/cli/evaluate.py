@@ -71,7 +71,7 @@ def completed(options: argparse.Namespace) -> argparse.Namespace:
     """
     given = {**vars(options), "draft_length": None, "profile": None, "memory": None}
     given["tensor_parallel"] = None
-    given |= {"match_length": None, "search_generated": False}
+    given |= {"match_length": None, "search_generated": False, "branches": None}
     complete_drafter_options(given)
     return argparse.Namespace(**given | {"dtype": dtype_name(given["dtype"])})
 

@@ -25,14 +25,16 @@ DRAFTER_OPTIONS = {  # the options of each drafter, with their defaults
         "match_length": 2,
         "max_draft_tokens": 7,
         "search_generated": False,
+        "branches": 1,
         **OWN_POLICY,
     },
-    "suffix": {"max_draft_tokens": 16, "memory": None, **OWN_POLICY},
-    "self": {"max_draft_tokens": None, "draft_length": "bass"},
+    "suffix": {"max_draft_tokens": 16, "memory": None, "branches": 1, **OWN_POLICY},
+    "self": {"max_draft_tokens": None, "branches": 1, "draft_length": "bass"},
     "model": {
         "draft_model": None,
         "draft_revision": None,
         "max_draft_tokens": None,  # the policy's limit
+        "branches": 1,
         **OWN_POLICY,
     },
 }
@@ -54,6 +56,7 @@ class RunOptions:
     max_draft_tokens: int | None
     match_length: int | None
     search_generated: bool
+    branches: int | None
     draft_model: str | None
     draft_revision: str | None
     temperature: float
@@ -186,6 +189,13 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--match-length", type=positive_int, metavar="N", help="prompt lookup (default: 2)")
     add(
         "--search-generated", action="store_true", help="prompt lookup also searches the completion"
+    )
+    add(
+        "--branches",
+        type=positive_int,
+        metavar="N",
+        help="candidates for each token, or occurrences to copy from: drafts become trees "
+        "(default: 1)",
     )
     add(
         "--memory",

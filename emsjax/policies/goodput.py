@@ -31,8 +31,9 @@ class Goodput(DraftLength):
     """One length per sample, chosen so that the step emits the most expected tokens per second.
 
     The gain of a draft token is the probability that it and all tokens before it are accepted,
-    estimated from recent acceptance of the sample itself and of the others. Every row bucket is
-    filled with the most likely tokens, and the bucket with the most expected tokens per
+    estimated from recent acceptance of the sample itself and of the others; in a tree also by its
+    place among the candidates for the same token. Every row bucket is filled with the most likely
+    tokens of all samples, and the bucket with the most expected tokens per
     millisecond is chosen; if drafting takes time, the longest draft is chosen with it. All lengths
     may be 0. Old counts decay, so that drafting is tried again, less often with a draft model.
 
@@ -91,16 +92,20 @@ class Goodput(DraftLength):
         return AcceptanceCounts.init(batch, max_draft_tokens)
 
     def lengths(self, state: AcceptanceCounts, view: StepView) -> Int32[Array, "b"]:
+        return jnp.sum(self.nodes(state, view), axis=1, dtype=jnp.int32)
+
+    def nodes(self, state: AcceptanceCounts, view: StepView) -> Bool[Array, "b k"]:
+        """The tokens of chains or trees to verify."""
         batch, k = state.trials.shape
         # If drafts exist already, a long one takes no more time.
         most = min(self.limit, k)
         longest = jnp.array([most]) if view.drafted else jnp.arange(most + 1)  # [n]
         available = jnp.minimum(view.available, longest[:, None])  # [n, b]
         usable = jnp.arange(k) < available[:, :, None]
-        survival = state.survival(self.prior_rate, self.prior_weight)
+        survival = state.survival(self.prior_rate, self.prior_weight, view.tree)
         gains = jnp.where(usable, survival, 0).reshape(-1, batch * k)
         place = lax.broadcasted_iota(jnp.int32, gains.shape, 1)
-        # A stable sort keeps a sample's equally likely tokens in order.
+        # A stable sort keeps a sample's equally likely tokens in order, parents first.
         losses, places = lax.sort((-gains, place), num_keys=1, is_stable=True)
 
         sizes = row_buckets(batch, k + 1)
@@ -124,10 +129,10 @@ class Goodput(DraftLength):
         taken = jnp.zeros(batch * k, bool)
         taken = taken.at[take(places, n)].set(take(fits, m), unique_indices=True)
         taken &= take(gains, n) > 0
-        return jnp.sum(taken.reshape(batch, k), axis=1, dtype=jnp.int32)
+        return taken.reshape(batch, k)
 
     def update(self, state: AcceptanceCounts, view, num_drafted, num_accepted) -> AcceptanceCounts:
-        return state.update(num_drafted, num_accepted, self.memory, free=view.drafted)
+        return state.update(num_drafted, num_accepted, self.memory, view)
 
     def admit(self, state: AcceptanceCounts, fresh: Bool[Array, "b"]) -> AcceptanceCounts:
         return state.admit(fresh)
@@ -207,7 +212,7 @@ class CostCapped(DraftLength):
         updated = self._policy.update(inner, view, num_drafted, num_accepted)
         check_state("the policy's", "update", inner, updated)
         inner = jax.tree.map(lambda new, old: jnp.where(own, new, old), updated, inner)
-        counts = counts.update(num_drafted, num_accepted, self.memory, free=view.drafted)
+        counts = counts.update(num_drafted, num_accepted, self.memory, view)
         return inner, counts
 
     def admit(self, state: tuple[Any, AcceptanceCounts], fresh: Bool[Array, "b"]):
