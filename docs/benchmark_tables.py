@@ -63,7 +63,9 @@ KINDS = (
         "with probability 0.3 and otherwise 7 tokens, which are all right with probability 0.5. "
         "`draft-model`: a draft model whose tokens are right with probability 0.8; `poor` and "
         "`poor-draft-model`: 0.2. `mixed`: copies whose tokens are right with probability 0.95 in "
-        "half of the samples and 0.1 in the others, timed while all samples are live.",
+        "half of the samples and 0.1 in the others, timed while all samples are live. "
+        "`candidates`: trees with three candidates for a token, right with probabilities 0.6, 0.2 "
+        "and 0.08; `first-candidates`: chains of the first ones.",
         result_tables.draft_length,
     ),
     Kind(

@@ -14,9 +14,9 @@ from jsonl import save_random_model
 import emsjax
 from emsjax import plotting
 from emsjax.benchmarks import ems_sd, sources, workloads
+from emsjax.benchmarks.acceptance import CopyAcceptance, TokenAcceptance
 from emsjax.benchmarks.ems_sd_command import rates_of, scripted, texts
 from emsjax.benchmarks.rates import Rates
-from emsjax.benchmarks.scripted import CopyAcceptance, TokenAcceptance
 from emsjax.benchmarks.sources import Scripted
 from emsjax.benchmarks.step import floor_ms
 from emsjax.cli.main import main, make_parser

@@ -1,6 +1,7 @@
 """Replayed drafts are accepted as drawn, and the work of their source is done."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,14 @@ from test_scripted import LENGTHS, NEW_TOKENS, assert_outputs_text, generate, mo
 from toy import POSITIONS, VOCAB, ragged_prompts, shallow_model
 
 import emsjax
-from emsjax.benchmarks.scripted import PROFILES, CopyAcceptance, Mixed, TokenAcceptance, replay
+from emsjax.benchmarks.acceptance import (
+    PROFILES,
+    CandidateAcceptance,
+    CopyAcceptance,
+    Mixed,
+    TokenAcceptance,
+)
+from emsjax.benchmarks.scripted import replay
 from emsjax.decode.step import decode_loop
 from emsjax.drafters.replay import Replay
 from emsjax.engine.adapt import make_run
@@ -259,3 +267,47 @@ def test_tokens_of_the_source_are_replaced():
     )
     assert_outputs_text(over)
     np.testing.assert_array_equal(alone.stats.num_steps, over.stats.num_steps)
+
+
+def test_trees_are_accepted_where_a_candidate_is_right():
+    drafter = drafter_of(CandidateAcceptance((0.5, 0.3, 0.1), 7))
+    assert drafter.max_draft_tokens == 7
+    out = generate(drafter)
+    assert_outputs_text(out)
+    right, branched = np.asarray(drafter.right), 0
+    for sample in range(BATCH):
+        position, end, steps, accepted = LENGTHS[sample], LENGTHS[sample] + NEW_TOKENS[sample], 0, 0
+        while position < end:
+            node, found, most = -1, 0, min(7, end - position - 1)
+            while True:
+                children = [i for i, p in enumerate(drafter.parents[:most]) if p == node]
+                if right[sample, position + found] >= len(children):
+                    break
+                node, found = children[right[sample, position + found]], found + 1
+                branched += node != found - 1
+            position, steps, accepted = position + found + 1, steps + 1, accepted + found
+        assert out.stats.num_steps[sample] == steps
+        assert out.stats.num_accepted[sample] == accepted
+    assert branched > 3
+
+
+@pytest.mark.parametrize("rates", [(0.6, 0.2, 0.08), (0.9,), (0.4, 0.3)])
+def test_the_tree_of_candidates_has_the_likeliest_paths(rates):
+    def probability(parents, node):
+        place = parents[:node].count(parents[node])
+        return rates[place] * (probability(parents, parents[node]) if parents[node] >= 0 else 1)
+
+    parents = CandidateAcceptance(rates, 9).parents(9)
+    mine = [probability(parents, node) for node in range(9)]
+    depths = [p for n in range(1, 10) for p in itertools.product(rates, repeat=n) if n < 7]
+    best = sorted((np.prod(path) for path in depths), reverse=True)[:9]
+    if len(rates) == 1:
+        best = [rates[0] ** n for n in range(1, 10)]
+    np.testing.assert_allclose(mine, best)
+    assert np.isclose(mine, sorted(mine, reverse=True)).all()
+
+
+@pytest.mark.parametrize("rates", [(0.2, 0.6), (0.9, 0.2), ()], ids=str)
+def test_rates_of_candidates_are_checked(rates):
+    with pytest.raises(ValueError, match="rates must"):
+        CandidateAcceptance(rates, 4)

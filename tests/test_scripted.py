@@ -10,14 +10,8 @@ import pytest
 from toy import POSITIONS, VOCAB, ragged_prompts, tiny_model
 
 import emsjax
-from emsjax.benchmarks.scripted import (
-    PROFILES,
-    CopyAcceptance,
-    Mixed,
-    TokenAcceptance,
-    script,
-    scripted_model,
-)
+from emsjax.benchmarks.acceptance import PROFILES, CopyAcceptance, Mixed, TokenAcceptance
+from emsjax.benchmarks.scripted import script, scripted_model
 from emsjax.decode.pack import pack
 from emsjax.models.numbers import NumberFormats
 

@@ -402,3 +402,22 @@ def test_goodput_chooses_the_nodes_with_the_highest_value():
                 best = max(best, value(taken))
         assert not chosen[1, 3], seed
         assert value(chosen) == pytest.approx(best, rel=1e-5)
+
+
+def test_goodput_expects_no_deeper_draft_than_a_tree_can_be():
+    """Drafting is priced by depth: six tokens of two branches take three calls of the model."""
+    asked = []
+
+    class Told(Goodput):
+        def lengths(self, state, view):
+            jax.debug.callback(lambda counts: asked.append(counts.tolist()), view.available)
+            return super().lengths(state, view)
+
+    model, prompts = shallow_model(), ragged_prompts([17, 1])
+    costs = emsjax.StepCosts.of({1: 1.0, 64: 2.0}, 0.0, 0.1)
+    policy = jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(Told))(costs)
+    drafter = emsjax.DraftModel(shallow_model(), 6, branches=2)
+    state = emsjax.init_state(model, drafter, prompts, draft_length=policy, max_new_tokens=9)
+    emsjax.step(model, drafter, state, draft_length=policy)
+    jax.effects_barrier()
+    assert asked == [[3, 3]]

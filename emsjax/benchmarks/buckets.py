@@ -19,6 +19,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from emsjax.benchmarks.acceptance import CopyAcceptance
 from emsjax.benchmarks.registry import BENCHMARKS
 from emsjax.benchmarks.results import add_entry, begin
 from emsjax.benchmarks.runs import (
@@ -31,7 +32,6 @@ from emsjax.benchmarks.runs import (
     random_model,
     time_steps,
 )
-from emsjax.benchmarks.scripted import CopyAcceptance
 from emsjax.benchmarks.shapes import MODELS
 from emsjax.decode.layout import UNPADDED, Layout
 from emsjax.generation import init_state

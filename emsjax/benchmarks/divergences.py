@@ -28,11 +28,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from emsjax.benchmarks.acceptance import CopyAcceptance
 from emsjax.benchmarks.options import EMBEDDED
 from emsjax.benchmarks.registry import BENCHMARKS
 from emsjax.benchmarks.results import add_entry, begin
 from emsjax.benchmarks.runs import at_once, random_model
-from emsjax.benchmarks.scripted import CopyAcceptance, replay
+from emsjax.benchmarks.scripted import replay
 from emsjax.benchmarks.workloads import EmbeddedModels, ScriptedModels
 from emsjax.drafters import DraftModel, PromptLookup
 from emsjax.engine.output import GenerateOutput

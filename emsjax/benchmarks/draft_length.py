@@ -12,8 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
+from emsjax.benchmarks.acceptance import CandidateAcceptance
 from emsjax.benchmarks.policy_runs import (
     ALL_STEPS,
     compile_loops,
@@ -76,7 +78,7 @@ class Bench:
             workload.max_new_tokens for workload in models.workloads.values()
         )
         self.prompts = models.prompts(batch, self.longest)
-        self.runs: dict[str, LoopRun] = {}
+        self.runs: dict[tuple[str, Any], LoopRun] = {}
 
     def measure(self, name: str) -> dict[str, Any]:
         """Measure the entry of one workload."""
@@ -110,7 +112,8 @@ class Bench:
 
     def start(self, workload: Workload, drafter, policies: Mapping[str, Any]) -> LoopRun:
         """The run of this source; its workloads share prefilled prompts and compiled loops."""
-        if workload.source not in self.runs:
+        kind = (workload.source, jax.tree.structure(drafter))
+        if kind not in self.runs:
             self.runs.clear()  # the caches of two runs never exist at once
             policy = policies["fixed 0"]
             state = init_state(
@@ -123,8 +126,8 @@ class Bench:
             )
             run = LoopRun(self.models.model, drafter, state, None, policy)
             compile_loops(run, policies.values())
-            self.runs[workload.source] = run
-        return self.runs[workload.source]
+            self.runs[kind] = run
+        return self.runs[kind]
 
     def time_plain(self, run: LoopRun, tokens: int) -> dict[str, Any]:
         """Figures and tokens of plain decoding from the run's prompts."""
@@ -204,7 +207,9 @@ def run(
     """Measure the entries that are missing in `results`, and write the file after each."""
     costs = StepCosts.from_profile(read_profile(profile))
     done = {(entry["workload"], entry["batch"]) for entry in results["entries"]}
-    by_source = lambda name: (models.workloads[name].source, list(models.workloads).index(name))
+    order = list(models.workloads)
+    is_tree = lambda name: isinstance(models.workloads[name].profile, CandidateAcceptance)
+    by_source = lambda name: (models.workloads[name].source, is_tree(name), order.index(name))
     for batch in asked.batch_sizes:
         missing = [name for name in asked.workloads if (name, batch) not in done]
         if not missing:

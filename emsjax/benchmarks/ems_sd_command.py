@@ -11,10 +11,10 @@ from rich.table import Table
 
 from emsjax import plotting
 from emsjax.benchmarks import ems_sd
+from emsjax.benchmarks.acceptance import PROFILES
 from emsjax.benchmarks.rates import MEASURED_RATES, Rates
 from emsjax.benchmarks.registry import BENCHMARKS
 from emsjax.benchmarks.results import begin
-from emsjax.benchmarks.scripted import PROFILES
 from emsjax.benchmarks.sources import Scripted, Texts
 from emsjax.benchmarks.subjects import OF_TRAINED, check_absent, check_shapes, read_trained
 from emsjax.benchmarks.workloads import ScriptedModels, Workload

@@ -21,9 +21,10 @@ from typing import Any
 
 import numpy as np
 
+from emsjax.benchmarks.acceptance import CopyAcceptance
 from emsjax.benchmarks.registry import BENCHMARKS
 from emsjax.benchmarks.results import add_entry, begin, write_results
-from emsjax.benchmarks.scripted import CopyAcceptance, replay, scripted_model
+from emsjax.benchmarks.scripted import replay, scripted_model
 from emsjax.benchmarks.shapes import MODELS
 from emsjax.drafters import PromptLookup
 from emsjax.engine.adapt import make_run

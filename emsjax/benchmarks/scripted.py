@@ -5,18 +5,18 @@ an acceptance profile defines. Verification is real, and every output token is k
 after each prompt's end.
 """
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from emsjax.benchmarks.acceptance import CandidateAcceptance, Profile, check_probability
 from emsjax.checks import as_token_ids, check_at_least
-from emsjax.drafters.replay import Replay
+from emsjax.drafters.replay import Replay, ReplayTrees
 from emsjax.engine.adapt import as_drafter, unwrapped
 from emsjax.models.architecture import AFTER, BOTH, Architecture
 from emsjax.models.config import DecoderConfig
@@ -141,134 +141,10 @@ def _multiple(noise: float, dtype) -> Any:
 
 def miscopied(tokens: np.ndarray, wrong: float, vocab_size: int, *, seed: int) -> np.ndarray:
     """The tokens, each replaced by a random other one with probability `wrong`."""
-    _check_probability("wrong", wrong)
+    check_probability("wrong", wrong)
     rng = np.random.default_rng(seed)
     others = (tokens + rng.integers(1, vocab_size, tokens.shape)) % vocab_size
     return np.where(rng.random(tokens.shape) < wrong, others, tokens)
-
-
-def _check_probability(name: str, value: float) -> None:
-    if not 0 <= value <= 1:
-        raise ValueError(f"{name} must lie in [0, 1], not {value}")
-
-
-class Profile(Protocol):
-    """Random numbers of drafted and accepted tokens.
-
-    Attributes:
-        max_draft_tokens: the most tokens that a sample drafts in a step.
-    """
-
-    max_draft_tokens: int
-
-    def draw(
-        self, rng: np.random.Generator, batch: int, width: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Numbers of drafted tokens and of right ones among them, both int32 [batch, width].
-
-        They are drawn for every sample and position, as a step starts at one position of a sample.
-        """
-        ...
-
-
-@dataclasses.dataclass(frozen=True)
-class CopyAcceptance:
-    """Copies from a reference: a step drafts a whole copy or nothing, and often all is right.
-
-    Args:
-        miss: probability that nothing is drafted.
-        draft_tokens: length of a copy.
-        whole: probability that all of a copy is right.
-        decay: otherwise the first a = 0..draft_tokens - 1 tokens are right, with weights decay^a.
-
-    Raises:
-        ValueError: a probability or the decay outside [0, 1], or a negative length.
-    """
-
-    miss: float = 0.3
-    draft_tokens: int = 7
-    whole: float = 0.5
-    decay: float = 0.6
-
-    def __post_init__(self):
-        for name in ("miss", "whole", "decay"):
-            _check_probability(name, getattr(self, name))
-        check_at_least("draft_tokens", self.draft_tokens, 0)
-
-    @property
-    def max_draft_tokens(self) -> int:
-        return self.draft_tokens
-
-    def draw(self, rng, batch, width):
-        uniform = rng.random((3, batch, width))
-        counts = np.where(uniform[0] < self.miss, 0, self.draft_tokens)
-        weights = self.decay ** np.arange(max(self.draft_tokens, 1))
-        edges = np.cumsum(weights)[:-1] / np.sum(weights)
-        part = np.searchsorted(edges, uniform[1], side="right")
-        right = np.where(uniform[2] < self.whole, counts, np.minimum(part, counts))
-        return counts.astype(np.int32), right.astype(np.int32)
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenAcceptance:
-    """A draft model: each of `draft_tokens` tokens is right with probability `rate`.
-
-    Whether a token is right depends on its position and not on where the draft starts, so that a
-    longer draft is never worse by chance. No position is verified twice, so results of
-    verification are independent nevertheless.
-
-    Raises:
-        ValueError: a rate outside [0, 1], or a negative number of tokens.
-    """
-
-    rate: float
-    draft_tokens: int
-
-    def __post_init__(self):
-        _check_probability("rate", self.rate)
-        check_at_least("draft_tokens", self.draft_tokens, 0)
-
-    @property
-    def max_draft_tokens(self) -> int:
-        return self.draft_tokens
-
-    def draw(self, rng, batch, width):
-        place = np.arange(width + self.draft_tokens)
-        is_right = rng.random((batch, place.size)) < self.rate
-        wrong = np.where(is_right, place.size, place)
-        next_wrong = np.minimum.accumulate(wrong[:, ::-1], axis=1)[:, ::-1]
-        right = np.minimum(next_wrong - place, self.draft_tokens)[:, :width].astype(np.int32)
-        return np.full((batch, width), self.draft_tokens, np.int32), right
-
-
-@dataclasses.dataclass(frozen=True, init=False)
-class Mixed:
-    """Sample s follows profiles[s % len(profiles)].
-
-    Raises:
-        ValueError: no profiles.
-    """
-
-    profiles: tuple[Profile, ...]
-
-    def __init__(self, *profiles: Profile):
-        if not profiles:
-            raise ValueError("profiles is empty: at least one is needed")
-        object.__setattr__(self, "profiles", profiles)
-
-    @property
-    def max_draft_tokens(self) -> int:
-        return max(profile.max_draft_tokens for profile in self.profiles)
-
-    def draw(self, rng, batch, width):
-        drawn = np.empty((2, batch, width), np.int32)
-        for first, profile in enumerate(self.profiles):
-            samples = drawn[:, first :: len(self.profiles)]
-            samples[:] = profile.draw(rng, samples.shape[1], width)
-        return drawn[0], drawn[1]
-
-
-PROFILES = {"llma": CopyAcceptance(), "draft-model": TokenAcceptance(0.8, 4)}
 
 
 def replay(
@@ -280,7 +156,7 @@ def replay(
     max_draft_tokens: int | None = None,
     seed: int,
     source: Any = None,
-) -> Replay:
+) -> Replay | ReplayTrees:
     """A drafter of `text` whose drafts are accepted as the profile defines.
 
     Args:
@@ -310,7 +186,11 @@ def replay(
             f"less work than for max_draft_tokens={k}"
         )
     texts = np.broadcast_to(texts, (batch, texts.shape[1]))
-    counts, right = profile.draw(np.random.default_rng(seed), *texts.shape)
+    rng = np.random.default_rng(seed)
+    if isinstance(profile, CandidateAcceptance):
+        arrays = (texts, profile.candidates(rng, *texts.shape))
+        return ReplayTrees(*map(jnp.asarray, arrays), profile.parents(k), vocab_size, source)
+    counts, right = profile.draw(rng, *texts.shape)
     counts = np.minimum(counts, k)
     arrays = (texts, counts, np.minimum(right, counts))
     return Replay(*map(jnp.asarray, arrays), vocab_size, k, source)

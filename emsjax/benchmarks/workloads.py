@@ -9,17 +9,15 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from emsjax.benchmarks.runs import random_model
-from emsjax.benchmarks.scripted import (
-    FIRST_TOKEN,
+from emsjax.benchmarks.acceptance import (
+    CandidateAcceptance,
     CopyAcceptance,
     Mixed,
     Profile,
     TokenAcceptance,
-    replay,
-    script,
-    scripted_model,
 )
+from emsjax.benchmarks.runs import random_model
+from emsjax.benchmarks.scripted import FIRST_TOKEN, replay, script, scripted_model
 from emsjax.benchmarks.shapes import MODELS
 from emsjax.drafters import DraftModel, PromptLookup
 from emsjax.embedded import DRAFT, PROMPTS, TARGET
@@ -63,6 +61,9 @@ SCRIPTED = {
     ),
     "draft-model": Workload("model", 128, TokenAcceptance(0.8, 16)),
     "poor-draft-model": Workload("model", 128, TokenAcceptance(0.2, 16)),
+    # Trees, and what remains of them if only the first candidate for each token is drafted.
+    "candidates": Workload("prompt-lookup", 128, CandidateAcceptance((0.6, 0.2, 0.08), 16)),
+    "first-candidates": Workload("prompt-lookup", 128, TokenAcceptance(0.6, 16)),
 }
 EMBEDDED_WORKLOADS = {
     "prompt-lookup": Workload("prompt-lookup", 64),

@@ -48,12 +48,11 @@ def propose(run: Run, state: Any, ready: Bool[Array, "b"], process: Processing) 
     drafter, vocab_size = run.drafter, run.model.config.vocab_size
     remaining = state.length_limits - state.lengths
     most = limits = jnp.where(ready, jnp.minimum(remaining - 1, run.max_draft_tokens), 0)
+    view = StepView(ready, state.lengths, most, drafted=bool(getattr(drafter, "free", False)))
     if drafter is None:
         none = jnp.zeros_like(state.lengths)
-        view = StepView(ready, state.lengths, limits, drafted=False)
         draft = Draft(jnp.zeros((len(none), 0), jnp.int32), none)
         return Proposal(draft, (), state.cache, view, none)
-    view = StepView(ready, state.lengths, limits, drafted=bool(drafter.free))
 
     def allowed(view: StepView) -> Int32[Array, "b"]:
         if run.policy is None:
@@ -61,6 +60,7 @@ def propose(run: Run, state: Any, ready: Bool[Array, "b"], process: Processing) 
         return available_lengths(run.policy, state.policy_state, view)
 
     if not view.drafted:
+        view = view._replace(available=jnp.minimum(most, drafter.max_depth or most))
         limits = allowed(view)
     # A policy may learn more from a shortened draft than how much was accepted. So no later step
     # may draw from the same bits: whether it drafts could depend on the tokens it would draw.

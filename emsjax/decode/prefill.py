@@ -51,10 +51,8 @@ def prefill_observed(
         out = model(token_ids, rows, cache, attention=kernels.attention, taps=taps)
         if taps:
             observed = ObservedRows(token_ids, rows.segment_ids, rows.positions)
-            before, drafter_state = (
-                drafter_state,
-                drafter.observe(drafter_state, observed, out.taps),
-            )
+            before = drafter_state
+            drafter_state = drafter.observe(before, observed, out.taps)
             check_state("the drafter's", "observe", before, drafter_state)
         path = AcceptedPath.prefix(rows, rows.counts)
         return cache.commit(out.fresh, rows, path, kernels.update), drafter_state

@@ -33,10 +33,9 @@ class Counters:
 
     @classmethod
     def init(cls, batch: int, max_draft_tokens: int) -> "Counters":
-        per_sample = lambda: jnp.zeros(batch, jnp.int32)
-        total = lambda: jnp.zeros((), jnp.int32)
-        histogram = jnp.zeros((batch, max_draft_tokens + 1), jnp.int32)
-        return cls(*(per_sample() for _ in range(4)), histogram, *(total() for _ in range(3)))
+        zeros = lambda *shape: jnp.zeros(shape, jnp.int32)
+        histogram = zeros(batch, max_draft_tokens + 1)
+        return cls(*(zeros(batch) for _ in range(4)), histogram, *(zeros() for _ in range(3)))
 
     @property
     def max_draft_tokens(self) -> int:

@@ -96,6 +96,11 @@ class DraftModel(Drafter):
         vars(self).update(settings)
         return self
 
+    @property
+    def max_depth(self) -> int:
+        """The most tokens on a path of the draft."""
+        return max(1, self.max_draft_tokens // self.branches)
+
     def with_limit(self, max_draft_tokens: int) -> "DraftModel":
         """Returns the drafter with this limit, unless it was created with its own."""
         return self if self.has_own_limit else self._with(max_draft_tokens=max_draft_tokens)
@@ -154,7 +159,7 @@ class DraftModel(Drafter):
         keys,
         sampling,
     ) -> tuple[Draft, KVCache]:
-        batch, k = tokens.shape[0], max(1, self.max_draft_tokens // self.branches)
+        batch, k = tokens.shape[0], self.max_depth
         draft_lengths = jnp.minimum(draft_lengths, k)
         vocab_size = self.vocab_size or self.draft_model.config.vocab_size
         probs = None if sampling is None else jnp.zeros((batch, k, vocab_size), jnp.float32)

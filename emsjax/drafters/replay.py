@@ -10,6 +10,7 @@ from jaxtyping import Array, Int32
 
 from emsjax.decode.base import Draft, Drafter, ModelConfig
 from emsjax.engine.adapt import as_drafter
+from emsjax.trees import Tree
 from emsjax.values import pytree
 from pallas_kernels.common.indexing import take_in_rows
 
@@ -118,6 +119,43 @@ class Replay(Overriding):
         tokens = jnp.where(wrong, (correct + 1) % self.vocab_size, correct)
         counts = _at(self.counts, lengths[:, None])[:, 0]
         return Draft(tokens, jnp.minimum(counts, draft_lengths))
+
+
+@pytree
+class ReplayTrees(Overriding):
+    """Proposes the same tree in every step; at each place one candidate may be right.
+
+    The target's greedy output must be `text`. Positions beyond the arrays read their last column.
+
+    Attributes:
+        text: the target's greedy output: text[s, p] is the token at position p of sample s.
+        right: which candidate for position p is right, counted from 0; a number that no candidate
+            has: none is.
+        parents: of the tree's tokens: see `Draft.parents`. Static.
+        vocab_size: vocabulary size; wrong tokens are below it.
+        source: see `Overriding`. It is asked for as many tokens as the step allows.
+    """
+
+    text: Int32[Array, "b t"]
+    right: Int32[Array, "b t"]
+    parents: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    vocab_size: int = dataclasses.field(metadata={"static": True})
+    source: Any = None
+
+    @property
+    def max_draft_tokens(self) -> int:
+        return len(self.parents)
+
+    def override(self, lengths, draft_lengths) -> Draft:
+        shape = (len(lengths), len(self.parents))
+        parents = jnp.broadcast_to(jnp.array(self.parents, jnp.int32), shape)
+        tree = Tree.of(parents)
+        at = lengths[:, None] + tree.depths[:, 1:] - 1
+        correct, candidate = _at(self.text, at), tree.children
+        wrong = (correct + 1 + candidate) % self.vocab_size
+        tokens = jnp.where(candidate == _at(self.right, at), correct, wrong)
+        counts = jnp.minimum(shape[1], draft_lengths)
+        return Draft(tokens, counts, parents=parents)
 
 
 def _at(values: Int32[Array, "b t"], positions: Int32[Array, "b n"]) -> Int32[Array, "b n"]:

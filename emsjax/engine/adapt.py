@@ -68,7 +68,15 @@ def _delegate(protocol: type, name: str):
 class _AdaptedDrafter(_Adapted, Drafter):
     for name in ("init", "propose", "observe", "commit", "admit", "check_target"):
         vars()[name] = _delegate(Drafter, name)
-    for name in ("state_bytes", "free", "taps", "shares_cache", "fork", "max_draft_tokens"):
+    for name in (
+        "state_bytes",
+        "max_depth",
+        "free",
+        "taps",
+        "shares_cache",
+        "fork",
+        "max_draft_tokens",
+    ):
         vars()[name] = _delegate(Drafter, name)
     del name
 
