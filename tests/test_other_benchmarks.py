@@ -1,4 +1,4 @@
-"""The benchmarks of row buckets, first calls, refilled slots, training and narrow numbers."""
+"""The benchmarks of drafters, row buckets, first calls, refills, training and narrow numbers."""
 
 import json
 
@@ -8,10 +8,10 @@ import pytest
 from transformers import AutoTokenizer
 
 import emsjax
-from emsjax.benchmarks import buckets, first_call, quality, refill, training
+from emsjax.benchmarks import buckets, drafters, first_call, quality, refill, training, workloads
 from emsjax.benchmarks.registry import BENCHMARKS
 from emsjax.benchmarks.shapes import MODELS
-from emsjax.embedded import TARGET
+from emsjax.embedded import DRAFT, TARGET
 from emsjax.models.opt import OPTConfig
 
 
@@ -165,3 +165,50 @@ def test_narrow_numbers_are_compared_in_bits_per_byte_and_acceptance(tmp_path, m
     drafters = [of["drafter"] for of in (alone, copy, embedded)]
     assert drafters == ["self, int4", "a copy, int4", "the embedded draft model"]
     assert all(0 < of["acceptance_rate"] <= 1 for of in (alone, copy, embedded))
+
+
+def test_sources_take_turns_alone_and_mixed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(drafters, "EMBEDDED_PROMPTS", 3)
+    monkeypatch.setattr(workloads, "TARGET", DRAFT)  # it has fewer layers to compile
+    path = tmp_path / "drafters.json"
+    options = ["--batch-sizes", "2", "--max-new-tokens", "12", "--repeats", "2"]
+    options += ["--draft-tokens", "2", "--commit", "abc", "--output", str(path)]
+    assert BENCHMARKS["drafters"].main(options) == 0
+    results = json.loads(path.read_bytes())
+    (entry,) = results["entries"]
+    assert (entry["batch"], entry["batches"], entry["tokens"]) == (2, 1, 24)
+    plain, *others = found = entry["drafters"].values()
+    assert list(entry["drafters"]) == ["plain", "prompt lookup", "suffix", "model", "mixed"]
+    assert all(of["identical"] and len(of["seconds"]) == 2 for of in found)
+    assert (plain["tokens_per_step"], plain["steps"], plain["drafting_ms"]) == (1, 12, None)
+    for of in found:
+        median = np.median(of["seconds"])
+        assert of["tokens_per_s"] == pytest.approx(24 / median)
+        assert of["step_ms"] == pytest.approx(1e3 * median / of["steps"])
+        best = np.min([other["seconds"] for other in others[:3]], axis=0)
+        assert of["of_best"] == pytest.approx(np.median(best / of["seconds"]))
+    assert all(of["tokens_per_step"] > 1 and of["acceptance_rate"] <= 1 for of in others)
+    assert "of which" in capsys.readouterr().out
+    # A run that is started again has nothing to measure; one with other settings is refused.
+    monkeypatch.setattr(drafters, "measure", None)
+    assert BENCHMARKS["drafters"].main(options) == 0
+    assert BENCHMARKS["drafters"].main([*options, "--draft-cost", "0.2"]) != 0
+
+
+def test_a_replay_repeats_the_steps_of_a_drafter():
+    target = emsjax.from_pretrained(DRAFT, dtype="float32")
+    prompts = [[5, 6, 7, 5, 6], [9, 9, 9]]
+    subject = drafters.Subject(target, {}, prompts, 24, ())
+    drafter = emsjax.SuffixDrafter(4)
+    replay = subject.replay(drafter, prompts)
+    stats = [subject.decode([of], [prompts])[1][0].stats for of in (drafter, replay)]
+    assert stats[0].num_accepted.sum() > 0
+    for name in ("model_calls", "num_steps", "num_drafted", "num_accepted", "accepted_histogram"):
+        np.testing.assert_array_equal(*(getattr(of, name) for of in stats))
+
+
+def test_prompts_are_repeated_to_fill_a_batch():
+    batches = drafters.Subject(None, {}, [[1], [2], [3]], 1).batches
+    assert batches(2) == [[[1], [2]]]
+    assert batches(3) == [[[1], [2], [3]]]
+    assert batches(5) == [[[1], [2], [3], [1], [2]]]

@@ -120,6 +120,21 @@ def add_subject_options(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--model", metavar="DIR_OR_ID", help="local folder or Hugging Face id; needs --data"
     )
+    add_trained_options(parser)
+    add("--draft-shape", help=f"draft model beside --shape (default: {DRAFT_SHAPE})")
+    add("--max-new-tokens", type=positive_int, default=128, metavar="N", help="default: 128")
+    add(
+        "--repeats",
+        type=positive_int,
+        default=3,
+        metavar="N",
+        help=f"runs of each method ({SHOWN})",
+    )
+
+
+def add_trained_options(parser: argparse.ArgumentParser) -> None:
+    """The prompts beside a trained `--model`, and its draft model."""
+    add = parser.add_argument
     add(
         "--data",
         type=Path,
@@ -143,15 +158,24 @@ def add_subject_options(parser: argparse.ArgumentParser) -> None:
     add("--draft-model", metavar="DIR_OR_ID", help="draft model beside --model")
     add("--draft-revision", metavar="REVISION", help="branch, tag or commit of --draft-model")
     add("--dtype", choices=DTYPES, help=f"type of --model's weights; {DEFAULT_DTYPE}")
-    add("--draft-shape", help=f"draft model beside --shape (default: {DRAFT_SHAPE})")
-    add("--max-new-tokens", type=positive_int, default=128, metavar="N", help="default: 128")
-    add(
-        "--repeats",
-        type=positive_int,
-        default=3,
-        metavar="N",
-        help=f"runs of each method ({SHOWN})",
-    )
+
+
+def add_drafters_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    what = "local folder or Hugging Face id; needs --data (default: the embedded pair)"
+    add("--model", metavar="DIR_OR_ID", help=what)
+    add_trained_options(parser)
+    add_number_formats(parser)
+    add_number(parser, "--max-prompts", 24)
+    add_number(parser, "--max-new-tokens", 256)
+    add_number(parser, "--draft-tokens", 4, "limit of the draft model")
+    add_batch_sizes(parser, (1, 8, 24))
+    add_number(parser, "--repeats", 5)
+    shown = "time of a draft step relative to one of the target, for `mixed` (default: 0.1)"
+    add("--draft-cost", type=positive_float, metavar="X", help=shown)
+    shown = "written by `emsjax profile`: the costs for `mixed` instead"
+    add("--profile", type=Path, metavar="FILE", help=shown)
+    add_result_options(parser, resumes=True)
 
 
 def add_ems_sd_options(parser: argparse.ArgumentParser) -> None:

@@ -84,6 +84,14 @@ BENCHMARKS = {
         of.add_ems_sd_options,
         resumes=True,
     ),
+    "drafters": Benchmark(
+        "drafters",
+        "draft sources, alone and mixed, on the same prompts",
+        "Speed and acceptance by batch size of prompt lookup, suffix drafts and a draft model, "
+        "alone and mixed. Exit code 1 unless all tokens are identical.",
+        of.add_drafters_options,
+        resumes=True,
+    ),
     "peers": Benchmark(
         "peers_command",
         "this library beside transformers",

@@ -1,0 +1,220 @@
+"""Which of several draft sources each sample uses in a step: estimates, prices and the choice.
+
+Axis legend: b = samples, n = sources, c = classes of offers, k = draft tokens.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
+
+from emsjax.values import pytree
+from pallas_kernels.common.indexing import take, take_in_rows
+
+NONE = -1  # the source of a sample that drafts nothing
+# A source is tried while it may still turn out to be good: before it has been tried, each of its
+# tokens is expected to be accepted with this probability.
+PRIOR_RATE = 0.9
+PRIOR_STEPS = 1.0  # steps that this expectation counts for
+OWN_TOKENS = 4.0  # accepted tokens from which on a sample's own record outweighs the batch's
+MEMORY = 0.99  # factor by which records decay in each step
+
+
+class Prices(NamedTuple):
+    """The time of a step's parts, in any unit.
+
+    Attributes:
+        step: a step of the target without drafts.
+        row: a draft token that the target verifies.
+        draft: a draft step of each source, whatever the number of samples.
+        catch_up: reading, for all samples that come back to a source, what they emitted meanwhile.
+    """
+
+    step: Float[Array, ""]
+    row: Float[Array, ""]
+    draft: Float[Array, "n"]
+    catch_up: Float[Array, "n"]
+
+
+@pytree
+class Choice:
+    """What a step drafts, as decided from the tokens and the records before it.
+
+    Attributes:
+        source: the source of each sample; `NONE`: nothing is drafted.
+        counts: the most draft tokens of each sample.
+        classes: class of each sample's offer.
+        asked: samples for which each source drafts.
+        returned: whether a sample comes back to each source after steps without it.
+        time: expected time of the step.
+    """
+
+    source: Int32[Array, "b"]
+    counts: Int32[Array, "b"]
+    classes: Int32[Array, "b"]
+    asked: Bool[Array, "b n"]
+    returned: Bool[Array, "n"]
+    time: Float[Array, ""]
+
+    @classmethod
+    def none(cls, batch: int, num_sources: int) -> "Choice":
+        zeros = jnp.zeros(batch, jnp.int32)
+        nobody = jnp.zeros((batch, num_sources), bool)
+        return cls(zeros + NONE, zeros, zeros, nobody, nobody[0], jnp.zeros((), jnp.float32))
+
+
+@pytree
+class Records:
+    """Decaying records of what each source has brought where it was chosen.
+
+    What is recorded is the number of accepted tokens of a step: the tokens that a sample emitted,
+    without the target's own, at most as many as were offered. A draft-length policy that is asked
+    after the drafts may have verified fewer tokens than were offered, and a sample's last step may
+    end early. Both make the record smaller than the number of tokens that were right, but this
+    smaller number is what the source brings under that policy, and so what it should be chosen by.
+    While a policy has all drafts dropped, every source that is chosen loses in the same way.
+
+    Attributes:
+        steps: decayed number of a sample's steps, by source and class of its offer.
+        accepted: tokens accepted in them.
+        all_steps, all_accepted: the same of all samples, also of those that have finished.
+        uses: steps in which a source was asked for any sample.
+        returns: those of them in which a sample came back to it.
+        away: samples that emitted tokens since a source was last asked for them.
+        tokens, time: tokens that all samples emitted, and the time of their steps.
+    """
+
+    steps: Float[Array, "b n c"]
+    accepted: Float[Array, "b n c"]
+    all_steps: Float[Array, "n c"]
+    all_accepted: Float[Array, "n c"]
+    uses: Float[Array, "n"]
+    returns: Float[Array, "n"]
+    away: Bool[Array, "b n"]
+    tokens: Float[Array, ""]
+    time: Float[Array, ""]
+
+    @classmethod
+    def init(cls, batch: int, num_sources: int, max_draft_tokens: int) -> "Records":
+        zeros = lambda *shape: jnp.zeros(shape, jnp.float32)
+        n, c = num_sources, max_draft_tokens.bit_length()
+        away = jnp.zeros((batch, n), bool)
+        every = (zeros(n, c), zeros(n, c), zeros(n), zeros(n))
+        return cls(zeros(batch, n, c), zeros(batch, n, c), *every, away, zeros(), zeros())
+
+    def expected(self, offers: Int32[Array, "b n"]) -> Float[Array, "b n"]:
+        """Expected accepted tokens of each source's offer, by its length in tokens.
+
+        The mean of all samples' steps with offers of that class, times the ratio of the tokens
+        that the source has brought to this sample to what it would have brought to others in the
+        same classes. Both begin with pseudo-counts: the mean at `PRIOR_RATE`, the ratio at 1.
+        """
+        hoped = hoped_tokens(2 ** np.arange(self.all_steps.shape[1]))  # of the shortest offers
+        means = (self.all_accepted + PRIOR_STEPS * hoped) / (self.all_steps + PRIOR_STEPS)
+        own, usual = jnp.sum(self.accepted, axis=2), jnp.sum(self.steps * means, axis=2)
+        ratio = (own + OWN_TOKENS) / (usual + OWN_TOKENS)
+        sources = jnp.arange(offers.shape[1])
+        found = take(means, jnp.broadcast_to(sources, offers.shape), classes_of(offers))
+        return jnp.minimum(found * ratio, offers.astype(jnp.float32))
+
+    def choose(
+        self,
+        offers: Int32[Array, "b n"],
+        limits: Int32[Array, "b"],
+        prices: Prices,
+        free: Sequence[bool],
+    ) -> Choice:
+        """Chooses a source for each sample, and which sources that are not free run at all.
+
+        A sample takes the source with the most expected tokens, less the time of their rows. A
+        draft step reads a model's weights once for all samples. So the model drafts if what it
+        adds over all samples is worth its draft steps. The worth of time is the tokens that the
+        batch has emitted in it lately.
+
+        Args:
+            offers: tokens that each source offers.
+            limits: the most draft tokens of each sample.
+            free: whether each source has drafted already.
+        """
+        counts = jnp.minimum(offers, limits[:, None])
+        num_active = jnp.maximum(jnp.sum(limits > 0), 1).astype(jnp.float32)
+        rate = (self.tokens + num_active) / (self.time + prices.step)  # tokens per time
+        many = counts.astype(jnp.float32)
+        gains = jnp.minimum(self.expected(offers), many) - rate * prices.row * many
+        gains = jnp.where(counts > 0, gains, -jnp.inf)
+
+        runs = _subsets(free)[:, None]  # [m, 1, n]
+        usable = jnp.where(runs, gains, -jnp.inf)  # [m, b, n]
+        source = jnp.where(jnp.max(usable, axis=2) > 0, jnp.argmax(usable, axis=2), NONE)
+        asked = source[..., None] == jnp.arange(len(free))
+        longest = jnp.max(jnp.where(asked, counts, 0), axis=1).astype(jnp.float32)  # [m, n]
+        # A sample that comes back stays for a while: its share of catching up is that of the past.
+        share = self.returns / (self.uses + 1)
+        catch_up = jnp.where(longest > 0, prices.catch_up * share, 0)
+        spent = jnp.sum(prices.draft * longest + catch_up, axis=1)
+        gained = jnp.sum(jnp.maximum(jnp.max(usable, axis=2), 0), axis=1)
+        best = jnp.argmax(gained - rate * spent)
+
+        source, asked = take(source, best).astype(jnp.int32), take(asked, best)
+        at = jnp.maximum(source, 0)[:, None]
+        of_source = lambda x: jnp.where(source >= 0, take_in_rows(x, at)[:, 0], 0)
+        drafted, returned = of_source(counts), jnp.any(asked & self.away, axis=0)
+        time = prices.step + prices.row * jnp.sum(drafted, dtype=jnp.float32)
+        catch_up = jnp.where(returned, prices.catch_up, 0)
+        time += jnp.sum(prices.draft * take(longest, best) + catch_up)
+        return Choice(source, drafted, of_source(classes_of(offers)), asked, returned, time)
+
+    def update(self, choice: Choice, emitted: Int32[Array, "b"]) -> "Records":
+        """The records after a step, in which each sample emitted this many tokens."""
+        stepped = emitted > 0
+        kept = jnp.where(jnp.any(stepped), MEMORY, 1.0)
+        accepted = jnp.clip(emitted - 1, 0, choice.counts)
+        counted = choice.asked & (stepped & (choice.counts > 0))[:, None]
+        is_class = choice.classes[:, None] == jnp.arange(self.all_steps.shape[1])
+        steps = (counted[..., None] & is_class[:, None]).astype(jnp.float32)
+        tokens = steps * accepted[:, None, None].astype(jnp.float32)
+        used = jnp.any(counted, axis=0)
+        new = {
+            "steps": steps,
+            "accepted": tokens,
+            "all_steps": jnp.sum(steps, axis=0),
+            "all_accepted": jnp.sum(tokens, axis=0),
+            "uses": used.astype(jnp.float32),
+            "returns": (used & choice.returned).astype(jnp.float32),
+            "tokens": jnp.sum(jnp.maximum(emitted, 0), dtype=jnp.float32),
+            "time": jnp.where(jnp.any(stepped), choice.time, 0),
+        }
+        counts = {name: kept * getattr(self, name) + more for name, more in new.items()}
+        return Records(**counts, away=jnp.where(stepped[:, None], ~choice.asked, self.away))
+
+    def admit(self, fresh: Bool[Array, "b"]) -> "Records":
+        """The records in which slots with `fresh` begin new sequences; the batch's remain."""
+        forget = lambda counts: jnp.where(fresh[:, None, None], 0, counts)
+        steps, accepted = forget(self.steps), forget(self.accepted)
+        away = self.away | fresh[:, None]
+        return dataclasses.replace(self, steps=steps, accepted=accepted, away=away)
+
+
+def hoped_tokens(offers: Int[np.ndarray, "n"]) -> Float32[np.ndarray, "n"]:
+    """Accepted tokens of offers of these lengths, if each token is right at `PRIOR_RATE`."""
+    return np.float32(PRIOR_RATE * (1 - PRIOR_RATE**offers) / (1 - PRIOR_RATE))
+
+
+def classes_of(offers: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
+    """The class of an offer: 0 for 1 token, 1 for 2 or 3, 2 for 4 to 7, and so on.
+
+    >>> print(classes_of(jnp.array([0, 1, 2, 3, 4, 16])))
+    [0 0 1 1 2 4]
+    """
+    powers = 2 ** jnp.arange(1, 31, dtype=jnp.int32)
+    return jnp.sum(offers[..., None] >= powers, axis=-1, dtype=jnp.int32)
+
+
+def _subsets(free: Sequence[bool]) -> Bool[np.ndarray, "m n"]:
+    """All sets of sources that may run: the free ones always do; the first set has no others."""
+    choices = [(True,) if is_free else (False, True) for is_free in free]
+    return np.array(list(itertools.product(*choices)))

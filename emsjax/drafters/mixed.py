@@ -1,0 +1,326 @@
+"""A drafter that chooses among other drafters, in each step and for each sample."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int32
+
+from emsjax.checks import MOST, check_at_least, check_number
+from emsjax.decode.base import Draft, Drafter, ModelConfig
+from emsjax.decode.row_counts import chunk_rows
+from emsjax.drafters.choice import NONE, Choice, Prices, Records
+from emsjax.drafters.draft_model import CATCH_UP_ROWS, DraftModel
+from emsjax.engine.adapt import as_drafter, unwrapped
+from emsjax.returned import check_state, checked_proposal
+from emsjax.values import pytree
+from emsjax.verification import leading
+from pallas_kernels.common.indexing import take
+
+DRAFT_COST = 0.1  # of a step of the target: a draft model has about a tenth of its weights
+MOST_MODELS = 4  # every set of them is compared in each step
+
+
+@runtime_checkable
+class Costs(Protocol):
+    """Measured costs, as `emsjax.StepCosts` has them."""
+
+    def step_ms(self, rows: Any, cached_tokens: Any) -> Any: ...
+
+    def draft_step_ms(self, slots: Any) -> Any: ...
+
+
+@pytree
+class MixedState:
+    """State of a `Mixed` drafter.
+
+    Attributes:
+        sources: the state of each source.
+        records: what the sources have brought so far.
+        choice: the choice of the last `propose`.
+        lengths: tokens of each sample before that step.
+    """
+
+    sources: tuple[Any, ...]
+    records: Records
+    choice: Choice
+    lengths: Int32[Array, "b"]
+
+
+class _Held(NamedTuple):
+    """The part of a `DecodeState` that `checked_proposal` reads."""
+
+    drafter_state: Any
+    cache: None = None
+
+
+@jax.tree_util.register_pytree_node_class
+class Mixed(Drafter):
+    """Chooses, in each step and for each sample, among several draft sources by what they bring.
+
+    Sources that are `free`, such as `SuffixDrafter` and `PromptLookup`, draft in every step, and
+    the length of what they have found counts for their choice. A source that is not, such as
+    `DraftModel`, drafts for the samples for which it is chosen only. For the others it is fed
+    nothing, and it catches up when it is chosen again.
+
+    A sample's source is the one with the most expected tokens. They are estimated from the tokens
+    that it brought in earlier steps: to the sample itself, to the whole batch while the sample has
+    seen little of it, and by the length of the offer, as a long match is a good one. Old counts
+    decay towards a hopeful guess, so that every source is tried now and then. A draft model reads
+    its weights once for all samples, so it runs if what it adds over the batch is worth its draft
+    steps. Choices use past tokens and no random numbers: a token that is drawn in a step never
+    decides whether its own source is used.
+
+    Greedy output is identical to plain decoding. So is sampled output under the same keys, if no
+    source draws its tokens; otherwise it has the target's distribution. As choices look at the
+    whole batch, a sequence that is sampled with a draft model depends on the batch then.
+
+    A draft-length policy is asked before the drafts unless all sources are free. `Goodput` takes
+    every draft token for one of a draft model then: give `costs` here instead.
+
+    Args:
+        drafters: two or more drafters, also of your own; of equal ones the first is preferred.
+        costs: an `emsjax.StepCosts` of this device, which prices rows and draft steps. None: rows
+            cost nothing, as on a GPU with few samples, and draft steps `draft_cost`.
+        draft_cost: time of a draft step of the sources that are not free, as a fraction of a
+            target's step without drafts: one number, or one for each of `drafters`. None: that of
+            `costs`, or 0.1 without.
+
+    Raises:
+        ValueError: there are fewer than two drafters, an argument is not a drafter, a drafter
+            shares the target's cache, more than four are not free, or the costs are wrong. When
+            decoding begins: a source cannot draft for the target, or drafts a tree.
+    """
+
+    def __init__(
+        self,
+        *drafters: Any,
+        costs: Costs | None = None,
+        draft_cost: float | Sequence[float] | None = None,
+    ):
+        if len(drafters) < 2:
+            raise ValueError(f"Mixed needs two or more drafters, not {len(drafters)}")
+        if None in drafters:
+            raise ValueError("Mixed needs drafters, not None: it drafts nothing where none pays")
+        self.sources = tuple(map(as_drafter, drafters))
+        for i, source in enumerate(self.sources):
+            if source.shares_cache:
+                kind = type(unwrapped(source)).__name__
+                raise ValueError(
+                    f"drafters[{i}] must not share the target's cache, as {kind} does: what it "
+                    "writes there is lost in steps without it"
+                )
+        models = sum(not source.free for source in self.sources)
+        if models > MOST_MODELS:
+            raise ValueError(f"at most {MOST_MODELS} drafters may be other than free, not {models}")
+        if costs is not None and not isinstance(costs, Costs):
+            raise ValueError(
+                f"costs must be emsjax.StepCosts, not {type(costs).__name__}: for a profile, use "
+                "emsjax.StepCosts.from_profile(profile)"
+            )
+        self.costs, self.draft_cost = costs, None
+        if draft_cost is not None:
+            several = isinstance(draft_cost, Sequence) and not isinstance(draft_cost, str)
+            each = list(draft_cost) if several else [draft_cost] * len(drafters)
+            if len(each) != len(drafters):
+                raise ValueError(
+                    f"draft_cost must be a number or one for each of {len(drafters)} drafters, "
+                    f"not {len(each)}"
+                )
+            check = lambda x: check_number("draft_cost", x, "at least 0", lambda x: 0 <= x <= MOST)
+            self.draft_cost = tuple(map(check, each))
+
+    def tree_flatten(self):
+        return (self.sources, self.costs), self.draft_cost
+
+    @classmethod
+    def tree_unflatten(cls, draft_cost, children) -> "Mixed":
+        self = object.__new__(cls)
+        (self.sources, self.costs), self.draft_cost = children, draft_cost
+        return self
+
+    def _with_sources(self, sources: Sequence[Drafter]) -> "Mixed":
+        if all(new is old for new, old in zip(sources, self.sources, strict=True)):
+            return self
+        changed = copy.copy(self)
+        changed.sources = tuple(sources)
+        return changed
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """The largest limit of the sources."""
+        return max(source.max_draft_tokens for source in self.sources)
+
+    @property
+    def free(self) -> bool:
+        """Whether all sources are free."""
+        return all(self._are_free)
+
+    @property
+    def _are_free(self) -> tuple[bool, ...]:
+        return tuple(bool(source.free) for source in self.sources)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The layers that any source observes, ascending."""
+        return tuple(sorted({layer for source in self.sources for layer in source.taps}))
+
+    @property
+    def fork(self):
+        """Sources without `fork` repeat their state's arrays whose first axis is the slots'."""
+        return None if all(source.fork is None for source in self.sources) else self._fork
+
+    def for_prompts(self, prompt_indices: np.ndarray, num_prompts: int) -> "Mixed":
+        return self._with_sources(
+            [s.for_prompts(prompt_indices, num_prompts) for s in self.sources]
+        )
+
+    def with_limit(self, max_draft_tokens: int) -> "Mixed":
+        return self._with_sources([s.with_limit(max_draft_tokens) for s in self.sources])
+
+    def with_processing(self, process) -> "Mixed":
+        return self._with_sources([s.with_processing(process) for s in self.sources])
+
+    def check_target(self, config: ModelConfig, positions: int) -> None:
+        for i, source in enumerate(self.sources):
+            most, name = config.max_position_embeddings, f"drafters[{i}].max_draft_tokens"
+            check_at_least(name, source.max_draft_tokens, 1, most)
+            source.check_target(config, positions)
+
+    def state_bytes(self, max_len: int) -> int:
+        """Bytes per sample for the states of the sources, and their merged distributions."""
+        k = self.max_draft_tokens
+        models = [s.draft_model for s in self.sources if isinstance(s, DraftModel)]
+        merged = max((2 * k * model.config.vocab_size * 4 for model in models), default=0)
+        records = 8 * len(self.sources) * (k.bit_length() + 1)
+        return sum(source.state_bytes(max_len) for source in self.sources) + merged + records
+
+    def init(self, prompts, prompt_lengths, max_len) -> MixedState:
+        states = tuple(source.init(prompts, prompt_lengths, max_len) for source in self.sources)
+        batch, n = len(prompts), len(self.sources)
+        records = Records.init(batch, n, self.max_draft_tokens)
+        return MixedState(states, records, Choice.none(batch, n), prompt_lengths)
+
+    def _fork(self, state: MixedState, samples: Int32[Array, "n"]) -> MixedState:
+        def repeated(source: Drafter, held: Any) -> Any:
+            if source.fork is not None:
+                return source.fork(held, samples)
+            leads = lambda x: jnp.shape(x)[:1] == state.lengths.shape
+            return jax.tree.map(lambda x: take(x, samples) if leads(x) else x, held)
+
+        states = tuple(map(repeated, self.sources, state.sources))
+        batch, n = len(samples), len(self.sources)
+        records = Records.init(batch, n, self.max_draft_tokens)
+        return MixedState(states, records, Choice.none(batch, n), take(state.lengths, samples))
+
+    def admit(self, state: MixedState, tokens, lengths, fresh: Bool[Array, "b"]) -> MixedState:
+        states = self._of_each("admit", state.sources, tokens, lengths, fresh)
+        return MixedState(states, state.records.admit(fresh), state.choice, state.lengths)
+
+    def observe(self, state: MixedState, rows, taps) -> MixedState:
+        hidden, states = dict(zip(self.taps, taps, strict=True)), []
+        for source, held in zip(self.sources, state.sources, strict=True):
+            if source.taps:
+                held = source.observe(held, rows, tuple(hidden[layer] for layer in source.taps))
+            states.append(held)
+        return MixedState(tuple(states), state.records, state.choice, state.lengths)
+
+    def commit(self, state: MixedState, lengths: Int32[Array, "b"]) -> MixedState:
+        states = self._of_each("commit", state.sources, lengths)
+        records = state.records.update(state.choice, lengths - state.lengths)
+        return MixedState(states, records, state.choice, lengths)
+
+    def _of_each(self, method: str, states: tuple[Any, ...], *arguments) -> tuple[Any, ...]:
+        """The state of each source after one of its methods."""
+        found = []
+        for i, (source, held) in enumerate(zip(self.sources, states, strict=True)):
+            found.append(getattr(source, method)(held, *arguments))
+            check_state(f"drafters[{i}]'s", method, held, found[-1])
+        return tuple(found)
+
+    def propose(self, state: MixedState, tokens, lengths, draft_lengths, keys, sampling):
+        states, drafts, offers = list(state.sources), [None] * len(self.sources), []
+
+        def ask(i: int, counts: Int32[Array, "b"]) -> None:
+            held, rules = _Held(states[i]), {"kind": Draft, "vocab_size": MOST}
+            arguments = (tokens, lengths, counts, keys, sampling)
+            drafts[i], states[i], _ = checked_proposal(self.sources[i], held, *arguments, **rules)
+            if getattr(drafts[i], "parents", None) is not None:
+                raise ValueError(f"drafters[{i}] of Mixed drafts trees (Draft.parents)")
+
+        for i, source in enumerate(self.sources):
+            # A free source is asked for all it has: the length of what it finds tells its worth.
+            most = jnp.where(draft_lengths > 0, source.max_draft_tokens, 0)
+            if source.free:
+                ask(i, most)
+                if drafts[i].probs is not None:
+                    raise ValueError(
+                        f"drafters[{i}] draws its tokens (Draft.probs) and so cannot be `free`"
+                    )
+                offers.append(jnp.clip(drafts[i].counts, 0, most))
+            else:
+                offers.append(jnp.minimum(draft_lengths, most))
+        # From here on nothing is known of the tokens that a source draws in this step.
+        prices = self._prices(tokens, lengths, draft_lengths, offers)
+        choice = state.records.choose(
+            jnp.stack(offers, axis=1), draft_lengths, prices, self._are_free
+        )
+        for i, source in enumerate(self.sources):
+            if not source.free:
+                ask(i, jnp.where(choice.source == i, choice.counts, 0))
+        draft = self._merged(drafts, choice)
+        return draft, MixedState(tuple(states), state.records, choice, lengths)
+
+    def _prices(
+        self, tokens, lengths, draft_lengths, offers: Sequence[Int32[Array, "b"]]
+    ) -> Prices:
+        """The time of the parts of this step, in ms with `costs`, otherwise in target steps."""
+        batch, as_float = len(lengths), lambda x: x.astype(jnp.float32)
+        is_model = ~np.array(self._are_free)
+        step, row = jnp.float32(1), jnp.float32(0)
+        if self.costs is not None:
+            active = draft_lengths > 0
+            cached = as_float(jnp.sum(jnp.where(active, lengths - 1, 0)))
+            largest = jnp.minimum(jnp.max(jnp.stack(offers), axis=0), draft_lengths)
+            rows = as_float(jnp.maximum(jnp.sum(active), 1))
+            more = as_float(jnp.maximum(jnp.sum(largest), 1))
+            both = self.costs.step_ms(jnp.stack([rows, rows + more]), cached)
+            step, row = both[0], jnp.maximum(both[1] - both[0], 0) / more
+        if self.costs is not None and self.draft_cost is None:
+            draft = self.costs.draft_step_ms(batch)
+            # A chunk of prefill costs as much as a draft step of that many rows.
+            catch_up = self.costs.draft_step_ms(chunk_rows(*tokens.shape) / CATCH_UP_ROWS)
+        else:
+            share = DRAFT_COST if self.draft_cost is None else np.float32(self.draft_cost)
+            draft = catch_up = step * share
+        of_models = lambda ms: jnp.where(is_model, ms, 0.0).astype(jnp.float32)
+        return Prices(step, row, of_models(draft), of_models(catch_up))
+
+    def _merged(self, drafts: Sequence[Draft], choice: Choice) -> Draft:
+        """The draft in which each sample has its source's tokens."""
+        k, batch = self.max_draft_tokens, len(choice.source)
+        widened = lambda x: jnp.pad(x, [(0, 0), (0, k - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
+        tokens, counts = jnp.zeros((batch, k), jnp.int32), jnp.zeros(batch, jnp.int32)
+        for i, draft in enumerate(drafts):
+            mine = choice.source == i
+            tokens = jnp.where(mine[:, None], widened(draft.tokens), tokens)
+            counts = jnp.where(mine, jnp.minimum(draft.counts, choice.counts), counts)
+        drawn = [draft.probs for draft in drafts if draft.probs is not None]
+        if not drawn:
+            return Draft(tokens, counts)
+        width = max(probs.shape[2] for probs in drawn)
+        # Tokens that were not drawn were certain. Those beyond the drawn ones' vocabulary end them.
+        probs, is_certain = jax.nn.one_hot(tokens, width, dtype=jnp.float32), choice.source != NONE
+        for i, draft in enumerate(drafts):
+            if draft.probs is not None:
+                mine = choice.source == i
+                own = draft.probs.astype(jnp.float32)
+                own = widened(jnp.pad(own, ((0, 0), (0, 0), (0, width - own.shape[2]))))
+                probs = jnp.where(mine[:, None, None], own, probs)
+                is_certain &= ~mine
+        known = leading((tokens >= 0) & (tokens < width))
+        counts = jnp.where(is_certain, jnp.minimum(counts, known), counts)
+        return Draft(tokens, counts, probs)
