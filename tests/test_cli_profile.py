@@ -80,6 +80,40 @@ def test_auto_is_bass_without_a_profile_and_goodput_with_one(
     assert f"Draft lengths: Goodput, from the stored profile {stored}\n" in capsys.readouterr().err
 
 
+def test_by_default_suffix_drafts_and_a_draft_model_are_mixed_by_costs(
+    tiny_model, draft_model, paths, fake, capsys
+):
+    write_records(paths.input)
+
+    def run(*options):
+        """The drafter, the policy and what is told of it, with the default drafter."""
+        start_afresh(paths)
+        default = command(tiny_model, paths, *options)
+        place = default.index("--drafter")
+        assert main(default[:place] + default[place + 2 :]) == 0
+        drafter, policy = fake.calls[0].drafter, policies(fake)
+        return drafter, policy, capsys.readouterr().err
+
+    drafter, policy, told = run()
+    assert isinstance(drafter, emsjax.SuffixDrafter)
+    assert policy == emsjax.BassHeuristic()
+    assert "Draft lengths: BASS heuristic" in told
+
+    mixed, policy, told = run("--draft-model", draft_model)
+    assert isinstance(mixed, emsjax.Mixed)
+    suffix, model = mixed.sources
+    assert isinstance(suffix, emsjax.SuffixDrafter)
+    assert isinstance(model, emsjax.DraftModel)
+    assert (suffix.max_draft_tokens, mixed.costs, policy) == (16, None, emsjax.BassHeuristic())
+
+    stored = profile_store.store(profile_of(tiny_model, draft_model, draft_ms=0.25))
+    assert isinstance(run()[1], emsjax.Goodput)
+    mixed, policy, told = run("--draft-model", draft_model)
+    assert mixed.costs.draft_ms == [0.25]
+    assert policy is None
+    assert f"Draft lengths: as the drafter chooses, from the stored profile {stored}\n" in told
+
+
 @pytest.mark.parametrize("which", ["another dtype", "another model", "another draft model"])
 def test_a_stored_profile_of_other_models_is_not_used(
     tiny_model, draft_model, drafting, fake, which

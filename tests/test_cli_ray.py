@@ -297,7 +297,7 @@ def test_a_failure_of_a_worker_is_one_line(tiny_model, paths, hosts, capsys, mon
 def test_an_actor_that_cannot_start_is_one_line(tiny_model, paths, hosts, capsys, monkeypatch):
     write_records(paths.input)
 
-    def load(*arguments):
+    def load(*arguments, **options):
         raise ValueError("the largest batch_size that fits is 3")
 
     monkeypatch.setattr("emsjax.cli.generate_parts.load_models", load)

@@ -282,7 +282,10 @@ def test_the_command_prints_and_writes_results(tasks, tmp_path, capsys, own_resu
     [
         (["--tasks", "no_such_task"], "--tasks: there is no task no_such_task"),
         (["--tasks", "a", "--include-path", "missing"], "--include-path: missing is not a folder"),
-        (["--tasks", "a", "--draft-model", str(DRAFT)], "--draft-model is an option of --drafter"),
+        (
+            ["--tasks", "a", "--draft-model", str(DRAFT)],
+            "--draft-model is an option of --drafter auto",
+        ),
     ],
 )
 def test_errors_of_the_command_are_one_line(options, message, capsys, monkeypatch):

@@ -14,6 +14,7 @@ from emsjax.terminal.models import load_config
 from emsjax.terminal.options import flag, number_formats
 from emsjax.terminal.reporting import line
 
+SUFFIX_TOKENS = 16  # the most that a suffix drafter drafts, unless the user sets a limit
 SELF_FORMAT = "int4"  # the weights of a target's copy that drafts for it
 
 
@@ -33,13 +34,20 @@ def open_memory(path: Path | None):
 
 
 def load_models(
-    options: RunOptions | Namespace, target, tokenizer_size: int, positions: int, memory=None
+    options: RunOptions | Namespace,
+    target,
+    tokenizer_size: int,
+    positions: int,
+    *,
+    chosen: Mapping[str, Any] | None = None,
+    memory=None,
 ):
     """The model and the drafter, for up to `positions` positions of a sequence.
 
     Args:
         target: the model's configuration.
-        memory: the `SuffixMemory` that `--drafter suffix` reads; None: none.
+        chosen: the record of the draft lengths that `resolve` returns; None: there is none.
+        memory: the `SuffixMemory` that a suffix drafter reads; None: none.
 
     Raises:
         ValueError: one of them cannot be loaded, or the drafter does not suit the model.
@@ -49,6 +57,8 @@ def load_models(
 
     # A draft model is loaded first: it is small, and may turn out not to suit the target.
     drafter = _load_drafter(options, target, tokenizer_size, positions, memory)
+    if is_mixed(options):
+        drafter = _mixed(options, drafter, chosen, memory)
     given = {"dtype": options.dtype, "revision": options.revision}
     given["mesh"] = first_mesh(options.tensor_parallel)
     load = functools.partial(from_pretrained, options.model, **given)
@@ -78,8 +88,9 @@ def _load_drafter(
             search_generated=options.search_generated,
             branches=options.branches,
         )
-    if options.drafter == "suffix":
-        return SuffixDrafter(options.max_draft_tokens, memory, branches=options.branches)
+    if options.drafter == "suffix" or (options.drafter == "auto" and not is_mixed(options)):
+        limit, branches = options.max_draft_tokens or SUFFIX_TOKENS, options.branches or 1
+        return SuffixDrafter(limit, memory, branches=branches)
     model = from_pretrained(
         options.draft_model, dtype=options.dtype, revision=options.draft_revision
     )
@@ -87,10 +98,40 @@ def _load_drafter(
     # Of vocabularies of different sizes, only ids that both models and the tokenizer have.
     shared = None if len(sizes) == 1 else min(*sizes, tokenizer_size)
     drafter = DraftModel(
-        model, options.max_draft_tokens, vocab_size=shared, branches=options.branches
+        model, options.max_draft_tokens, vocab_size=shared, branches=options.branches or 1
     )
     drafter.check_target(target, positions)
     return drafter
+
+
+def is_mixed(options: RunOptions | Namespace) -> bool:
+    """Whether a draft model and a suffix drafter are used together."""
+    return options.drafter == "auto" and options.draft_model is not None
+
+
+def _mixed(options: RunOptions | Namespace, draft_model, chosen: Mapping | None, memory):
+    """Suffix drafts, and those of the draft model where they bring more."""
+    from emsjax.drafters import Mixed, SuffixDrafter
+    from emsjax.policies import profiles as profile_store
+
+    suffix = SuffixDrafter(options.max_draft_tokens or SUFFIX_TOKENS, memory)
+    policy = None if chosen is None else profile_store.policy(chosen)
+    return Mixed(suffix, draft_model, costs=getattr(policy, "costs", None))
+
+
+def run_policy(options: RunOptions | Namespace, chosen: Mapping[str, Any] | None):
+    """The draft-length policy of a run; None: every draft has its full length.
+
+    Mixed drafters use measured costs themselves. To `Goodput` every token of theirs would cost a
+    step of the draft model.
+
+    Args:
+        chosen: see `load_models`.
+    """
+    from emsjax.policies import profiles as profile_store
+
+    policy = None if chosen is None else profile_store.policy(chosen)
+    return None if is_mixed(options) and hasattr(policy, "costs") else policy
 
 
 def resolve(options: RunOptions, target, profile_path: Path | None) -> dict[str, Any]:
@@ -129,15 +170,16 @@ def profile_command(options: RunOptions) -> str:
 
 def draft_policy(options: RunOptions, resolved: Mapping, resumed: bool, console: Console):
     """The draft-length policy; prints one line that names it and the reason."""
-    from emsjax.policies import profiles as profile_store
-
     chosen = resolved.get("draft_length")
     if chosen is None:
         return None
     text = f"Draft lengths: {chosen['why']}"
+    policy = run_policy(options, chosen)
+    if policy is None:
+        text = f"Draft lengths: as the drafter chooses, {chosen['why'].removeprefix('Goodput, ')}"
     if resumed:
         text += ", as when the run began"
     elif options.draft_length == "auto" and chosen["policy"] == "bass":
         text += f"; `{profile_command(options)}` measures this device for better ones"
     line(console, text)
-    return profile_store.policy(chosen)
+    return policy

@@ -100,7 +100,14 @@ def run(options: RunOptions, files: Files, console: Console) -> int:
         resolved = resolve(options, config, profile_path)
     import pallas_kernels
 
-    model, drafter = load_models(options, config, len(tokenizer), longest - 1, memory)
+    model, drafter = load_models(
+        options,
+        config,
+        len(tokenizer),
+        longest - 1,
+        chosen=resolved.get("draft_length"),
+        memory=memory,
+    )
     with open_results(
         output_path, configuration, known.keys, options.num_sequences, resolved
     ) as results:

@@ -21,6 +21,13 @@ POLICIES = ("auto", "bass", "goodput")  # values of --draft-length other than nu
 OWN_POLICY = {"draft_length": "auto", "profile": None}  # options of every drafter except none
 DRAFTER_OPTIONS = {  # the options of each drafter, with their defaults
     "none": {},
+    "auto": {  # suffix and, with a draft model, both
+        "draft_model": None,
+        "draft_revision": None,
+        "max_draft_tokens": None,
+        "memory": None,
+        **OWN_POLICY,
+    },
     "prompt-lookup": {
         "match_length": 2,
         "max_draft_tokens": 7,
@@ -166,9 +173,10 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--drafter",
         choices=DRAFTER_OPTIONS,
-        default="none",
+        default="auto",
         help="prompt-lookup: copy from the prompt; suffix: from prompt, completion and --memory; "
-        "self: the model with weights in 4 bits (default: none)",
+        "self: the model with weights in 4 bits; auto: suffix and, where it brings less, the "
+        "--draft-model if there is one (default: auto)",
     )
     add(
         "--draft-length",
@@ -201,8 +209,8 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory",
         type=Path,
         metavar="FILE",
-        help="suffix also drafts from the completions in FILE, if it exists; those of this run are "
-        "added at its end",
+        help="auto and suffix also draft from the completions in FILE, if it exists; those of this "
+        "run are added at its end",
     )
     add_sampling_arguments(parser)
     add(
@@ -274,6 +282,8 @@ def complete_drafter_options(given: dict[str, Any]) -> None:
         given[name] = given[name] or default
     if given["drafter"] == "model" and given["draft_model"] is None:
         raise ValueError("--drafter model needs --draft-model")
+    if given["draft_revision"] is not None and given["draft_model"] is None:
+        raise ValueError("--draft-revision needs --draft-model")
     if given["drafter"] == "self" and given["draft_length"] in ("auto", "goodput"):
         raise ValueError(
             f"--draft-length {given['draft_length']} needs a profile, and none measures --drafter "

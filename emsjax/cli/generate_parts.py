@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from emsjax.cli.drafting import load_models
+from emsjax.cli.drafting import load_models, run_policy
 from emsjax.cli.generate_arguments import RunOptions
 from emsjax.cli.summary import Named, Tally, output_line
 from emsjax.ray.background import Ask, Background
@@ -152,7 +152,6 @@ class PartCompleter:
         import pallas_kernels
         from emsjax.cli.requested import Requested
         from emsjax.engine.adapt import make_run
-        from emsjax.policies import profiles
         from emsjax.tensor_parallel import places
 
         options = self.job.options
@@ -165,13 +164,13 @@ class PartCompleter:
         for sampling in samplings:  # all of them are known before the first prompt is decoded
             self.requested.fault(sampling)
         longest += options.max_new_tokens
-        model, drafter = load_models(options, config, len(self.tokenizer), longest - 1)
-        chosen = None if policy is None else profiles.policy(policy)
+        sizes = (len(self.tokenizer), longest - 1)
+        model, drafter = load_models(options, config, *sizes, chosen=policy)
         with pallas_kernels.numerics(options.numerics):
             run = make_run(
                 model,
                 drafter,
-                chosen,
+                run_policy(options, policy),
                 processors=self.requested.processors,
                 kv_dtype=options.kv_dtype,
             )
