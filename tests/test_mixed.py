@@ -94,6 +94,14 @@ def test_sequences_that_begin_later_are_lossless():
     assert found.output.stats.num_accepted.sum() > 0
 
 
+def test_a_slot_that_begins_a_sequence_forgets_the_last_one_in_all_sources():
+    """The target drafts for itself: keys and values of another sequence would show."""
+    drafter = emsjax.Mixed(emsjax.PromptLookup(9, 1), emsjax.DraftModel(shallow_model()))
+    out = emsjax.generate(shallow_model(), PROMPTS, drafter, max_new_tokens=NEW, batch_size=2)
+    assert out.stats.num_drafted.sum() > NEW
+    assert out.stats.acceptance_rate == 1
+
+
 @pytest.mark.parametrize("batch_size", [None, 4])
 def test_several_sequences_of_a_prompt_are_lossless(batch_size):
     """One source forks its state, and the other has the default."""
@@ -215,7 +223,7 @@ def test_a_model_runs_if_its_gain_over_the_whole_batch_is_worth_its_time():
         assert choice.source.tolist() == [expected] * batch
 
 
-def test_a_draft_model_is_nothing_while_it_is_not_chosen_and_caught_up():
+def test_a_draft_model_is_fed_nothing_while_it_is_not_chosen_and_caught_up():
     """The target drafts for itself after a pause: a gap in its cache would show."""
     lookup = scripted(0, 1, free=True)
     alternating = dataclasses.replace(
