@@ -94,6 +94,14 @@ def test_sequences_that_begin_later_are_lossless():
     assert found.output.stats.num_accepted.sum() > 0
 
 
+def test_a_slot_that_begins_a_sequence_forgets_the_last_one_in_all_sources():
+    """The target drafts for itself: keys and values of another sequence would show."""
+    drafter = emsjax.Mixed(emsjax.PromptLookup(9, 1), emsjax.DraftModel(shallow_model()))
+    out = emsjax.generate(shallow_model(), PROMPTS, drafter, max_new_tokens=NEW, batch_size=2)
+    assert out.stats.num_drafted.sum() > NEW
+    assert out.stats.acceptance_rate == 1
+
+
 @pytest.mark.parametrize("batch_size", [None, 4])
 def test_several_sequences_of_a_prompt_are_lossless(batch_size):
     """One source forks its state, and the other has the default."""
@@ -163,6 +171,32 @@ def test_an_offer_is_worth_what_offers_of_its_length_brought():
     assert records.choose(short, limits, prices, free).source.tolist() == [1, 1]
 
 
+def test_a_free_source_is_judged_by_drafts_that_were_not_used():
+    """The first is right at first and fails later, when the second, which failed, is right."""
+    late = jnp.arange(script().shape[1]) >= 17
+    wrong = (script() + 1) % VOCAB
+    first = dataclasses.replace(scripted(0, 1, 2, 3), script=jnp.where(late, wrong, script()))
+    second = dataclasses.replace(scripted(0, 1, 2, 3), script=jnp.where(late, script(), wrong))
+    accepted, _, states = run(first, second, steps=12)
+    assert (accepted[0] == 3).all()
+    assert (np.array(states[-1].choice.source) == 1).all()
+    records = states[-1].records
+    used = [np.asarray(state.choice.source) == 1 for state in states]
+    assert (np.asarray(records.steps[:, 1].sum(axis=1)) > np.sum(used, axis=0)).all()
+
+
+def test_unused_offers_count_what_is_known_of_them():
+    records = Records.init(4, 1, 4)
+    two = lambda *values: jnp.array(values, jnp.int32)
+    offers, limits = two(4, 4, 4, 0), two(4, 4, 4, 4)
+    learnt = records.learn(0, offers, limits, two(1, 2, 3, 0), two(3, 2, 0, 2))
+    mean = hoped_tokens(np.array([4]))[0]
+    expected = [1, min(2 + mean, 4), 0, 0]  # one differs, one is cut, two say nothing
+    np.testing.assert_allclose(learnt.accepted[:, 0, 2], expected, rtol=1e-6)
+    assert learnt.steps[:, 0, 2].tolist() == [1, 1, 0, 0]
+    np.testing.assert_allclose(learnt.all_accepted[0, 2], sum(expected), rtol=1e-6)
+
+
 def test_rows_that_cost_more_than_they_bring_are_not_drafted():
     free, limits, offers = (True, True), jnp.full(3, 8), jnp.array([[8, 2], [8, 0], [0, 0]])
     choose = lambda row: Records.init(3, 2, 8).choose(
@@ -215,15 +249,23 @@ def test_a_model_runs_if_its_gain_over_the_whole_batch_is_worth_its_time():
         assert choice.source.tolist() == [expected] * batch
 
 
-def test_a_draft_model_is_nothing_while_it_is_not_chosen_and_caught_up():
+class Now(Scripted):
+    """Drafts at every other ten positions."""
+
+    def propose(self, state, tokens, lengths, draft_lengths, keys, sampling):
+        counts = jnp.where(lengths % 20 < 10, draft_lengths, 0)
+        return super().propose(state, tokens, lengths, counts, keys, sampling)
+
+
+jax.tree_util.register_dataclass(Now)
+
+
+def test_a_draft_model_is_fed_nothing_while_it_is_not_chosen_and_caught_up():
     """The target drafts for itself after a pause: a gap in its cache would show."""
-    lookup = scripted(0, 1, free=True)
-    alternating = dataclasses.replace(
-        lookup, script=jnp.where(jnp.arange(65) % 20 < 10, script(), 0)
-    )
+    lookup = Now(script(), jnp.ones(4, bool), max_draft_tokens=5)
     model = emsjax.DraftModel(shallow_model(), 3)
     paused = 0
-    accepted, drafted, states = run(alternating, model, steps=12, draft_cost=0.0)
+    accepted, drafted, states = run(lookup, model, steps=9, draft_cost=0.0)
     for before, after in itertools.pairwise(states):
         asked = np.asarray(after.choice.asked[:, 1])
         old, new = (np.asarray(state.sources[1].lengths) for state in (before, after))
@@ -232,6 +274,7 @@ def test_a_draft_model_is_nothing_while_it_is_not_chosen_and_caught_up():
         paused += (asked & behind).sum()
     assert paused > 0
     by_model = np.array([state.choice.source == 1 for state in states])
+    assert by_model.sum() > 5
     assert (~by_model).sum() > 5
     np.testing.assert_array_equal(accepted[by_model], drafted[by_model])
 

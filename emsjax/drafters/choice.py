@@ -6,7 +6,7 @@ Axis legend: b = samples, n = sources, c = classes of offers, k = draft tokens.
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +22,15 @@ PRIOR_RATE = 0.9
 PRIOR_STEPS = 1.0  # steps that this expectation counts for
 OWN_TOKENS = 4.0  # accepted tokens from which on a sample's own record outweighs the batch's
 MEMORY = 0.99  # factor by which records decay in each step
+
+
+@runtime_checkable
+class Costs(Protocol):
+    """Measured costs, as `emsjax.StepCosts` has them."""
+
+    def step_ms(self, rows: Any, cached_tokens: Any) -> Any: ...
+
+    def draft_step_ms(self, slots: Any) -> Any: ...
 
 
 class Prices(NamedTuple):
@@ -77,6 +86,7 @@ class Records:
     end early. Both make the record smaller than the number of tokens that were right, but this
     smaller number is what the source brings under that policy, and so what it should be chosen by.
     While a policy has all drafts dropped, every source that is chosen loses in the same way.
+    Free sources draft in every step, so what they would have brought is recorded as well.
 
     Attributes:
         steps: decayed number of a sample's steps, by source and class of its offer.
@@ -113,13 +123,17 @@ class Records:
         that the source has brought to this sample to what it would have brought to others in the
         same classes. Both begin with pseudo-counts: the mean at `PRIOR_RATE`, the ratio at 1.
         """
-        hoped = hoped_tokens(2 ** np.arange(self.all_steps.shape[1]))  # of the shortest offers
-        means = (self.all_accepted + PRIOR_STEPS * hoped) / (self.all_steps + PRIOR_STEPS)
+        means = self._means
         own, usual = jnp.sum(self.accepted, axis=2), jnp.sum(self.steps * means, axis=2)
         ratio = (own + OWN_TOKENS) / (usual + OWN_TOKENS)
         sources = jnp.arange(offers.shape[1])
         found = take(means, jnp.broadcast_to(sources, offers.shape), classes_of(offers))
         return jnp.minimum(found * ratio, offers.astype(jnp.float32))
+
+    @property
+    def _means(self) -> Float[Array, "n c"]:
+        hoped = hoped_tokens(2 ** np.arange(self.all_steps.shape[1]))  # of the shortest offers
+        return (self.all_accepted + PRIOR_STEPS * hoped) / (self.all_steps + PRIOR_STEPS)
 
     def choose(
         self,
@@ -190,6 +204,43 @@ class Records:
         }
         counts = {name: kept * getattr(self, name) + more for name, more in new.items()}
         return Records(**counts, away=jnp.where(stepped[:, None], ~choice.asked, self.away))
+
+    def learn(
+        self,
+        source: int,
+        offers: Int32[Array, "b"],
+        limits: Int32[Array, "b"],
+        right: Int32[Array, "b"],
+        emitted: Int32[Array, "b"],
+    ) -> "Records":
+        """The records with offers that were not used, but compared with what was emitted.
+
+        An offer that agrees with all emitted tokens and has more is expected to bring as many
+        more as such offers bring on average.
+
+        Args:
+            offers: tokens that the source offered, by which they are classed; 0: no comparison.
+            limits: the most tokens of each that could have been used.
+            right: tokens of each offer that agree with the emitted ones, before any that differs.
+            emitted: tokens that were emitted.
+        """
+        classes = classes_of(offers)
+        compared = (limits > 0) & (offers > 0) & (emitted > 0)
+        right = right.astype(jnp.float32)
+        more = jnp.where(
+            right >= emitted.astype(jnp.float32), take(self._means[source], classes), 0
+        )
+        brought = jnp.minimum(right + more, jnp.minimum(offers, limits).astype(jnp.float32))
+        is_class = classes[:, None] == jnp.arange(self.all_steps.shape[1])
+        steps = (compared[:, None] & is_class).astype(jnp.float32)
+        tokens = steps * brought[:, None]
+        return dataclasses.replace(
+            self,
+            steps=self.steps.at[:, source].add(steps),
+            accepted=self.accepted.at[:, source].add(tokens),
+            all_steps=self.all_steps.at[source].add(jnp.sum(steps, axis=0)),
+            all_accepted=self.all_accepted.at[source].add(jnp.sum(tokens, axis=0)),
+        )
 
     def admit(self, fresh: Bool[Array, "b"]) -> "Records":
         """The records in which slots with `fresh` begin new sequences; the batch's remain."""

@@ -1,8 +1,9 @@
 """A drafter that chooses among other drafters, in each step and for each sample."""
 
 import copy
+import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,25 +13,16 @@ from jaxtyping import Array, Bool, Int32
 from emsjax.checks import MOST, check_at_least, check_number
 from emsjax.decode.base import Draft, Drafter, ModelConfig
 from emsjax.decode.row_counts import chunk_rows
-from emsjax.drafters.choice import NONE, Choice, Prices, Records
+from emsjax.drafters.choice import NONE, Choice, Costs, Prices, Records
 from emsjax.drafters.draft_model import CATCH_UP_ROWS, DraftModel
 from emsjax.engine.adapt import as_drafter, unwrapped
 from emsjax.returned import check_state, checked_proposal
 from emsjax.values import pytree
 from emsjax.verification import leading
-from pallas_kernels.common.indexing import take
+from pallas_kernels.common.indexing import take, take_in_rows
 
 DRAFT_COST = 0.1  # of a step of the target: a draft model has about a tenth of its weights
 MOST_MODELS = 4  # every set of them is compared in each step
-
-
-@runtime_checkable
-class Costs(Protocol):
-    """Measured costs, as `emsjax.StepCosts` has them."""
-
-    def step_ms(self, rows: Any, cached_tokens: Any) -> Any: ...
-
-    def draft_step_ms(self, slots: Any) -> Any: ...
 
 
 @pytree
@@ -42,12 +34,16 @@ class MixedState:
         records: what the sources have brought so far.
         choice: the choice of the last `propose`.
         lengths: tokens of each sample before that step.
+        limits: the most draft tokens of that step.
+        unused: what free sources drafted in it for samples that used others; None for the others.
     """
 
     sources: tuple[Any, ...]
     records: Records
     choice: Choice
     lengths: Int32[Array, "b"]
+    limits: Int32[Array, "b"]
+    unused: tuple[Draft | None, ...]
 
 
 class _Held(NamedTuple):
@@ -68,7 +64,8 @@ class Mixed(Drafter):
 
     A sample's source is the one with the most expected tokens. They are estimated from the tokens
     that it brought in earlier steps: to the sample itself, to the whole batch while the sample has
-    seen little of it, and by the length of the offer, as a long match is a good one. Old counts
+    seen little of it, and by the length of the offer, as a long match is a good one. Drafts of free
+    sources that were not used are compared with what was emitted, and count as well. Old counts
     decay towards a hopeful guess, so that every source is tried now and then. A draft model reads
     its weights once for all samples, so it runs if what it adds over the batch is worth its draft
     steps. Choices use past tokens and no random numbers: a token that is drawn in a step never
@@ -200,9 +197,15 @@ class Mixed(Drafter):
 
     def init(self, prompts, prompt_lengths, max_len) -> MixedState:
         states = tuple(source.init(prompts, prompt_lengths, max_len) for source in self.sources)
-        batch, n = len(prompts), len(self.sources)
+        return self._begun(states, prompt_lengths)
+
+    def _begun(self, states: tuple[Any, ...], lengths: Int32[Array, "b"]) -> MixedState:
+        """The state before the first step."""
+        batch, n, none = len(lengths), len(self.sources), jnp.zeros_like(lengths)
         records = Records.init(batch, n, self.max_draft_tokens)
-        return MixedState(states, records, Choice.none(batch, n), prompt_lengths)
+        empty = lambda k: Draft(jnp.zeros((batch, k), jnp.int32), none)
+        unused = tuple(empty(s.max_draft_tokens) if s.free else None for s in self.sources)
+        return MixedState(states, records, Choice.none(batch, n), lengths, none, unused)
 
     def _fork(self, state: MixedState, samples: Int32[Array, "n"]) -> MixedState:
         def repeated(source: Drafter, held: Any) -> Any:
@@ -212,13 +215,13 @@ class Mixed(Drafter):
             return jax.tree.map(lambda x: take(x, samples) if leads(x) else x, held)
 
         states = tuple(map(repeated, self.sources, state.sources))
-        batch, n = len(samples), len(self.sources)
-        records = Records.init(batch, n, self.max_draft_tokens)
-        return MixedState(states, records, Choice.none(batch, n), take(state.lengths, samples))
+        return self._begun(states, take(state.lengths, samples))
 
     def admit(self, state: MixedState, tokens, lengths, fresh: Bool[Array, "b"]) -> MixedState:
         states = self._of_each("admit", state.sources, tokens, lengths, fresh)
-        return MixedState(states, state.records.admit(fresh), state.choice, state.lengths)
+        begun = jnp.where(fresh, lengths, state.lengths)  # nothing was emitted since then
+        records = state.records.admit(fresh)
+        return dataclasses.replace(state, sources=states, records=records, lengths=begun)
 
     def observe(self, state: MixedState, rows, taps) -> MixedState:
         hidden, states = dict(zip(self.taps, taps, strict=True)), []
@@ -226,12 +229,12 @@ class Mixed(Drafter):
             if source.taps:
                 held = source.observe(held, rows, tuple(hidden[layer] for layer in source.taps))
             states.append(held)
-        return MixedState(tuple(states), state.records, state.choice, state.lengths)
+        return dataclasses.replace(state, sources=tuple(states))
 
     def commit(self, state: MixedState, lengths: Int32[Array, "b"]) -> MixedState:
         states = self._of_each("commit", state.sources, lengths)
         records = state.records.update(state.choice, lengths - state.lengths)
-        return MixedState(states, records, state.choice, lengths)
+        return dataclasses.replace(state, sources=states, records=records)
 
     def _of_each(self, method: str, states: tuple[Any, ...], *arguments) -> tuple[Any, ...]:
         """The state of each source after one of its methods."""
@@ -265,14 +268,34 @@ class Mixed(Drafter):
                 offers.append(jnp.minimum(draft_lengths, most))
         # From here on nothing is known of the tokens that a source draws in this step.
         prices = self._prices(tokens, lengths, draft_lengths, offers)
-        choice = state.records.choose(
-            jnp.stack(offers, axis=1), draft_lengths, prices, self._are_free
-        )
+        records = self._learnt(state, tokens, lengths)
+        choice = records.choose(jnp.stack(offers, axis=1), draft_lengths, prices, self._are_free)
         for i, source in enumerate(self.sources):
             if not source.free:
                 ask(i, jnp.where(choice.source == i, choice.counts, 0))
         draft = self._merged(drafts, choice)
-        return draft, MixedState(tuple(states), state.records, choice, lengths)
+        unused = tuple(
+            Draft(drafts[i].tokens, jnp.where(choice.source == i, 0, offers[i]))
+            if source.free
+            else None
+            for i, source in enumerate(self.sources)
+        )
+        return draft, MixedState(tuple(states), records, choice, lengths, draft_lengths, unused)
+
+    def _learnt(self, state: MixedState, tokens, lengths) -> Records:
+        """The records with the last step's unused drafts, compared with the tokens that followed.
+
+        They are past tokens by now: this is not known in `commit`.
+        """
+        records, emitted = state.records, lengths - state.lengths
+        for i, unused in enumerate(state.unused):
+            if unused is not None:
+                place = jnp.arange(unused.tokens.shape[1])
+                at = jnp.minimum(state.lengths[:, None] + place, tokens.shape[1] - 1)
+                same = take_in_rows(tokens, at) == unused.tokens
+                right = leading(same & (place < jnp.minimum(emitted, unused.counts)[:, None]))
+                records = records.learn(i, unused.counts, state.limits, right, emitted)
+        return records
 
     def _prices(
         self, tokens, lengths, draft_lengths, offers: Sequence[Int32[Array, "b"]]
