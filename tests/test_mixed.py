@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -432,20 +431,6 @@ def test_limits_references_and_processing_reach_the_sources():
         emsjax.generate(shallow_model(), PROMPTS, emsjax.Mixed(lookup, wrong), max_new_tokens=3)
 
 
-@dataclasses.dataclass(frozen=True)
-class Tree(emsjax.Draft):
-    parents: Any = ()
-
-
-class Drafting(Scripted):
-    """Drafts trees."""
-
-    def propose(self, *arguments):
-        draft, state = super().propose(*arguments)
-        return Tree(draft.tokens, draft.counts), state
-
-
-jax.tree_util.register_dataclass(Drafting)
 PLAIN = emsjax.PromptLookup()
 INVALID = {
     "one": (lambda: emsjax.Mixed(PLAIN), "two or more drafters, not 1"),
@@ -479,7 +464,7 @@ def test_sources_that_break_the_protocol_are_named():
     generate = lambda *sources, **options: emsjax.generate(
         shallow_model(), PROMPTS, emsjax.Mixed(*sources), max_new_tokens=4, **options
     )
-    tree = Drafting(script(), jnp.ones(4, bool))
+    tree = emsjax.SuffixDrafter(3, branches=2)
     with pytest.raises(ValueError, match=r"drafters\[1\] of Mixed drafts trees"):
         generate(PLAIN, tree)
 

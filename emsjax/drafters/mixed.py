@@ -251,7 +251,7 @@ class Mixed(Drafter):
             held, rules = _Held(states[i]), {"kind": Draft, "vocab_size": MOST}
             arguments = (tokens, lengths, counts, keys, sampling)
             drafts[i], states[i], _ = checked_proposal(self.sources[i], held, *arguments, **rules)
-            if getattr(drafts[i], "parents", None) is not None:
+            if drafts[i].parents is not None:
                 raise ValueError(f"drafters[{i}] of Mixed drafts trees (Draft.parents)")
 
         for i, source in enumerate(self.sources):
