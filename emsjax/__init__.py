@@ -5,7 +5,7 @@ from emsjax import constraints, ray, vanilla, verification
 from emsjax.decode.base import Draft, Drafter, DraftLength, StepView
 from emsjax.decode.state import DecodeState, StepInfo
 from emsjax.device import best_dtype
-from emsjax.drafters import DraftModel, PromptLookup, SelfDraft, SuffixDrafter, SuffixMemory
+from emsjax.drafters import DraftModel, Eagle3, PromptLookup, SelfDraft, SuffixDrafter, SuffixMemory
 from emsjax.engine.completions import Completion
 from emsjax.engine.output import GenerateOutput, Stats, TopLogprobs, rank_by_mean_logprob
 from emsjax.generation import generate, init_state, step
@@ -44,6 +44,7 @@ __all__ = [
     "DraftLength",
     "DraftModel",
     "Drafter",
+    "Eagle3",
     "Engine",
     "FixedLength",
     "GPT2Config",

@@ -1,0 +1,154 @@
+"""Folders of drafters that read hidden states, and their forward passes in numpy in float64.
+
+The forward passes are written from the papers' equations over the names and the layout of the
+published tensors: they compute the whole sequence each time, and keep nothing.
+"""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors.numpy
+from flax import nnx
+from toy import POSITIONS, VOCAB, tiny_model
+
+import emsjax
+from emsjax.decode.pack import pack
+
+WIDTH, HEADS, KV_HEADS, HEAD_DIM, FFN = 32, 4, 2, 8, 40
+THETA, EPSILON = 10000.0, 1e-6
+LAYER_JSON = {
+    "vocab_size": VOCAB,
+    "hidden_size": WIDTH,
+    "intermediate_size": FFN,
+    "num_hidden_layers": 1,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "max_position_embeddings": POSITIONS,
+    "rms_norm_eps": EPSILON,
+    "rope_theta": THETA,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "hidden_act": "silu",
+}
+
+
+@functools.cache
+def llama_target() -> emsjax.Decoder:
+    """A model whose next token depends on the last token above all, so that it can be drafted."""
+    config = emsjax.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=WIDTH,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        max_position_embeddings=POSITIONS,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = emsjax.Decoder(config, rngs=nnx.Rngs(11), dtype=jnp.float32)
+    for layer in model.layers:
+        for product in (layer.out_proj, layer.down_proj):
+            product.kernel[...] = product.kernel[...] * 0.3
+    return model
+
+
+@functools.cache
+def opt_target() -> emsjax.OPT:
+    return tiny_model(num_hidden_layers=3)
+
+
+def hidden_states(model, tokens, taps) -> list[np.ndarray]:
+    """The model's hidden states of one sequence in these layers."""
+    (length,) = np.shape(tokens)
+    rows = pack(jnp.zeros(1, jnp.int32), jnp.array([length], jnp.int32), length)
+    out = _forward(model, jnp.asarray(tokens, jnp.int32), rows, taps=tuple(taps))
+    return [np.asarray(tap, np.float64) for tap in out]
+
+
+@functools.partial(jax.jit, static_argnames="taps")
+def _forward(model, tokens, rows, taps):
+    return model(tokens, rows, model.init_cache(1, 1), taps=taps).taps
+
+
+def write_folder(path, config, tensors):
+    """A folder with this config and these tensors; returns its path."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    stored = {name: np.ascontiguousarray(value) for name, value in tensors.items()}
+    safetensors.numpy.save_file(stored, path / "model.safetensors")
+    return path
+
+
+def layer_tensors(rng, inputs, start, head_norms):
+    """The tensors of a decoder layer whose attention reads `inputs` numbers."""
+    normal = lambda *shape: rng.normal(0, 0.2, shape).astype(np.float32)
+    scale = lambda size: rng.uniform(0.5, 1.5, size).astype(np.float32)
+    queries, keys = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+    tensors = {
+        "self_attn.q_proj.weight": normal(queries, inputs),
+        "self_attn.k_proj.weight": normal(keys, inputs),
+        "self_attn.v_proj.weight": normal(keys, inputs),
+        "self_attn.o_proj.weight": normal(WIDTH, queries),
+        "mlp.gate_proj.weight": normal(FFN, WIDTH),
+        "mlp.up_proj.weight": normal(FFN, WIDTH),
+        "mlp.down_proj.weight": normal(WIDTH, FFN),
+        "input_layernorm.weight": scale(WIDTH),
+        "post_attention_layernorm.weight": scale(WIDTH),
+    }
+    if head_norms:
+        norms = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
+        tensors |= {name: scale(HEAD_DIM) for name in norms}
+    return {start + name: value for name, value in tensors.items()}
+
+
+def rms_norm(x, scale):
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + EPSILON) * scale
+
+
+def rotate(x, places):
+    """Rotary positions of heads [n, h, d]."""
+    half = x.shape[-1] // 2
+    turns = places[:, None, None] / THETA ** (np.arange(half) / half)
+    one, other = x[..., :half], x[..., half:]
+    cos, sin = np.cos(turns), np.sin(turns)
+    return np.concatenate([one * cos - other * sin, other * cos + one * sin], -1)
+
+
+def heads_of(of, x, name, places):
+    """Heads [n, h, d] of the product of this name, normalised and rotated unless they are values.
+
+    Args:
+        of: a function from the names of a layer's tensors to their values, or None.
+    """
+    heads = (x @ of(f"self_attn.{name}_proj.weight").T).reshape(len(x), -1, HEAD_DIM)
+    if name == "v":
+        return heads
+    scale = of(f"self_attn.{name}_norm.weight")
+    return rotate(heads if scale is None else rms_norm(heads, scale), places)
+
+
+def attention(of, queries, keys, values, visible):
+    """Attention [n, e] of heads [n, h, d] to keys and values [m, k, d], where visible [n, m]."""
+    out = np.zeros_like(queries)
+    for head in range(HEADS):
+        shared = head // (HEADS // KV_HEADS)
+        scores = queries[:, head] @ keys[:, shared].T / np.sqrt(HEAD_DIM)
+        weights = np.where(visible, np.exp(scores - scores.max()), 0)
+        out[:, head] = weights / weights.sum(1, keepdims=True) @ values[:, shared]
+    return out.reshape(len(queries), -1) @ of("self_attn.o_proj.weight").T
+
+
+def feed_forward(of, x):
+    gate, up = (x @ of(f"mlp.{name}_proj.weight").T for name in ("gate", "up"))
+    return gate / (1 + np.exp(-gate)) * up @ of("mlp.down_proj.weight").T
+
+
+def softmax(logits):
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
