@@ -17,7 +17,7 @@ from toy import POSITIONS, VOCAB, tiny_model
 import emsjax
 from emsjax.decode.pack import pack
 
-WIDTH, HEADS, KV_HEADS, HEAD_DIM, FFN = 32, 4, 2, 8, 40
+WIDTH, HEADS, KV_HEADS, HEAD_DIM, FFN = 32, 4, 2, 16, 40
 THETA, EPSILON = 10000.0, 1e-6
 LAYER_JSON = {
     "vocab_size": VOCAB,
@@ -52,9 +52,11 @@ def llama_target() -> emsjax.Decoder:
         eos_token_id=None,
     )
     model = emsjax.Decoder(config, rngs=nnx.Rngs(11), dtype=jnp.float32)
+    table = model.embed_tokens.embedding
+    table[...] = table[...] * 4
     for layer in model.layers:
         for product in (layer.out_proj, layer.down_proj):
-            product.kernel[...] = product.kernel[...] * 0.3
+            product.kernel[...] = product.kernel[...] * 0.04
     return model
 
 
@@ -94,10 +96,10 @@ def layer_tensors(rng, inputs, start, head_norms):
         "self_attn.q_proj.weight": normal(queries, inputs),
         "self_attn.k_proj.weight": normal(keys, inputs),
         "self_attn.v_proj.weight": normal(keys, inputs),
-        "self_attn.o_proj.weight": normal(WIDTH, queries),
+        "self_attn.o_proj.weight": normal(WIDTH, queries) / 4,
         "mlp.gate_proj.weight": normal(FFN, WIDTH),
         "mlp.up_proj.weight": normal(FFN, WIDTH),
-        "mlp.down_proj.weight": normal(WIDTH, FFN),
+        "mlp.down_proj.weight": normal(WIDTH, FFN) / 2,
         "input_layernorm.weight": scale(WIDTH),
         "post_attention_layernorm.weight": scale(WIDTH),
     }

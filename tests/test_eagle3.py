@@ -1,7 +1,9 @@
 """EAGLE-3 drafts what its equations say, from hidden states that are kept up to date."""
 
+import copy
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +23,7 @@ from feature_drafters import (
     softmax,
     write_folder,
 )
+from flax import nnx
 from toy import NEARLY_GREEDY, POSITIONS, VOCAB, ragged_prompts
 
 import emsjax
@@ -60,18 +63,21 @@ class Case:
     def tensors(self):
         """The folder's tensors; what they draft resembles what `llama_target` continues with."""
         rng = np.random.default_rng(4)
-        normal = lambda *shape: rng.normal(0, 0.1, shape).astype(np.float32)
+        normal = lambda *shape: rng.normal(0, 0.02, shape).astype(np.float32)
         scale = lambda size: rng.uniform(0.5, 1.5, size).astype(np.float32)
         head_norms = self.config.get("model_type") == "qwen3"
         layer = layer_tensors(rng, 2 * WIDTH, self.start, head_norms)
         layer[f"{self.start}hidden_norm.weight"] = scale(WIDTH)
-        # Attention to the pair itself, whose embedding is passed on as it is.
+        # Attention is to the pair itself, whose embedding is passed on.
         name = f"{self.start}self_attn.{{}}_proj.weight".format
+        one, other = np.split(layer[name("k")][:, :WIDTH], 2)
+        layer[name("q")][:, :WIDTH] = np.concatenate([one, one, other, other]) * 4
         for part in "qk":
-            layer[name(part)][:, :WIDTH] *= 6
-        keys = np.eye(WIDTH)[:16]
-        layer[name("v")][:, :WIDTH] += keys
-        layer[name("o")] += np.concatenate([keys[:8], keys[:8], keys[8:], keys[8:]]).T / 2
+            layer[name(part)][:, WIDTH:] /= 4
+        layer[name("v")] /= 8
+        layer[name("v")][:, :WIDTH] += np.eye(WIDTH) * 2
+        one, other = np.split(np.eye(WIDTH), 2, axis=1)
+        layer[name("o")] += np.concatenate([one, one, other, other], axis=1) / 2
         ids = range(VOCAB) if self.is_full else DRAFTED
         head = np.asarray(llama_target().lm_head.embedding[...])[list(ids)]
         tensors = layer | {
@@ -213,11 +219,13 @@ def test_drafts_follow_the_equations_in_every_published_format(name, load):
         row[: len(tokens)] = tokens
     state = drafter.init(jnp.asarray(buffer), lengths, buffer.shape[1])
     cuts = [(0, 0, 0, 0), (4, 1, 0, 8), (4, 9, 0, 8), (5, 13, 2, 8)]  # what has been observed
+    rejections = [(0, 0, 0, 0), (2, 0, 3, 1), (0, 1, 2, 0)]  # rows behind them
     observe, propose = jax.jit(drafter.observe), jax.jit(drafter.propose)
     keys, sampling = jax.random.split(jax.random.key(3), batch), emsjax.Sampling(1.0).expand(batch)
     asked = jnp.array([4, 2, 3, 0], jnp.int32)
-    for before, after, rejected in zip(cuts, cuts[1:], [(0, 0, 0, 0), (2, 0, 3, 1), (0, 1, 2, 0)]):
-        call = observed_rows(states, sequences, list(zip(before, after)), rejected)
+    for (before, after), rejected in zip(itertools.pairwise(cuts), rejections, strict=True):
+        spans = list(zip(before, after, strict=True))
+        call = observed_rows(states, sequences, spans, rejected)
         state = observe(state, *call)
         # What is drafted between two observations leaves no trace.
         so_far = jnp.asarray(after, jnp.int32) + 1
@@ -252,8 +260,9 @@ class Pause:
 def test_drafts_follow_the_equations_in_every_step_of_a_generation(load):
     """In each step the drafts equal those of a drafter without state."""
     case, model, drafter = CASES["speculators"], llama_target(), load("speculators")
-    state = emsjax.init_state(model, drafter, PROMPTS, max_new_tokens=24)
-    propose, counts = jax.jit(drafter.propose), []
+    policy = {"draft_length": Pause()}
+    state = emsjax.init_state(model, drafter, PROMPTS, max_new_tokens=24, **policy)
+    propose, step, counts = jax.jit(drafter.propose), jax.jit(emsjax.step), []
     for _ in range(9):
         asked = jnp.full(len(PROMPTS), 3, jnp.int32)
         args = (state.tokens, state.lengths, asked, state.keys, None)
@@ -268,10 +277,10 @@ def test_drafts_follow_the_equations_in_every_step_of_a_generation(load):
             drafted = np.asarray(draft.tokens[sample])[:3]
             logits = case.forward([*tokens, *drafted[:-1]], states, 2)
             np.testing.assert_array_equal(drafted, logits.argmax(1))
-        state, info = emsjax.step(model, drafter, state, draft_length=Pause())
+        state, info = step(model, drafter, state, **policy)
         counts.append(info.num_accepted)
     assert len({tuple(count.tolist()) for count in counts}) > 3  # ragged
-    assert np.sum(counts) > 20
+    assert np.sum(counts) > 10
 
 
 def padded(tokens):
@@ -281,13 +290,12 @@ def padded(tokens):
 
 TARGETS = {"llama": llama_target, "opt": opt_target}
 WAYS = {
-    "at once": {},
-    "refilled": {"batch_size": 2},
-    "pauses": {"draft_length": Pause()},
-    "heuristic": {"draft_length": emsjax.BassHeuristic(), "batch_size": 3},
-    "several": {"num_sequences": 2, **NEARLY_GREEDY},
-    "several, refilled": {"num_sequences": 2, "batch_size": 3, **NEARLY_GREEDY},
-    "none": {"draft_length": emsjax.FixedLength(0)},
+    "at once": ("llama", {}),
+    "refilled": ("llama", {"batch_size": 2}),
+    "with pauses": ("llama", {"draft_length": Pause()}),
+    "several, refilled": ("llama", {"num_sequences": 2, "batch_size": 3, **NEARLY_GREEDY}),
+    "several": ("opt", {"num_sequences": 2, **NEARLY_GREEDY}),
+    "heuristic": ("opt", {"draft_length": emsjax.BassHeuristic(), "batch_size": 3}),
 }
 
 
@@ -303,15 +311,170 @@ def plain():
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("target", TARGETS)
-def test_greedy_tokens_equal_plain_decoding(target, way, load, plain):
-    if target == "opt" and way not in ("refilled", "several"):
-        pytest.skip("one target for each way")
-    model, drafter = TARGETS[target](), load("speculators")
-    out = emsjax.generate(model, PROMPTS, drafter, max_new_tokens=20, **WAYS[way])
-    repeats = WAYS[way].get("num_sequences", 1)
+def test_greedy_tokens_equal_plain_decoding(way, load, plain):
+    target, options = WAYS[way]
+    out = emsjax.generate(
+        TARGETS[target](), PROMPTS, load("speculators"), max_new_tokens=20, **options
+    )
+    repeats = options.get("num_sequences", 1)
     np.testing.assert_array_equal(out.tokens, np.repeat(plain(target), repeats, axis=0))
-    if way == "none":
-        assert out.stats.num_drafted.sum() == 0
-    elif target == "llama":
-        assert out.stats.acceptance_rate > 0.3
+    assert out.stats.num_drafted.sum() > 100
+    if target == "llama":
+        assert out.stats.acceptance_rate > 0.15
+
+
+def test_drafts_of_a_sequence_do_not_depend_on_the_rest_of_the_batch(load):
+    options = {"max_new_tokens": 20, "draft_length": emsjax.FixedLength(3)}
+    drafter, model = load("speculators"), llama_target()
+    together = emsjax.generate(model, PROMPTS, drafter, **options)
+    for prompts in (PROMPTS[2:3], PROMPTS[::-1]):
+        out = emsjax.generate(model, prompts, drafter, **options)
+        chosen = [2] if len(prompts) == 1 else slice(None, None, -1)
+        for name in ("num_steps", "num_drafted", "num_accepted", "accepted_histogram"):
+            expected = getattr(together.stats, name)[chosen]
+            np.testing.assert_array_equal(getattr(out.stats, name), expected)
+
+
+def test_sampled_tokens_have_the_distribution_of_the_target(load):
+    sampling = emsjax.Sampling(0.7, top_k=12)
+    out = assert_same_distribution(
+        llama_target(),
+        load("speculators")._with(max_draft_tokens=2),
+        PROMPTS[2],
+        sampling=sampling,
+        key=jax.random.key(1),
+        detects=0.25,
+        batch_size=64,
+    )
+    assert out.stats.acceptance_rate > 0.1
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Only:
+    """A processor that allows one token."""
+
+    token: jax.Array
+
+    def __call__(self, state, logits, context):
+        return jnp.where(jnp.arange(logits.shape[1]) == self.token, logits, -jnp.inf)
+
+
+def test_logits_processors_apply_to_drafts(load):
+    """Drafts have allowed tokens alone, and end where none of them can be drafted."""
+    other = min(set(range(VOCAB)) - set(DRAFTED))
+    for token, rate in ((int(DRAFTED[5]), 1), (other, 0)):
+        options = {"max_new_tokens": 9, "processors": (Only(jnp.int32(token)),)}
+        out = emsjax.generate(llama_target(), PROMPTS, load("speculators"), **options)
+        assert (out.tokens == token).all()
+        assert out.stats.num_accepted.sum() == rate * out.stats.num_drafted.sum()
+        assert (out.stats.num_drafted.sum() > 0) == (rate > 0)
+
+
+def test_a_saved_drafter_is_loaded_as_it_was(load, tmp_path):
+    for name in ("speculators-norms", "specforge-3.1", "deepspec"):
+        drafter = load(name)
+        drafter.save_pretrained(tmp_path / name)
+        again = emsjax.Eagle3.from_pretrained(tmp_path / name)
+        assert jax.tree.structure(again) == jax.tree.structure(drafter)
+        assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), again, drafter))
+
+
+def test_arrays_of_the_target_are_shared_and_not_copied(load, tmp_path):
+    drafter, table = load("specforge"), llama_target().embed_tokens.embedding[...]
+    buffer = lambda array: array.unsafe_buffer_pointer()
+    assert buffer(drafter.embeddings) == buffer(table)
+    drafter.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="has no embeddings of its own: give target"):
+        emsjax.Eagle3.from_pretrained(tmp_path)
+    again = emsjax.Eagle3.from_pretrained(tmp_path, target=llama_target())
+    assert buffer(again.embeddings) == buffer(table)
+    with pytest.raises(ValueError, match=r"32 numbers per token in bfloat16, but .* 32 in float32"):
+        emsjax.Eagle3.from_pretrained(tmp_path, target=llama_target(), dtype=jnp.bfloat16)
+
+
+WRONG_TARGETS = {
+    "width": ({"hidden_size": 64}, "hidden states of 32 numbers, and the target's have 64"),
+    "vocabulary": ({"vocab_size": 67}, "vocabulary of 61 ids, and the target has 67"),
+    "depth": ({"num_hidden_layers": 2}, r"after layers \(0, 3, 1\), and the target has 2 layers"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_TARGETS)
+def test_a_target_that_does_not_fit_is_an_error_that_names_both_sides(wrong, load):
+    changes, message = WRONG_TARGETS[wrong]
+    model = emsjax.Decoder(llama_target().config.changed(head_dim=8, **changes), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=message):
+        emsjax.generate(model, PROMPTS, load("speculators"), max_new_tokens=4)
+
+
+def changed_tensor(name, change):
+    return lambda config, tensors: tensors.update({name: change(tensors[name])})
+
+
+WRONG_FOLDERS = {
+    "another format": (
+        lambda config, tensors: config.update(speculators_model_type="mtp"),
+        r"must be eagle3, or .*; found speculators_model_type 'mtp', architectures",
+    ),
+    "another family": (
+        lambda config, tensors: config["transformer_layer_config"].update(model_type="gemma"),
+        "model_type must be llama or qwen3, not 'gemma'",
+    ),
+    "several layers": (
+        lambda config, tensors: config["transformer_layer_config"].update(num_hidden_layers=2),
+        "num_hidden_layers 1",
+    ),
+    "layers that are no numbers": (
+        lambda config, tensors: config.update(eagle_aux_hidden_state_layer_ids=[1, "a"]),
+        r"must be a list of their numbers, not \[1, 'a'\]",
+    ),
+    "no map": (lambda config, tensors: tensors.pop("d2t"), "has no d2t, although .* 49 .* of 61"),
+    "a short map": (
+        changed_tensor("d2t", lambda ids: ids[1:]),
+        r"d2t must be 49 integers, .*, not int64 \[48\]",
+    ),
+    "a map to no token": (
+        changed_tensor("d2t", lambda ids: np.append(ids[:-1], 13)),
+        r"maps a draft token to 61, outside of the target's vocabulary 0..60",
+    ),
+    "a map of two to one": (
+        changed_tensor("d2t", lambda ids: np.append(ids[0] - 1 + 1, [ids[0] - 1, *ids[2:]])),
+        "several draft tokens to the same id",
+    ),
+    "another shape": (
+        changed_tensor("fc.weight", lambda weight: weight[:, :64]),
+        r"fc.weight has shape \(32, 64\) instead of \(32, 96\)",
+    ),
+    "a tensor too few": (
+        lambda config, tensors: tensors.pop("norm.weight"),
+        "norm.weight is missing",
+    ),
+    "a tensor too many": (
+        lambda config, tensors: tensors.update({"fc.bias": np.zeros(32, np.float32)}),
+        "fc.bias is not a part of this model",
+    ),
+    "no head": (
+        lambda config, tensors: tensors.pop("lm_head.weight"),
+        "owns_head must be true if only some tokens can be drafted",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_FOLDERS)
+def test_a_folder_that_does_not_fit_is_an_error_that_names_both_sides(wrong, tmp_path):
+    change, message = WRONG_FOLDERS[wrong]
+    config, tensors = copy.deepcopy(SPECULATORS), dict(CASES["speculators"].tensors)
+    change(config, tensors)
+    with pytest.raises(ValueError, match=message):
+        emsjax.Eagle3.from_pretrained(write_folder(tmp_path / "it", config, tensors))
+
+
+def test_settings_that_make_no_sense_are_errors(load):
+    network, ids = load("speculators").network, load("speculators").draft_ids
+    with pytest.raises(ValueError, match="draft_ids must be given, as 49 of the target's 61"):
+        emsjax.Eagle3(network)
+    with pytest.raises(ValueError, match=r"draft_ids must be \[49\], not \[48\]"):
+        emsjax.Eagle3(network, ids[1:])
+    with pytest.raises(ValueError, match=r"max_draft_tokens must be .* 1"):
+        emsjax.Eagle3(network, ids, max_draft_tokens=0)

@@ -226,8 +226,10 @@ class Eagle3(FeatureDrafter):
         (cached,), (turn,) = cache.layers, network.architecture.rotaries
 
         def see(qkv, kind):
-            options = {"max_rows_per_sample": max_rows}
-            return attend(kernels.attention, qkv, cached, rows, cache.visible, **options)
+            limited = lambda most: attend(
+                kernels.attention, qkv, cached, rows, cache.visible, max_rows_per_sample=most
+            )
+            return self._limited(limited, rows) if max_rows is None else limited(max_rows)
 
         (layer,) = network.layers
         embeddings = embed(self.embeddings, token_ids)

@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int32, Key
 
 from emsjax.checks import MOST, check_at_least
 from emsjax.decode.base import Draft, Drafter, ModelConfig
 from emsjax.decode.kernels import Kernels, resolve_kernels
+from emsjax.decode.pack import PackedRows
 from emsjax.device import tree_bytes
 from emsjax.drafters.feature_network import FeatureNetwork
 from emsjax.sampling import Purpose, Sampling, draw, position_keys, softmax, warp
@@ -181,12 +183,25 @@ class FeatureDrafter(Drafter):
     def state_bytes(self, max_len: int) -> int:
         """Bytes per sample for the state and the distributions of one step's drafts."""
         prompts, lengths = jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32)
-        state = jax.eval_shape(lambda: self.init(prompts, lengths, max_len))
-        return tree_bytes(state) + 2 * self.max_draft_tokens * self._vocab_size * 4
+        leaves = lambda: jax.tree.leaves(self.init(prompts, lengths, max_len))
+        return tree_bytes(jax.eval_shape(leaves)) + 2 * self.max_draft_tokens * self._vocab_size * 4
 
     @property
     def _vocab_size(self) -> int:
         return self.network.config.architecture.vocab_size
+
+    def _limited(self, attention: Callable, rows: PackedRows) -> Array:
+        """Attention of the rows of a call of the target, which verifies drafts or feeds prompts.
+
+        Args:
+            attention: takes a static limit of rows per sample; None: there is none. Small limits
+                are faster.
+        """
+        few = self.max_draft_tokens + 1
+        if rows.segment_ids.shape[0] > few * rows.counts.shape[0]:
+            return attention(None)
+        many = jnp.any(rows.counts > few)
+        return lax.cond(many, lambda: attention(None), lambda: attention(few))
 
     def _begin(self, counts: Int32[Array, "b"], sampling: Sampling | None) -> GrowingDraft:
         """A draft without tokens, of which sample s wants counts[s]."""
