@@ -15,6 +15,7 @@ from flax import nnx
 from toy import POSITIONS, VOCAB, tiny_model
 
 import emsjax
+from emsjax.decode.base import ObservedRows
 from emsjax.decode.pack import pack
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, FFN = 32, 4, 2, 16, 40
@@ -109,6 +110,28 @@ def layer_tensors(rng, inputs, start, head_norms):
     return {start + name: value for name, value in tensors.items()}
 
 
+def observed_rows(states, sequences, spans, rejected):
+    """The rows of a call that feeds sequences[s][spans[s]], and rows that were rejected.
+
+    Args:
+        states: the hidden states of each sequence, by tap.
+        rejected: number of rejected rows behind each sample's.
+    """
+    batch = len(sequences)
+    tokens, samples, places, taps = [], [], [], [[] for _ in states[0]]
+    for sample, (start, stop) in enumerate(spans):
+        for place in range(start, stop + rejected[sample]):
+            kept = place < stop
+            tokens.append(sequences[sample][place] if kept else 7)
+            samples.append(sample if kept else batch)
+            places.append(place)
+            for tap, state in zip(taps, states[sample], strict=True):
+                tap.append(state[place] if kept else np.full(WIDTH, 1e3))
+    as_ids = lambda ids: jnp.asarray(ids, jnp.int32)
+    rows = ObservedRows(as_ids(tokens), as_ids(samples), as_ids(places))
+    return rows, tuple(jnp.asarray(np.array(tap), jnp.float32) for tap in taps)
+
+
 def rms_norm(x, scale):
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + EPSILON) * scale
 
@@ -128,7 +151,8 @@ def heads_of(of, x, name, places):
     Args:
         of: a function from the names of a layer's tensors to their values, or None.
     """
-    heads = (x @ of(f"self_attn.{name}_proj.weight").T).reshape(len(x), -1, HEAD_DIM)
+    weight = of(f"self_attn.{name}_proj.weight")
+    heads = (x @ weight.T).reshape(len(x), len(weight) // HEAD_DIM, HEAD_DIM)
     if name == "v":
         return heads
     scale = of(f"self_attn.{name}_norm.weight")

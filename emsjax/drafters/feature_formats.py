@@ -8,6 +8,7 @@ on: i is the hidden state after layer i, which is tap i + 1.
 from collections.abc import Mapping
 from typing import Any
 
+from emsjax.drafters.block_network import BlockConfig
 from emsjax.drafters.eagle3_network import Eagle3Config
 from emsjax.drafters.feature_network import LAYER_CONFIGS
 from emsjax.models.config import DecoderConfig
@@ -16,6 +17,13 @@ from emsjax.models.schema import is_whole, shown
 SPECULATORS = "speculators_model_type"
 SPECFORGE_EAGLE3 = ("LlamaForCausalLMEagle3", "LlamaForCausalLM")  # the latter is the authors'
 DEEPSPEC_EAGLE3 = "Qwen3Eagle3Model"
+ZLAB_DFLASH, SPECFORGE_DSPARK, DEEPSPEC_BLOCK = (
+    *("DFlashDraftModel", "DSparkDraftModel", "Qwen3DSparkModel"),
+)
+SETTINGS = (  # of `BlockConfig`, by the same names in all formats
+    *("block_size", "mask_token_id", "markov_rank", "markov_head_type"),
+    *("enable_confidence_head", "confidence_head_with_markov"),
+)
 MAX_LAYER = 100_000
 
 
@@ -71,6 +79,57 @@ def eagle3_json(config: Eagle3Config, max_draft_tokens: int) -> dict[str, Any]:
         "fc_norm": config.fc_norm,
         "norm_output": config.norm_output,
     } | speculators_json("eagle3", config, max_draft_tokens)
+
+
+def block_config(contents: Mapping[str, Any], target_layers: int | None) -> BlockConfig:
+    """The config of a DFlash or DSpark drafter in a config.json; see `eagle3_config`."""
+    kind, architecture = contents.get(SPECULATORS), architecture_of(contents)
+    settings, layers, offset, names = contents, contents, 1, "target_layer_ids"
+    if kind in ("dflash", "dspark"):
+        layers, offset, names = (
+            inner(contents, "transformer_layer_config"),
+            0,
+            "aux_hidden_state_layer_ids",
+        )
+        is_dspark = kind == "dspark"
+    elif kind is None and architecture in (ZLAB_DFLASH, SPECFORGE_DSPARK):
+        settings = {"block_size": contents.get("block_size"), **inner(contents, "dflash_config")}
+        is_dspark = architecture == SPECFORGE_DSPARK
+    elif kind is None and architecture == DEEPSPEC_BLOCK:
+        is_dspark = True
+    else:
+        raise unknown(
+            contents,
+            f"{SPECULATORS} must be dflash or dspark, or architectures [{ZLAB_DFLASH}] (DFlash), "
+            f"[{SPECFORGE_DSPARK}] (SpecForge) or [{DEEPSPEC_BLOCK}] (DeepSpec)",
+        )
+    types = layers.get("layer_types") or []
+    if "sliding_attention" in types or settings.get("use_swa") or settings.get("causal"):
+        raise ValueError("sliding windows and causal blocks are not supported")
+    switches = {"sample_from_anchor": is_dspark}
+    if kind == "dspark":  # what its files may leave out
+        switches |= dict.fromkeys(("enable_confidence_head", "confidence_head_with_markov"), True)
+        switches |= {"markov_rank": 256}
+    fields = (*switches, *SETTINGS)
+    taps = layer_ids(settings.get(names), offset)
+    return BlockConfig(
+        layers=layer_config(layers),
+        taps=usual_taps(contents, target_layers) if taps is None else taps,
+        draft_vocab_size=contents.get("draft_vocab_size"),
+        target_width=contents.get("target_hidden_size"),
+        **(switches | {one: settings[one] for one in fields if settings.get(one) is not None}),
+    )
+
+
+def block_json(config: BlockConfig) -> dict[str, Any]:
+    """The inverse of `block_config`, in the format of speculators."""
+    kind = "dspark" if config.markov_rank or config.enable_confidence_head else "dflash"
+    return {
+        "architectures": ["DSparkSpeculator" if kind == "dspark" else "DFlashSpeculator"],
+        SPECULATORS: kind,
+        "aux_hidden_state_layer_ids": list(config.taps),
+        **{name: getattr(config, name) for name in ("sample_from_anchor", *SETTINGS)},
+    } | speculators_json(kind, config, config.drafts)
 
 
 def speculators_json(algorithm: str, config: Any, max_draft_tokens: int) -> dict[str, Any]:
