@@ -4,6 +4,7 @@ The forward passes are written from the papers' equations over the names and the
 published tensors: they compute the whole sequence each time, and keep nothing.
 """
 
+import dataclasses
 import functools
 import json
 
@@ -19,6 +20,7 @@ from emsjax.decode.base import ObservedRows
 from emsjax.decode.pack import pack
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, FFN = 32, 4, 2, 16, 40
+DRAFTED = np.sort(np.random.default_rng(2).permutation(VOCAB)[:49])  # ids that can be drafted
 THETA, EPSILON = 10000.0, 1e-6
 LAYER_JSON = {
     "vocab_size": VOCAB,
@@ -35,6 +37,21 @@ LAYER_JSON = {
     "eos_token_id": None,
     "hidden_act": "silu",
 }
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Pause:
+    """A policy that drafts nothing in every third step, and as much as it may in the others."""
+
+    def init(self, batch, max_draft_tokens):
+        return jnp.zeros((), jnp.int32)
+
+    def lengths(self, state, view):
+        return jnp.full(view.active.shape, jnp.where(state % 3 == 1, 0, 4), jnp.int32)
+
+    def update(self, state, view, num_drafted, num_accepted):
+        return state + 1
 
 
 @functools.cache
@@ -77,6 +94,11 @@ def hidden_states(model, tokens, taps) -> list[np.ndarray]:
 @functools.partial(jax.jit, static_argnames="taps")
 def _forward(model, tokens, rows, taps):
     return model(tokens, rows, model.init_cache(1, 1), taps=taps).taps
+
+
+def padded(tokens):
+    """The tokens and others, so that the forward pass of the target is compiled once."""
+    return np.pad(tokens, (0, POSITIONS - len(tokens)))
 
 
 def write_folder(path, config, tensors):

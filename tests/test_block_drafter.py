@@ -1,5 +1,6 @@
 """DFlash and DSpark draft what their equations say, from hidden states that are kept up to date."""
 
+import copy
 import dataclasses
 import functools
 
@@ -8,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from feature_drafters import (
+    DRAFTED,
     LAYER_JSON,
     WIDTH,
+    Pause,
     attention,
     feed_forward,
     heads_of,
@@ -17,16 +20,18 @@ from feature_drafters import (
     layer_tensors,
     llama_target,
     observed_rows,
+    opt_target,
+    padded,
     rms_norm,
     softmax,
     write_folder,
 )
-from toy import VOCAB, ragged_prompts
+from toy import NEARLY_GREEDY, VOCAB, ragged_prompts
 
 import emsjax
+from emsjax.testing import assert_same_distribution
 
 PROMPTS = ragged_prompts([5, 12, 2, 9, 1])
-DRAFTED = np.sort(np.random.default_rng(2).permutation(VOCAB)[:49])  # ids that can be drafted
 BLOCK, MASK, RANK = 4, 60, 12
 SIGMOID = lambda x: 1 / (1 + np.exp(-x))
 
@@ -263,3 +268,139 @@ def test_drafts_follow_the_equations_in_every_published_format(name, load):
             first = np.flatnonzero(sure < sure.min() + 1e-4)[0]
             assert short.counts[0] == first == drops
             np.testing.assert_array_equal(short.tokens[0], draft.tokens[0])
+
+
+def test_drafts_follow_the_equations_in_every_step_of_a_generation(load):
+    """In each step the drafts equal those of a drafter without state."""
+    case, model, drafter = CASES["deepspec"], llama_target(), load("deepspec")
+    policy = {"draft_length": Pause()}
+    state = emsjax.init_state(model, drafter, PROMPTS, max_new_tokens=24, **policy)
+    propose, step, counts = jax.jit(drafter.propose), jax.jit(emsjax.step), []
+    for _ in range(8):
+        asked = jnp.full(len(PROMPTS), BLOCK, jnp.int32)
+        args = (state.tokens, state.lengths, asked, state.keys, None)
+        draft, _ = propose(state.drafter_state, *args)
+        for sample, length in enumerate(np.asarray(state.lengths)):
+            tokens = np.asarray(state.tokens[sample, :length])
+            states = hidden_states(model, padded(tokens), case.taps)
+            drafted = np.asarray(draft.tokens[sample])
+            logits, _ = case.forward(tokens, [x[: length - 1] for x in states], drafted)
+            np.testing.assert_array_equal(drafted, logits.argmax(1))
+        state, info = step(model, drafter, state, **policy)
+        counts.append(info.num_accepted)
+    assert len({tuple(count.tolist()) for count in counts}) > 3  # ragged
+    assert np.sum(counts) > 10
+
+
+TARGETS = {"llama": llama_target, "opt": opt_target}
+WAYS = {
+    "refilled": ("llama", {"batch_size": 2, "draft_length": Pause()}),
+    "several, refilled": ("llama", {"num_sequences": 2, "batch_size": 3, **NEARLY_GREEDY}),
+    "several": ("opt", {"num_sequences": 2, **NEARLY_GREEDY}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_greedy_tokens_equal_plain_decoding(way, load):
+    target, options = WAYS[way]
+    model, drafter = TARGETS[target](), load("deepspec")
+    plain = emsjax.generate(model, PROMPTS, max_new_tokens=20).tokens
+    out = emsjax.generate(model, PROMPTS, drafter, max_new_tokens=20, **options)
+    repeats = options.get("num_sequences", 1)
+    np.testing.assert_array_equal(out.tokens, np.repeat(plain, repeats, axis=0))
+    assert out.stats.num_drafted.sum() > 100
+    if target == "llama":
+        assert out.stats.acceptance_rate > 0.15
+
+
+def test_drafts_of_a_sequence_do_not_depend_on_the_rest_of_the_batch(load):
+    options = {"max_new_tokens": 20, "draft_length": emsjax.FixedLength(3)}
+    drafter, model = load("deepspec"), llama_target()
+    together = emsjax.generate(model, PROMPTS, drafter, **options)
+    out = emsjax.generate(model, PROMPTS[2:3], drafter, **options)
+    for name in ("num_steps", "num_drafted", "num_accepted", "accepted_histogram"):
+        expected = getattr(together.stats, name)[2:3]
+        np.testing.assert_array_equal(getattr(out.stats, name), expected)
+
+
+def test_sampled_tokens_have_the_distribution_of_the_target(load):
+    """Also if drafts end where confidence drops."""
+    out = assert_same_distribution(
+        llama_target(),
+        load("deepspec", max_draft_tokens=2, min_confidence=0.4),
+        PROMPTS[2],
+        sampling=emsjax.Sampling(0.7, top_k=12),
+        key=jax.random.key(1),
+        detects=0.3,
+        batch_size=192,
+    )
+    assert 0 < out.stats.num_accepted.sum() < out.stats.num_drafted.sum()
+
+
+def test_a_saved_drafter_is_loaded_as_it_was(load, tmp_path):
+    for name in ("deepspec", "speculators-rnn", "speculators-gated", "speculators-dflash"):
+        drafter = load(name)
+        drafter.save_pretrained(tmp_path / name)
+        again = emsjax.BlockDrafter.from_pretrained(tmp_path / name)
+        assert jax.tree.structure(again) == jax.tree.structure(drafter)
+        assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), again, drafter))
+
+
+def test_arrays_of_the_target_are_shared_and_not_copied(load, tmp_path):
+    drafter, target = load("dflash"), llama_target()
+    drafter.save_pretrained(tmp_path)
+    again = emsjax.BlockDrafter.from_pretrained(tmp_path, target=target)
+    buffer = lambda array: array.unsafe_buffer_pointer()
+    for one in (drafter, again):
+        assert buffer(one.embeddings) == buffer(target.embed_tokens.embedding[...])
+        assert buffer(one.head) == buffer(target.lm_head.embedding[...])
+    with pytest.raises(ValueError, match="no embeddings and head of its own: give target"):
+        emsjax.BlockDrafter.from_pretrained(tmp_path)
+
+
+WRONG_FOLDERS = {
+    "another format": (
+        lambda config, tensors: config.update(architectures=["DominoDraftModel"]),
+        r"\[Qwen3DSparkModel\] \(DeepSpec\); found architectures \['DominoDraftModel'\]",
+    ),
+    "a window": (
+        lambda config, tensors: config.update(layer_types=["sliding_attention"] * 2),
+        "sliding windows and causal blocks are not supported",
+    ),
+    "no mask": (
+        lambda config, tensors: config.pop("mask_token_id"),
+        "mask_token_id must be given",
+    ),
+    "a mask that is no token": (
+        lambda config, tensors: config.update(mask_token_id=61),
+        r"mask_token_id must be a token id in 0..60",
+    ),
+    "another rank": (
+        lambda config, tensors: config.update(markov_rank=8),
+        r"markov_head.markov_w1.weight has shape \(61, 12\) instead of \(61, 8\)",
+    ),
+    "another head": (
+        lambda config, tensors: config.update(markov_head_type="deep"),
+        "markov_head_type must be one of gated, rnn, vanilla, not 'deep'",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_FOLDERS)
+def test_a_folder_that_does_not_fit_is_an_error_that_names_both_sides(wrong, tmp_path):
+    change, message = WRONG_FOLDERS[wrong]
+    config, tensors = copy.deepcopy(CASES["deepspec"].config), dict(CASES["deepspec"].tensors)
+    change(config, tensors)
+    with pytest.raises(ValueError, match=message):
+        emsjax.BlockDrafter.from_pretrained(write_folder(tmp_path / "it", config, tensors))
+
+
+def test_settings_that_make_no_sense_are_errors(load):
+    network = load("deepspec").network
+    with pytest.raises(ValueError, match="max_draft_tokens must be at most 4, as a block drafts"):
+        emsjax.BlockDrafter(network, max_draft_tokens=5)
+    with pytest.raises(ValueError, match=r"min_confidence must be in 0\.\.1, not 2"):
+        emsjax.BlockDrafter(network, min_confidence=2.0)
+    dflash = load("dflash")
+    with pytest.raises(ValueError, match="the drafter has no head that predicts"):
+        emsjax.BlockDrafter(dflash.network, None, dflash.shared, min_confidence=0.5)

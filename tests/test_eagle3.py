@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from feature_drafters import (
+    DRAFTED,
     LAYER_JSON,
     WIDTH,
+    Pause,
     attention,
     feed_forward,
     heads_of,
@@ -20,18 +22,18 @@ from feature_drafters import (
     llama_target,
     observed_rows,
     opt_target,
+    padded,
     rms_norm,
     softmax,
     write_folder,
 )
 from flax import nnx
-from toy import NEARLY_GREEDY, POSITIONS, VOCAB, ragged_prompts
+from toy import NEARLY_GREEDY, VOCAB, ragged_prompts
 
 import emsjax
 from emsjax.testing import assert_same_distribution
 
 PROMPTS = ragged_prompts([5, 12, 2, 9, 1])
-DRAFTED = np.sort(np.random.default_rng(2).permutation(VOCAB)[:49])  # ids that can be drafted
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
@@ -220,21 +222,6 @@ def test_drafts_follow_the_equations_in_every_published_format(name, load):
         assert (np.asarray(draft.probs)[sample, np.arange(count), drafted] > 0).all()
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Pause:
-    """A policy that drafts nothing in every third step, and as much as it may in the others."""
-
-    def init(self, batch, max_draft_tokens):
-        return jnp.zeros((), jnp.int32)
-
-    def lengths(self, state, view):
-        return jnp.full(view.active.shape, jnp.where(state % 3 == 1, 0, 4), jnp.int32)
-
-    def update(self, state, view, num_drafted, num_accepted):
-        return state + 1
-
-
 def test_drafts_follow_the_equations_in_every_step_of_a_generation(load):
     """In each step the drafts equal those of a drafter without state."""
     case, model, drafter = CASES["speculators"], llama_target(), load("speculators")
@@ -259,11 +246,6 @@ def test_drafts_follow_the_equations_in_every_step_of_a_generation(load):
         counts.append(info.num_accepted)
     assert len({tuple(count.tolist()) for count in counts}) > 3  # ragged
     assert np.sum(counts) > 10
-
-
-def padded(tokens):
-    """The tokens and others, so that the forward pass of the target is compiled once."""
-    return np.pad(tokens, (0, POSITIONS - len(tokens)))
 
 
 TARGETS = {"llama": llama_target, "opt": opt_target}
