@@ -314,13 +314,15 @@ def test_greedy_tokens_equal_plain_decoding(way, load):
 
 
 def test_drafts_of_a_sequence_do_not_depend_on_the_rest_of_the_batch(load):
+    """Alone, in a batch, and in slots that held other sequences before."""
     options = {"max_new_tokens": 20, "draft_length": emsjax.FixedLength(3)}
     drafter, model = load("deepspec"), llama_target()
     together = emsjax.generate(model, PROMPTS, drafter, **options)
-    out = emsjax.generate(model, PROMPTS[2:3], drafter, **options)
-    for name in ("num_steps", "num_drafted", "num_accepted", "accepted_histogram"):
-        expected = getattr(together.stats, name)[2:3]
-        np.testing.assert_array_equal(getattr(out.stats, name), expected)
+    for chosen, more in (([2], {}), ([4, 3, 2, 1, 0], {"batch_size": 2})):
+        out = emsjax.generate(model, [PROMPTS[i] for i in chosen], drafter, **options, **more)
+        for name in ("num_steps", "num_drafted", "num_accepted", "accepted_histogram"):
+            expected = getattr(together.stats, name)[chosen]
+            np.testing.assert_array_equal(getattr(out.stats, name), expected)
 
 
 def test_sampled_tokens_have_the_distribution_of_the_target(load):

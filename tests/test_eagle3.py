@@ -251,8 +251,7 @@ def test_drafts_follow_the_equations_in_every_step_of_a_generation(load):
 TARGETS = {"llama": llama_target, "opt": opt_target}
 WAYS = {
     "at once": ("llama", {}),
-    "refilled": ("llama", {"batch_size": 2}),
-    "with pauses": ("llama", {"draft_length": Pause()}),
+    "refilled, with pauses": ("llama", {"batch_size": 2, "draft_length": Pause()}),
     "several, refilled": ("llama", {"num_sequences": 2, "batch_size": 3, **NEARLY_GREEDY}),
     "several": ("opt", {"num_sequences": 2, **NEARLY_GREEDY}),
     "heuristic": ("opt", {"draft_length": emsjax.BassHeuristic(), "batch_size": 3}),
@@ -284,12 +283,12 @@ def test_greedy_tokens_equal_plain_decoding(way, load, plain):
 
 
 def test_drafts_of_a_sequence_do_not_depend_on_the_rest_of_the_batch(load):
+    """Alone, in a batch, and in slots that held other sequences before."""
     options = {"max_new_tokens": 20, "draft_length": emsjax.FixedLength(3)}
     drafter, model = load("speculators"), llama_target()
     together = emsjax.generate(model, PROMPTS, drafter, **options)
-    for prompts in (PROMPTS[2:3], PROMPTS[::-1]):
-        out = emsjax.generate(model, prompts, drafter, **options)
-        chosen = [2] if len(prompts) == 1 else slice(None, None, -1)
+    for chosen, more in (([2], {}), ([4, 3, 2, 1, 0], {"batch_size": 2})):
+        out = emsjax.generate(model, [PROMPTS[i] for i in chosen], drafter, **options, **more)
         for name in ("num_steps", "num_drafted", "num_accepted", "accepted_histogram"):
             expected = getattr(together.stats, name)[chosen]
             np.testing.assert_array_equal(getattr(out.stats, name), expected)
