@@ -23,9 +23,9 @@ from jaxtyping import Array, Bool, Float, Int32
 from emsjax.checks import check_number
 from emsjax.decode.base import Draft, ObservedRows
 from emsjax.decode.cache import KVCache
-from emsjax.decode.pack import AcceptedPath, PackedRows, pack
+from emsjax.decode.pack import pack
 from emsjax.drafters.block_network import BlockNetwork
-from emsjax.drafters.feature_drafter import FeatureDrafter, GrowingDraft, Randomness, Shared
+from emsjax.drafters.feature_drafter import FeatureDrafter, GrowingDraft, Randomness, Shared, append
 from emsjax.drafters.feature_files import DrafterFormat, load, save
 from emsjax.drafters.feature_formats import block_config, block_json
 from emsjax.drafters.feature_network import embed, head_logits
@@ -170,16 +170,9 @@ class BlockDrafter(FeatureDrafter):
         self, state: KVCache, rows: ObservedRows, taps: tuple[Float[Array, "r e"], ...]
     ) -> KVCache:
         """Writes keys and values of the rows' hidden states in every layer."""
-        network, batch = self.network, state.lengths.shape[0]
-        (turn,) = network.architecture.rotaries
-        fresh = network.context(taps, angles(turn, rows.positions))
-        kept = rows.segment_ids < batch
-        of_sample = rows.segment_ids == jnp.arange(batch, dtype=jnp.int32)[:, None]
-        counts = jnp.sum(of_sample, axis=1, dtype=jnp.int32)
-        packed = PackedRows(rows.segment_ids, rows.positions, jnp.zeros_like(counts), counts)
-        ranks = rows.positions - take(state.lengths, packed.samples)
-        path = AcceptedPath(jnp.where(kept, ranks, -1), counts)
-        return state.commit(fresh, packed, path, self.kernels.update)
+        (turn,) = self.network.architecture.rotaries
+        fresh = self.network.context(taps, angles(turn, rows.positions))
+        return append(state, fresh, rows.segment_ids, rows.positions, self.kernels.update)
 
     def propose(
         self,

@@ -22,7 +22,7 @@ from emsjax.decode.base import Draft, ObservedRows
 from emsjax.decode.cache import KVCache
 from emsjax.decode.pack import AcceptedPath, PackedRows, pack
 from emsjax.drafters.eagle3_network import Eagle3Network
-from emsjax.drafters.feature_drafter import FeatureDrafter, Randomness, Shared
+from emsjax.drafters.feature_drafter import FeatureDrafter, Randomness, Shared, append
 from emsjax.drafters.feature_files import DrafterFormat, load, save
 from emsjax.drafters.feature_formats import eagle3_config, eagle3_json
 from emsjax.drafters.feature_network import embed, head_logits
@@ -61,9 +61,9 @@ class Eagle3State:
 class Eagle3(FeatureDrafter):
     """Drafts tokens with one layer that reads the target's hidden states.
 
-    The layer runs over the rows of every call of the target, so that its state is up to date
-    whether or not a sample drafts. Temperature, top-k, top-p and logits processors apply to the
-    drafter's distribution as to the target's.
+    Keys and values of all tokens are computed in every call of the target, so that the state is up
+    to date whether or not a sample drafts. Temperature, top-k, top-p and logits processors apply to
+    the drafter's distribution as to the target's.
 
     `from_pretrained` loads published drafters.
 
@@ -164,18 +164,31 @@ class Eagle3(FeatureDrafter):
     def observe(
         self, state: Eagle3State, rows: ObservedRows, taps: tuple[Float[Array, "r e"], ...]
     ) -> Eagle3State:
-        """Runs the layer over the pairs that the rows complete, and keeps the last features."""
-        features = self.network.feature(taps)
-        batch, num_rows = state.feature.shape[0], rows.segment_ids.shape[0]
-        pairs = _pairs(rows, batch)
-        own, before = (take(features, index) for index in (pairs.last, pairs.before))
-        samples = jnp.minimum(take(rows.segment_ids, pairs.rows), batch - 1)
-        before = jnp.where(pairs.is_first[:, None], take(state.feature, samples), before)
-        packed = pack(state.cache.lengths, pairs.counts, num_rows)
-        token_ids = take(rows.token_ids, pairs.rows)
-        _, cache = self._run(state.cache, token_ids, before, packed, None)
-        feature = jnp.where(pairs.has_rows[:, None], own, state.feature)
-        return Eagle3State(cache, feature)
+        """Writes keys and values of the pairs that rows complete, and keeps the last features."""
+        features, ids = self.network.feature(taps), rows.segment_ids
+        batch, count = state.feature.shape[0], ids.shape[0]
+        index = jnp.arange(count, dtype=jnp.int32)
+        # A row's pair has the feature of the committed row before, which may be of an earlier call.
+        # Rejected rows may lie between them.
+        latest = lax.cummax(jnp.where(ids < batch, index, -1))
+        before = jnp.concatenate([jnp.full(1, -1, jnp.int32), latest[:-1]])
+        is_here = (before >= 0) & (take(ids, jnp.maximum(before, 0)) == ids)
+        pending = take(state.feature, jnp.minimum(ids, batch - 1))
+        here = take(features, jnp.maximum(before, 0))
+        # The keys and values of a single layer depend on the pairs alone.
+        (layer,), (turn,) = self.network.layers, self.network.architecture.rotaries
+        places = jnp.maximum(rows.positions - 1, 0)
+        qkv = layer.context(
+            jnp.where(is_here[:, None], here, pending),
+            embed(self.embeddings, rows.token_ids),
+            angles(turn, places),
+        )
+        pairs = jnp.where(rows.positions > 0, ids, batch)  # a sample's first row completes none
+        cache = append(state.cache, (qkv,), pairs, places, self.kernels.update)
+        of_sample = ids == jnp.arange(batch, dtype=jnp.int32)[:, None]
+        last = jnp.max(jnp.where(of_sample, index, -1), axis=1)
+        new = take(features, jnp.maximum(last, 0))
+        return Eagle3State(cache, jnp.where(last[:, None] < 0, state.feature, new))
 
     def propose(
         self,
@@ -201,7 +214,7 @@ class Eagle3(FeatureDrafter):
             active = step < draft.counts
             rows = pack(cache.lengths, active.astype(jnp.int32), batch)
             hidden, cache = self._run(
-                cache, take(token, rows.samples), take(feature, rows.samples), rows, 1
+                cache, take(token, rows.samples), take(feature, rows.samples), rows
             )
             hidden = take(hidden, jnp.clip(rows.offsets, 0, batch - 1))  # of each sample
             normed = self.network.final_norm(hidden)
@@ -219,66 +232,18 @@ class Eagle3(FeatureDrafter):
         return draft.finished(), dataclasses.replace(state, cache=cache)
 
     def _run(
-        self, cache: KVCache, token_ids, features, rows: PackedRows, max_rows: int | None
+        self, cache: KVCache, token_ids, features, rows: PackedRows
     ) -> tuple[Float[Array, "r e"], KVCache]:
-        """The layer's output for pairs, whose keys and values are committed."""
-        network, kernels = self.network, self.kernels
-        (cached,), (turn,) = cache.layers, network.architecture.rotaries
+        """The layer's output for one pair of every sample, whose keys and values are committed."""
+        kernels = self.kernels
+        (layer,), (cached,) = self.network.layers, cache.layers
 
         def see(qkv, kind):
-            limited = lambda most: attend(
-                kernels.attention, qkv, cached, rows, cache.visible, max_rows_per_sample=most
-            )
-            return self._limited(limited, rows) if max_rows is None else limited(max_rows)
+            options = {"max_rows_per_sample": 1}
+            return attend(kernels.attention, qkv, cached, rows, cache.visible, **options)
 
-        (layer,) = network.layers
+        (turn,) = self.network.architecture.rotaries
         embeddings = embed(self.embeddings, token_ids)
         hidden, qkv = layer(features, embeddings, angles(turn, rows.positions), see)
         path = AcceptedPath.prefix(rows, rows.counts)
         return hidden, cache.commit((qkv,), rows, path, kernels.update)
-
-
-@pytree
-class _Pairs:
-    """Which rows of a call complete pairs, side by side in the order of the samples.
-
-    Attributes:
-        rows: the row of each pair's token.
-        before: the row of each pair's feature, if that row is in the call.
-        is_first: whether it is not: the sample's pending feature is the pair's.
-        counts: pairs of each sample.
-        last: the last row of each sample.
-        has_rows: samples that have rows.
-    """
-
-    rows: Int32[Array, "r"]
-    before: Int32[Array, "r"]
-    is_first: Bool[Array, "r"]
-    counts: Int32[Array, "b"]
-    last: Int32[Array, "b"]
-    has_rows: Bool[Array, "b"]
-
-
-def _pairs(rows: ObservedRows, batch: int) -> _Pairs:
-    """The pairs of a call's committed rows.
-
-    A sample's committed rows are in the order of their places, but others may lie between them.
-    """
-    segment_ids = rows.segment_ids
-    kept = jnp.argsort(segment_ids == batch, stable=True)  # the committed rows first
-    sample, place = take(segment_ids, kept), take(rows.positions, kept)
-    before = jnp.concatenate([kept[:1], kept[:-1]])
-    previous = jnp.concatenate([jnp.full(1, -1, jnp.int32), sample[:-1]])
-    is_pair = (sample < batch) & (place > 0)
-    of_pairs = jnp.argsort(~is_pair, stable=True)
-    total = lambda mask: jnp.sum(mask & (sample == jnp.arange(batch)[:, None]), 1, jnp.int32)
-    num_rows = total(sample < batch)
-    last = take(kept, jnp.maximum(jnp.cumsum(num_rows, dtype=jnp.int32) - 1, 0))
-    return _Pairs(
-        rows=take(kept, of_pairs),
-        before=take(before, of_pairs),
-        is_first=take(sample != previous, of_pairs),
-        counts=total(is_pair),
-        last=last,
-        has_rows=num_rows > 0,
-    )

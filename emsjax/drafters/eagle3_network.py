@@ -80,12 +80,23 @@ class Eagle3Layer(DecoderLayer):
         attention: Callable,
     ) -> tuple[Float[Array, "r e"], Float[Array, "r h d"]]:
         """The layer's output in float32, and the rows' queries, keys and values."""
-        normed = self.feature_norm(features)
-        pair = jnp.concatenate([self.attention_norm(embeddings), normed], axis=-1)
+        normed, pair = self._normalised(features, embeddings)
         y, qkv = self.attend(pair, angles, attention)
         x = (normed if self.norm_before_residual else features).astype(jnp.float32)
         x, h = add_norm(self.ffn_norm, x, y)
         return residual_stream(self.architecture.norm, x, self.feed_forward(h)), qkv
+
+    def context(
+        self, features: Float[Array, "r e"], embeddings: Float[Array, "r e"], angles: Angles
+    ) -> Float[Array, "r h d"]:
+        """The rows' queries, keys and values, which do not depend on what they attend to."""
+        _, pair = self._normalised(features, embeddings)
+        queries = lambda qkv, kind: qkv[:, : self.architecture.heads]  # nothing is attended to
+        return self.attend(pair, angles, queries)[1]
+
+    def _normalised(self, features, embeddings):
+        normed = self.feature_norm(features)
+        return normed, jnp.concatenate([self.attention_norm(embeddings), normed], axis=-1)
 
 
 class Eagle3Network(FeatureNetwork):

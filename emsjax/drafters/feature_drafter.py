@@ -8,18 +8,19 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int32, Key
 
 from emsjax.checks import MOST, check_at_least
 from emsjax.decode.base import Draft, Drafter, ModelConfig
+from emsjax.decode.cache import KVCache
 from emsjax.decode.kernels import Kernels, resolve_kernels
-from emsjax.decode.pack import PackedRows
+from emsjax.decode.pack import AcceptedPath, PackedRows
 from emsjax.device import tree_bytes
 from emsjax.drafters.feature_network import FeatureNetwork
 from emsjax.sampling import Purpose, Sampling, draw, position_keys, softmax, warp
 from emsjax.sampling.processors import Processing
 from emsjax.values import pytree
+from pallas_kernels.common.indexing import take
 
 
 class Shared(NamedTuple):
@@ -190,19 +191,6 @@ class FeatureDrafter(Drafter):
     def _vocab_size(self) -> int:
         return self.network.config.architecture.vocab_size
 
-    def _limited(self, attention: Callable, rows: PackedRows) -> Array:
-        """Attention of the rows of a call of the target, which verifies drafts or feeds prompts.
-
-        Args:
-            attention: takes a static limit of rows per sample; None: there is none. Small limits
-                are faster.
-        """
-        few = self.max_draft_tokens + 1
-        if rows.segment_ids.shape[0] > few * rows.counts.shape[0]:
-            return attention(None)
-        many = jnp.any(rows.counts > few)
-        return lax.cond(many, lambda: attention(None), lambda: attention(few))
-
     def _begin(self, counts: Int32[Array, "b"], sampling: Sampling | None) -> GrowingDraft:
         """A draft without tokens, of which sample s wants counts[s]."""
         block = (counts.shape[0], self.max_draft_tokens)
@@ -248,3 +236,26 @@ class FeatureDrafter(Drafter):
 
 
 _CHILDREN = ("network", "draft_ids", "shared")
+
+
+def append(
+    cache: KVCache,
+    fresh: tuple[Float[Array, "r h d"], ...],
+    segment_ids: Int32[Array, "r"],
+    places: Int32[Array, "r"],
+    update: Callable,
+) -> KVCache:
+    """The cache with rows of a call of the target, each sample's behind its committed ones.
+
+    Args:
+        fresh: queries, keys and values of the rows in every layer.
+        segment_ids: sample of each row; the number of samples for rows that are ignored.
+        places: place of each row in its sample.
+        update: see `KVCache.commit`.
+    """
+    samples = jnp.arange(cache.lengths.shape[0], dtype=jnp.int32)
+    counts = jnp.sum(segment_ids == samples[:, None], axis=1, dtype=jnp.int32)
+    rows = PackedRows(segment_ids, places, jnp.zeros_like(counts), counts)
+    ranks = places - take(cache.lengths, rows.samples)
+    path = AcceptedPath(jnp.where(segment_ids < len(samples), ranks, -1), counts)
+    return cache.commit(fresh, rows, path, update)
