@@ -137,18 +137,18 @@ def observed_rows(states, sequences, spans, rejected):
 
     Args:
         states: the hidden states of each sequence, by tap.
-        rejected: number of rejected rows behind each sample's.
+        rejected: number of rejected rows behind each sample's first row, as in a tree of drafts.
     """
     batch = len(sequences)
     tokens, samples, places, taps = [], [], [], [[] for _ in states[0]]
     for sample, (start, stop) in enumerate(spans):
-        for place in range(start, stop + rejected[sample]):
-            kept = place < stop
-            tokens.append(sequences[sample][place] if kept else 7)
-            samples.append(sample if kept else batch)
+        kept = [(place, True) for place in range(start, stop)]
+        for place, is_kept in [*kept[:1], *[(start + 1, False)] * rejected[sample], *kept[1:]]:
+            tokens.append(sequences[sample][place] if is_kept else 7)
+            samples.append(sample if is_kept else batch)
             places.append(place)
             for tap, state in zip(taps, states[sample], strict=True):
-                tap.append(state[place] if kept else np.full(WIDTH, 1e3))
+                tap.append(state[place] if is_kept else np.full(WIDTH, 1e3))
     as_ids = lambda ids: jnp.asarray(ids, jnp.int32)
     rows = ObservedRows(as_ids(tokens), as_ids(samples), as_ids(places))
     return rows, tuple(jnp.asarray(np.array(tap), jnp.float32) for tap in taps)

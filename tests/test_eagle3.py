@@ -202,7 +202,7 @@ def test_drafts_follow_the_equations_in_every_published_format(name, load):
     rejections = [(0, 0, 0, 0), (2, 0, 3, 1), (0, 1, 2, 0)]  # rows behind them
     observe, propose = jax.jit(drafter.observe), jax.jit(drafter.propose)
     keys, sampling = jax.random.split(jax.random.key(3), batch), emsjax.Sampling(1.0).expand(batch)
-    asked = jnp.array([4, 2, 3, 0], jnp.int32)
+    asked = jnp.array([4, 2, 3, 1], jnp.int32)
     for (before, after), rejected in zip(itertools.pairwise(cuts), rejections, strict=True):
         spans = list(zip(before, after, strict=True))
         call = observed_rows(states, sequences, spans, rejected)
