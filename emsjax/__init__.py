@@ -5,7 +5,16 @@ from emsjax import constraints, ray, vanilla, verification
 from emsjax.decode.base import Draft, Drafter, DraftLength, StepView
 from emsjax.decode.state import DecodeState, StepInfo
 from emsjax.device import best_dtype
-from emsjax.drafters import DraftModel, Mixed, PromptLookup, SelfDraft, SuffixDrafter, SuffixMemory
+from emsjax.drafters import (
+    BlockDrafter,
+    DraftModel,
+    Eagle3,
+    Mixed,
+    PromptLookup,
+    SelfDraft,
+    SuffixDrafter,
+    SuffixMemory,
+)
 from emsjax.engine.completions import Completion
 from emsjax.engine.output import GenerateOutput, Stats, TopLogprobs, rank_by_mean_logprob
 from emsjax.generation import generate, init_state, step
@@ -35,6 +44,7 @@ __all__ = [
     "OPT",
     "BassHeuristic",
     "BatchSizeTable",
+    "BlockDrafter",
     "CodeGenConfig",
     "Completion",
     "CostCapped",
@@ -44,6 +54,7 @@ __all__ = [
     "DraftLength",
     "DraftModel",
     "Drafter",
+    "Eagle3",
     "Engine",
     "FixedLength",
     "GPT2Config",
