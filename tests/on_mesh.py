@@ -81,7 +81,7 @@ def draft_model() -> Decoder:
 DRAFTERS = {
     "plain": lambda: (None, None),
     "lookup": lambda: (LOOKUP(), emsjax.BassHeuristic()),
-    "suffix": lambda: (emsjax.SuffixDrafter(3), None),
+    "suffix": lambda: (emsjax.SuffixDrafter(4, branches=2), None),  # trees
     "replicated": lambda: (emsjax.DraftModel(whole().replicate(FOUR), 3), None),
     "split": lambda: (emsjax.DraftModel(split(), 4), emsjax.BatchSizeTable({1: 4, 3: 2})),
 }
@@ -101,8 +101,11 @@ def test_logits_tokens_of_every_family(variant, tmp_path):
     assert_close(logits, golden()[f"{variant}.logits"])
 
 
-@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(
+    ("drafter", "options"),
+    [(name, {}) for name in DRAFTERS] + [(name, SAMPLED) for name in ("lookup", "split")],
+    ids=lambda value: value if isinstance(value, str) else "sampled" if value else "greedy",
+)
 def test_tokens_equal_those_of_one_device(drafter, options):
     prompts, options = ragged_prompts(LENGTHS), {"max_new_tokens": 16, **options}
     drafter, policy = DRAFTERS[drafter]()

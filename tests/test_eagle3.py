@@ -246,6 +246,38 @@ def test_drafts_follow_the_equations_in_every_step_of_a_generation(load):
     assert np.sum(counts) > 10
 
 
+def test_trees_have_the_likeliest_candidates_in_every_step_of_a_generation(load):
+    """Also after steps that accepted a candidate beside the likeliest one."""
+    case, model, drafter = CASES["speculators"], llama_target(), load("speculators")
+    drafter = drafter._with(max_draft_tokens=18, branches=6)
+    state = emsjax.init_state(model, drafter, PROMPTS, max_new_tokens=24)
+    propose, step, beside = jax.jit(drafter.propose), jax.jit(emsjax.step), 0
+    for _ in range(7):
+        asked = jnp.full(len(PROMPTS), 3, jnp.int32)
+        args = (state.tokens, state.lengths, asked, state.keys, None)
+        draft, _ = propose(state.drafter_state, *args)
+        firsts = []
+        for sample, length in enumerate(np.asarray(state.lengths)):
+            tokens = np.asarray(state.tokens[sample, :length])
+            parents, drafted = np.asarray(draft.parents[sample]), np.asarray(draft.tokens[sample])
+            firsts.append(drafted[0])
+            if length == 1:
+                continue
+            states = hidden_states(model, padded(tokens[:-1]), case.taps)
+            states = [x[: length - 1] for x in states]
+            chain, node = [], -1
+            for _ in range(3):
+                logits = case.forward([*tokens, *chain], states, len(chain))[-1]
+                children = np.flatnonzero(parents == node)
+                best = np.argsort(-logits)[:6]
+                np.testing.assert_array_equal(drafted[children], best)
+                node, chain = children[0], [*chain, best[0]]
+        state, info = step(model, drafter, state)
+        accepted = np.asarray(info.num_accepted) > 0
+        beside += np.sum(accepted & (np.asarray(info.tokens[:, 0]) != firsts))
+    assert beside > 0
+
+
 TARGETS = {"llama": llama_target, "opt": opt_target}
 WAYS = {
     "at once": ("llama", {}),
@@ -253,6 +285,7 @@ WAYS = {
     "several, refilled": ("llama", {"num_sequences": 2, "batch_size": 3, **NEARLY_GREEDY}),
     "several": ("opt", {"num_sequences": 2, **NEARLY_GREEDY}),
     "heuristic": ("opt", {"draft_length": emsjax.BassHeuristic(), "batch_size": 3}),
+    "trees": ("llama", {"batch_size": 2, "branches": 2}),
 }
 
 
@@ -270,14 +303,15 @@ def plain():
 @pytest.mark.parametrize("way", WAYS)
 def test_greedy_tokens_equal_plain_decoding(way, load, plain):
     target, options = WAYS[way]
-    out = emsjax.generate(
-        TARGETS[target](), PROMPTS, load("speculators"), max_new_tokens=20, **options
-    )
+    drafter, options = load("speculators"), dict(options)
+    if branches := options.pop("branches", None):
+        drafter = drafter._with(branches=branches, max_draft_tokens=6)
+    out = emsjax.generate(TARGETS[target](), PROMPTS, drafter, max_new_tokens=20, **options)
     repeats = options.get("num_sequences", 1)
     np.testing.assert_array_equal(out.tokens, np.repeat(plain(target), repeats, axis=0))
     assert out.stats.num_drafted.sum() > 100
     if target == "llama":
-        assert out.stats.acceptance_rate > 0.15
+        assert out.stats.acceptance_rate > 0.15 / (branches or 1)
 
 
 def test_drafts_of_a_sequence_do_not_depend_on_the_rest_of_the_batch(load):

@@ -51,7 +51,7 @@ def settings(devices: int) -> dict[str, str]:
     return kept | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
 
 
-@pytest.mark.parametrize("part", ["groups", "tokens", "logits", "memory", "errors"])
+@pytest.mark.parametrize("part", ["logits", "groups", "tokens", "memory", "errors"])
 def test_on_four_devices(part):
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", str(TESTS / "on_mesh.py")]
     run = subprocess.run(

@@ -192,7 +192,8 @@ class BlockDrafter(FeatureDrafter):
             hidden = self._run(state, last, wanted > 0)
             return self._choose(begun, hidden, last, lengths, randomness)
 
-        return lax.cond(jnp.any(wanted > 0), draft, lambda: begun).finished(), state
+        drafted = lax.cond(jnp.any(wanted > 0), draft, lambda: begun)
+        return drafted.finished(self.max_draft_tokens), state
 
     def _run(
         self, state: KVCache, last: Int32[Array, "b"], active: Bool[Array, "b"]

@@ -2,12 +2,11 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Int32
 
 from emsjax.checks import MOST, check_at_least
 from emsjax.decode.base import Draft, Drafter, Model, ModelConfig
@@ -16,10 +15,10 @@ from emsjax.decode.kernels import resolve_kernels
 from emsjax.decode.pack import AcceptedPath, pack
 from emsjax.decode.prefill import prefill
 from emsjax.device import tree_bytes
+from emsjax.drafters.candidates import Candidates
 from emsjax.engine.adapt import check_is_model
-from emsjax.sampling import Purpose, draw, log_softmax, position_keys, softmax, warp
+from emsjax.sampling import Purpose, draw, position_keys, softmax, warp
 from emsjax.sampling.processors import Processing
-from emsjax.trees import most_likely
 from pallas_kernels.common.indexing import take
 
 DEFAULT_DRAFT_TOKENS = 4
@@ -163,7 +162,7 @@ class DraftModel(Drafter):
         draft_lengths = jnp.minimum(draft_lengths, k)
         vocab_size = self.vocab_size or self.draft_model.config.vocab_size
         probs = None if sampling is None else jnp.zeros((batch, k, vocab_size), jnp.float32)
-        if self.branches > 1:
+        if self.branches > 1:  # what is known of each step is kept in the place of probabilities
             probs = Candidates.none(batch, k, self.branches)
         drafts = jnp.zeros((batch, k), jnp.int32)
         start = (jnp.zeros((), jnp.int32), draft_lengths, tokens, drafts, probs, state)
@@ -258,35 +257,3 @@ class DraftModel(Drafter):
     def _prefill(self, cache: KVCache, tokens, lengths) -> KVCache:
         kernels = resolve_kernels(self.attention_implementation)
         return prefill(self.draft_model, cache, tokens, lengths, kernels=kernels)
-
-
-class Candidates(NamedTuple):
-    """The likeliest tokens after each token of a chain of the likeliest ones; m candidates."""
-
-    tokens: Int32[Array, "b k m"]
-    probs: Float[Array, "b k m"]  # of each token, given the chain before it
-
-    @classmethod
-    def none(cls, batch: int, k: int, branches: int) -> "Candidates":
-        shape = (batch, k, branches)
-        return cls(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
-
-    def with_logits(self, logits: Float[Array, "b v"], step: Int32[Array, ""]) -> "Candidates":
-        """The candidates with those of one more step."""
-        best, tokens = lax.top_k(log_softmax(logits), self.tokens.shape[2])
-        probs = jnp.where(jnp.isfinite(best), jnp.exp(jnp.minimum(best, 0)), 0)
-        return Candidates(self.tokens.at[:, step].set(tokens), self.probs.at[:, step].set(probs))
-
-    def tree(self, depths: Int32[Array, "b"], k: int) -> Draft:
-        """The k likeliest paths of up to depths[s] tokens, the likeliest first."""
-        batch, depth, m = self.tokens.shape
-        at = jnp.arange(depth)
-        chain = jnp.cumprod(self.probs[:, :, 0], axis=1)
-        scores = self.probs * jnp.pad(chain[:, :-1], ((0, 0), (1, 0)), constant_values=1)[..., None]
-        scores = jnp.where((at < depths[:, None])[..., None], scores, 0)
-        parents = jnp.broadcast_to(jnp.where(at > 0, (at - 1) * m, -1)[:, None], (batch, depth, m))
-        flat = lambda x: jnp.pad(x.reshape(batch, -1), ((0, 0), (0, max(0, k - depth * m))))
-        tokens, parents, counts = most_likely(
-            flat(scores), flat(self.tokens), flat(parents.astype(jnp.int32)), k
-        )
-        return Draft(tokens, counts, parents=parents)

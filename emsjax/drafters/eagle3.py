@@ -18,6 +18,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32
 
+from emsjax.checks import check_at_least
 from emsjax.decode.base import Draft, ObservedRows
 from emsjax.decode.cache import KVCache
 from emsjax.decode.pack import AcceptedPath, PackedRows, pack
@@ -75,10 +76,12 @@ class Eagle3(FeatureDrafter):
         max_draft_tokens: limit per sample and step; None: the draft-length policy's limit, or
             4 if the policy has none.
         attention_implementation: as for `generate`.
+        branches: candidates for each token; 1: the draft is a chain. In a tree the likeliest tokens
+            go on, as in that of a `DraftModel`.
 
     Raises:
-        ValueError: `max_draft_tokens` is below 1, the arrays do not fit the network, or the
-            attention is unknown.
+        ValueError: `max_draft_tokens` is below 1, there are more branches than tokens, the arrays
+            do not fit the network, or the attention is unknown.
 
     Reference: arXiv 2503.01840; the norms of EAGLE 3.1, arXiv 2605.09992.
     """
@@ -93,6 +96,7 @@ class Eagle3(FeatureDrafter):
         *,
         max_draft_tokens: int | None = None,
         attention_implementation: str | Callable | None = None,
+        branches: int = 1,
     ):
         super().__init__(
             network,
@@ -102,6 +106,7 @@ class Eagle3(FeatureDrafter):
             has_own_limit=max_draft_tokens is not None,
             attention_implementation=attention_implementation,
         )
+        self.branches = check_at_least("branches", branches, 1, self.max_draft_tokens)
 
     @classmethod
     def from_pretrained(
@@ -112,6 +117,7 @@ class Eagle3(FeatureDrafter):
         dtype: DTypeLike | None = None,
         revision: str | None = None,
         max_draft_tokens: int | None = None,
+        branches: int = 1,
         attention_implementation: str | Callable | None = None,
     ) -> "Eagle3":
         """Loads a drafter in the format of speculators (vLLM), SpecForge (SGLang) or DeepSpec.
@@ -124,7 +130,7 @@ class Eagle3(FeatureDrafter):
             dtype: bfloat16, float16 or float32; None: the target's, or without a target what suits
                 the device. It must be the target's where arrays are shared.
             revision: a branch, tag or commit of the repository.
-            max_draft_tokens, attention_implementation: see `Eagle3`.
+            max_draft_tokens, branches, attention_implementation: see `Eagle3`.
 
         Raises:
             ValueError: the format is another one or has parts that are not supported; there is no
@@ -136,6 +142,7 @@ class Eagle3(FeatureDrafter):
         drafter = cls(
             *parts,
             max_draft_tokens=max_draft_tokens,
+            branches=branches,
             attention_implementation=attention_implementation,
         )
         if target is not None:
@@ -201,7 +208,7 @@ class Eagle3(FeatureDrafter):
     ) -> tuple[Draft, Eagle3State]:
         batch = tokens.shape[0]
         # A sample of one token has no feature yet.
-        wanted = jnp.where(lengths > 1, jnp.minimum(draft_lengths, self.max_draft_tokens), 0)
+        wanted = jnp.where(lengths > 1, jnp.minimum(draft_lengths, self.max_depth), 0)
         last = take(tokens, jnp.arange(batch), jnp.maximum(lengths - 1, 0))
         randomness = Randomness(keys, sampling)
 
@@ -229,7 +236,7 @@ class Eagle3(FeatureDrafter):
         _, draft, _, _, cache = lax.while_loop(unfinished, advance, start)
         # The keys and values of drafts are left behind the committed ones, and written over.
         cache = dataclasses.replace(cache, lengths=state.cache.lengths)
-        return draft.finished(), dataclasses.replace(state, cache=cache)
+        return draft.finished(self.max_draft_tokens), dataclasses.replace(state, cache=cache)
 
     def _run(
         self, cache: KVCache, token_ids, features, rows: PackedRows

@@ -16,6 +16,7 @@ from emsjax.decode.cache import KVCache
 from emsjax.decode.kernels import Kernels, resolve_kernels
 from emsjax.decode.pack import AcceptedPath, PackedRows
 from emsjax.device import tree_bytes
+from emsjax.drafters.candidates import Candidates
 from emsjax.drafters.feature_network import FeatureNetwork
 from emsjax.sampling import Purpose, Sampling, draw, position_keys, softmax, warp
 from emsjax.sampling.processors import Processing
@@ -47,14 +48,18 @@ class GrowingDraft:
     """A draft that grows by a token of every sample at a time.
 
     Attributes:
-        tokens, counts, probs: as in a `Draft`; `counts` is what each sample wants.
+        tokens, counts, probs: as in a `Draft`; `counts` is what each sample wants. For a tree,
+            these are the likeliest tokens, and instead of `probs` the candidates for each.
     """
 
     tokens: Int32[Array, "b k"]
     counts: Int32[Array, "b"]
-    probs: Float[Array, "b k v"] | None
+    probs: Float[Array, "b k v"] | Candidates | None
 
-    def finished(self) -> Draft:
+    def finished(self, most: int) -> Draft:
+        """The draft, of up to `most` tokens."""
+        if isinstance(self.probs, Candidates):
+            return self.probs.tree(self.counts, most)
         return Draft(self.tokens, self.counts, self.probs)
 
 
@@ -65,7 +70,10 @@ class FeatureDrafter(Drafter):
         network: the network.
         draft_ids: the target's id of each token that the network can draft; None: all, in order.
         shared: arrays of the target.
+        branches: candidates for each token; 1: drafts are chains.
     """
+
+    branches: int = 1
 
     def __init__(
         self,
@@ -150,6 +158,11 @@ class FeatureDrafter(Drafter):
         own = self.network.lm_head
         return self.shared.head if own is None else own.embedding[...]
 
+    @property
+    def max_depth(self) -> int:
+        """The most tokens on a path of the draft."""
+        return max(1, self.max_draft_tokens // self.branches)
+
     def with_limit(self, max_draft_tokens: int) -> "FeatureDrafter":
         """Returns the drafter with this limit, unless it was created with its own."""
         return self if self.has_own_limit else self._with(max_draft_tokens=max_draft_tokens)
@@ -185,7 +198,8 @@ class FeatureDrafter(Drafter):
         """Bytes per sample for the state and the distributions of one step's drafts."""
         prompts, lengths = jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32)
         leaves = lambda: jax.tree.leaves(self.init(prompts, lengths, max_len))
-        return tree_bytes(jax.eval_shape(leaves)) + 2 * self.max_draft_tokens * self._vocab_size * 4
+        probs = 2 * self.max_draft_tokens * self._vocab_size * 4 if self.branches == 1 else 0
+        return tree_bytes(jax.eval_shape(leaves)) + probs
 
     @property
     def _vocab_size(self) -> int:
@@ -193,8 +207,10 @@ class FeatureDrafter(Drafter):
 
     def _begin(self, counts: Int32[Array, "b"], sampling: Sampling | None) -> GrowingDraft:
         """A draft without tokens, of which sample s wants counts[s]."""
-        block = (counts.shape[0], self.max_draft_tokens)
+        block = (counts.shape[0], self.max_depth)
         probs = None if sampling is None else jnp.zeros((*block, self._vocab_size), jnp.float32)
+        if self.branches > 1:
+            probs = Candidates.none(*block, self.branches)
         return GrowingDraft(jnp.zeros(block, jnp.int32), counts, probs)
 
     def _extend(
@@ -217,10 +233,14 @@ class FeatureDrafter(Drafter):
             stuck = jnp.all(logits == -jnp.inf, axis=-1)
             counts = jnp.where(stuck, jnp.minimum(counts, step), counts)
         keys, sampling = randomness
-        if sampling is None:
+        if sampling is not None:
+            logits = warp(logits, sampling)
+        if self.branches > 1:
+            probs = probs.with_logits(logits, step)
+            token = probs.tokens[:, step, 0]
+        elif sampling is None:
             token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         else:
-            logits = warp(logits, sampling)
             token = draw(
                 logits, sampling.temperature, position_keys(keys, lengths + step, Purpose.DRAFT)
             )
