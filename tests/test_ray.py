@@ -1,5 +1,6 @@
 """Ray Data on real processes: tokens are those of one process, and deaths lose nothing."""
 
+import builtins
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from emsjax.cli.main import main
 os.environ["RAY_AUTH_MODE"] = "disabled"  # all is on this machine
 os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+os.environ["RAY_TQDM_PATCH_PRINT"] = "0"  # Ray would replace `print` in this process for good
 ray = pytest.importorskip("ray")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
 psutil = pytest.importorskip("psutil")
@@ -95,6 +97,14 @@ class Run:
     @property
     def parts(self):
         return sorted(self.output.glob("part-*.jsonl")) if self.output.exists() else []
+
+
+@pytest.fixture(autouse=True)
+def own_print():
+    """Ray leaves Python's own `print` alone, which tests that run later rely on."""
+    before = builtins.print
+    yield
+    assert builtins.print is before
 
 
 def test_killed_actors_and_nodes_lose_nothing(tiny_model, paths, cluster):

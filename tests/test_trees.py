@@ -320,7 +320,7 @@ LENGTHS = [9, 1, 20, 6, 3, 14]
 @pytest.mark.parametrize(
     ("name", "policy"),
     [(name, "all") for name in DRAFTERS]
-    + [("lookup", "fixed"), ("model", "bass"), ("suffix", "goodput"), ("model", "goodput")],
+    + [("lookup", "fixed"), ("suffix", "bass"), ("model", "goodput")],
 )
 def test_every_drafter_of_trees_is_lossless(name, policy):
     # With one layer no keys depend on what other rows see, nor on a policy.
@@ -404,20 +404,22 @@ def test_goodput_chooses_the_nodes_with_the_highest_value():
         assert value(chosen) == pytest.approx(best, rel=1e-5)
 
 
-def test_goodput_expects_no_deeper_draft_than_a_tree_can_be():
+def test_a_policy_expects_no_deeper_draft_than_a_tree_can_be():
     """Drafting is priced by depth: six tokens of two branches take three calls of the model."""
     asked = []
 
-    class Told(Goodput):
+    @jax.tree_util.register_static
+    class Told(emsjax.DraftLength):
         def lengths(self, state, view):
             jax.debug.callback(lambda counts: asked.append(counts.tolist()), view.available)
-            return super().lengths(state, view)
+            return jnp.zeros_like(view.available)
+
+        def nodes(self, state, view):
+            return jnp.zeros(view.tree.parents.shape, bool)
 
     model, prompts = shallow_model(), ragged_prompts([17, 1])
-    costs = emsjax.StepCosts.of({1: 1.0, 64: 2.0}, 0.0, 0.1)
-    policy = jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(Told))(costs)
     drafter = emsjax.DraftModel(shallow_model(), 6, branches=2)
-    state = emsjax.init_state(model, drafter, prompts, draft_length=policy, max_new_tokens=9)
-    emsjax.step(model, drafter, state, draft_length=policy)
+    state = emsjax.init_state(model, drafter, prompts, draft_length=Told(), max_new_tokens=9)
+    emsjax.step(model, drafter, state, draft_length=Told())
     jax.effects_barrier()
     assert asked == [[3, 3]]
