@@ -8,7 +8,7 @@ Axis legend: see `emsjax.decode.pack`; k1 is k + 1, o is a number of continuatio
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,20 +30,20 @@ class Tree:
         depths: the tokens on the path from the root to each row, the root not included.
         ancestors: ancestors[s, i, j] tells whether row j is on the path from the root to row i,
             which is on it itself.
-        children: the draft tokens before each one that follow the same row.
+        places: the place of each draft token among the candidates after the same row, from 0 on.
     """
 
     parents: Int32[Array, "b k"]
     depths: Int32[Array, "b k1"]
     ancestors: Bool[Array, "b k1 k1"]
-    children: Int32[Array, "b k"]
+    places: Int32[Array, "b k"]
 
     @classmethod
     def of(cls, parents: Int32[Array, "b k"]) -> "Tree":
         """The tree of `Draft.parents`: -1 for the root, otherwise the index of a draft token.
 
         >>> tree = Tree.of(jnp.array([[-1, 0, -1]]))
-        >>> print(tree.depths, tree.children)
+        >>> print(tree.depths, tree.places)
         [[0 1 2 1]] [[0 0 1]]
         """
         k = parents.shape[1]
@@ -147,23 +147,39 @@ def chosen_nodes(
     view = view._replace(available=counts, drafted=True, tree=Tree.of(draft.parents))
     kept = policy.nodes(policy_state, view)
     kept &= jnp.arange(draft.tokens.shape[1]) < counts[:, None]
-    tokens, parents = keep_nodes(draft.tokens, draft.parents, kept)
+    order = jnp.argsort(~kept, axis=1, stable=True)
+    tokens, parents = reordered(order, draft.tokens, draft.parents)
     counts = jnp.sum(kept, axis=1, dtype=jnp.int32)
     return dataclasses.replace(draft, tokens=tokens, counts=counts, parents=parents)
 
 
-def keep_nodes(
-    tokens: Int32[Array, "b k"], parents: Int32[Array, "b k"], kept: Bool[Array, "b k"]
-) -> tuple[Int32[Array, "b k"], Int32[Array, "b k"]]:
-    """The tokens that are kept, in their order, then the others; and their parents.
+def reordered(
+    order: Int32[Array, "b n"], tokens: Int32[Array, "b n"], parents: Int32[Array, "b n"]
+) -> tuple[Int32[Array, "b n"], Int32[Array, "b n"]]:
+    """Nodes in another order: their tokens, and their parents' places in it.
 
     Args:
-        kept: tokens to keep, whose parents are kept too.
+        order: the node at each place, a parent before its children.
     """
-    order = jnp.argsort(~kept, axis=1, stable=True)
     moved = jnp.argsort(order, axis=1).astype(jnp.int32)
     parents = jnp.where(parents < 0, -1, take_in_rows(moved, jnp.maximum(parents, 0)))
     return take_in_rows(tokens, order), take_in_rows(parents, order)
+
+
+class Nodes(NamedTuple):
+    """Nodes of each sample's tree, the best ones first.
+
+    Attributes:
+        tokens: the tokens.
+        parents: see `Draft.parents`.
+        counts: number of nodes; the others are arbitrary.
+        scores: what they are sorted by.
+    """
+
+    tokens: Int32[Array, "b k"]
+    parents: Int32[Array, "b k"]
+    counts: Int32[Array, "b"]
+    scores: Float[Array, "b k"] | Int32[Array, "b k"]
 
 
 def most_likely(
@@ -171,22 +187,20 @@ def most_likely(
     tokens: Int32[Array, "b n"],
     parents: Int32[Array, "b n"],
     k: int,
-) -> tuple[Int32[Array, "b k"], Int32[Array, "b k"], Int32[Array, "b"]]:
+) -> Nodes:
     """The k nodes with the highest scores, the highest first.
+
+    Nodes with equal scores stay in order, so that none precedes its parent.
 
     Args:
         scores: of the nodes, at most those of their parents; 0 or less: there is no such node.
         tokens, parents: of the nodes, which come after their parents; parent -1: the root.
-
-    Returns:
-        The tokens, their parents among those returned, and how many of them are nodes. Nodes with
-        equal scores stay in order, so that none precedes its parent.
     """
     order = jnp.argsort(-scores, axis=1, stable=True)
-    moved = jnp.argsort(order, axis=1).astype(jnp.int32)
-    parents = jnp.where(parents < 0, -1, take_in_rows(moved, jnp.maximum(parents, 0)))
+    tokens, parents = reordered(order, tokens, parents)
     counts = jnp.minimum(jnp.sum(scores > 0, axis=1, dtype=jnp.int32), k)
-    return take_in_rows(tokens, order)[:, :k], take_in_rows(parents, order)[:, :k], counts
+    scores = take_in_rows(scores, order)
+    return Nodes(tokens[:, :k], parents[:, :k], counts, scores[:, :k])
 
 
 def merged(
@@ -194,7 +208,7 @@ def merged(
     counts: Int32[Array, "b o"],
     branches: int,
     k: int,
-) -> tuple[Int32[Array, "b k"], Int32[Array, "b k"], Int32[Array, "b"], Int32[Array, "b k"]]:
+) -> Nodes:
     """The trees of several continuations, in which those that begin alike share their beginning.
 
     Equal tokens behind different tokens are not shared, as their keys and values differ.
@@ -208,7 +222,7 @@ def merged(
             are nearer to the root.
 
     Returns:
-        The tokens, their parents, their number, and how many rows each is on.
+        The nodes, whose scores are the numbers of rows that they are on.
     """
     b, o, n = continuations.shape
     depth, row = jnp.arange(n), jnp.arange(o)
@@ -230,6 +244,5 @@ def merged(
     flat = lambda x: jnp.swapaxes(x, 1, 2).reshape(b, n * o)
     above = jnp.argmax(before, axis=2)  # [b, o, n]: the parent's first row
     parents = jnp.where(depth > 0, (depth - 1) * o + above, -1).astype(jnp.int32)
-    scores = flat(jnp.where(is_node, votes, 0))
-    nodes = most_likely(scores, flat(continuations), flat(parents), k)
-    return *nodes, -jnp.sort(-scores, axis=1)[:, :k]
+    scores = jnp.where(is_node, votes, 0)
+    return most_likely(*map(flat, (scores, continuations, parents)), k)

@@ -19,7 +19,7 @@ from emsjax.decode.base import StepView
 from emsjax.drafters import suffix
 from emsjax.policies.goodput import Goodput
 from emsjax.testing import assert_lossless
-from emsjax.trees import Tree, keep_nodes, merged, most_likely, usable_nodes
+from emsjax.trees import Tree, merged, most_likely, reordered, usable_nodes
 
 K, NEW = 6, 20
 SAMPLED = {"sampling": emsjax.Sampling(0.8, top_k=9), "key": jax.random.key(5)}
@@ -57,7 +57,7 @@ def test_the_structure_of_a_tree_is_that_of_its_paths(k):
             assert paths[s, j + 1, : len(path)].tolist() == tokens[s, path].tolist()
             if j >= 0:
                 np.testing.assert_allclose(products[s, j], np.prod(factors[s, path]), rtol=1e-6)
-                assert tree.children[s, j] == np.sum(parents[s, :j] == parents[s, j])
+                assert tree.places[s, j] == np.sum(parents[s, :j] == parents[s, j])
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -96,7 +96,8 @@ def test_chosen_nodes_keep_their_parents():
             above = 1 if parents[s, j] < 0 else scores[s, parents[s, j]]
             scores[s, j] = above * rng.choice([0, 0.5, 0.9, 1])
     as_ints = lambda x: jnp.asarray(x, jnp.int32)
-    kept = keep_nodes(as_ints(tokens), as_ints(parents), jnp.asarray(scores > 0.4))
+    kept_first = jnp.argsort(jnp.asarray(scores <= 0.4), axis=1, stable=True)
+    kept = reordered(kept_first, as_ints(tokens), as_ints(parents))
     likely = most_likely(jnp.asarray(scores), as_ints(tokens), as_ints(parents), 5)
     for s in range(8):
         expected = [j for j in range(9) if scores[s, j] > 0.4]

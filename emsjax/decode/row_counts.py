@@ -16,7 +16,8 @@ HALVED_FROM = 64
 # From MORE_FROM to below MORE_TO, row counts are a multiple of 16 plus MORE, as cuBLAS offers tiles
 # of half the rows for 344, but not for 352. Four layers of OPT-6.7B without attention took 668 us
 # for 136 rows, 674 for 144 and 710 for 160 (batch 24), and 1103 for 344, 1193 for 352 and 1158 for
-# 360 (batch 64; bfloat16, an H200, jax 0.11.2; `emsjax bench step --layers 4 --shapes 17x8,18x8`).
+# 360 (batch 64; bfloat16, an H200, jax 0.11.2;
+# `emsjax bench step --layers 4 --shapes 17x8,18x8,20x8,43x8,44x8,45x8`).
 MORE_FROM, MORE_TO, MORE = 128, 512, 8
 MAX_CHUNK_ROWS = 1024  # rows of a prefill chunk
 PROMPT_SIXTEENTHS = (3, 6, 10, 16)  # row counts of steps that also feed prompts, of the most

@@ -40,7 +40,6 @@ class Candidates(NamedTuple):
         scores = jnp.where((at < depths[:, None])[..., None], scores, 0)
         parents = jnp.broadcast_to(jnp.where(at > 0, (at - 1) * m, -1)[:, None], (batch, depth, m))
         flat = lambda x: jnp.pad(x.reshape(batch, -1), ((0, 0), (0, max(0, k - depth * m))))
-        tokens, parents, counts = most_likely(
-            flat(scores), flat(self.tokens), flat(parents.astype(jnp.int32)), k
-        )
-        return Draft(tokens, counts, parents=parents)
+        arrays = (scores, self.tokens, parents.astype(jnp.int32))
+        nodes = most_likely(*map(flat, arrays), k)
+        return Draft(nodes.tokens, nodes.counts, parents=nodes.parents)

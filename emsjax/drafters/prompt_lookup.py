@@ -127,8 +127,9 @@ class PromptLookup(Drafter):
             # Occurrences in this text first, then as many others as there is room for.
             copies, counts = first_found(number, (copy, copies), (number, counts))
         if o > 1:
-            drafted, parents, number, _ = merged(copies, counts, o, k)
-            return Draft(drafted, jnp.minimum(number, limits), parents=parents), state
+            nodes = merged(copies, counts, o, k)
+            counts = jnp.minimum(nodes.counts, limits)
+            return Draft(nodes.tokens, counts, parents=nodes.parents), state
         return Draft(copies[:, 0], jnp.minimum(counts[:, 0], limits)), state
 
     def _texts(self, tokens, lengths, prompt_lengths):

@@ -151,7 +151,7 @@ class ReplayTrees(Overriding):
         parents = jnp.broadcast_to(jnp.array(self.parents, jnp.int32), shape)
         tree = Tree.of(parents)
         at = lengths[:, None] + tree.depths[:, 1:] - 1
-        correct, candidate = _at(self.text, at), tree.children
+        correct, candidate = _at(self.text, at), tree.places
         wrong = (correct + 1 + candidate) % self.vocab_size
         tokens = jnp.where(candidate == _at(self.right, at), correct, wrong)
         counts = jnp.minimum(shape[1], draft_lengths)

@@ -123,10 +123,11 @@ class SuffixDrafter(Drafter):
         if self.branches > 1:
             before = jnp.min(jnp.where(continuations < 0, jnp.arange(k), k), axis=2)
             rows = jnp.where(places >= 0, jnp.minimum(before, longest[:, None]), 0)
-            drafted, parents, counts, votes = merged(continuations, rows, self.branches, k)
-            fraction = votes / jnp.maximum(jnp.sum(places >= 0, axis=1, keepdims=True), 1)
-            counts = jnp.minimum(counts, leading(fraction >= self.min_probability))
-            return Draft(drafted, jnp.minimum(counts, draft_lengths), parents=parents), state
+            nodes = merged(continuations, rows, self.branches, k)
+            fraction = nodes.scores / jnp.maximum(jnp.sum(places >= 0, axis=1, keepdims=True), 1)
+            counts = jnp.minimum(nodes.counts, leading(fraction >= self.min_probability))
+            counts = jnp.minimum(counts, draft_lengths)
+            return Draft(nodes.tokens, counts, parents=nodes.parents), state
         drafted, probabilities = vote(continuations, places >= 0)
         counts = leading((drafted >= 0) & (probabilities >= self.min_probability))
         counts = jnp.minimum(counts, longest)

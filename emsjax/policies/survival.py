@@ -117,9 +117,9 @@ class AcceptanceCounts(NamedTuple):
         )
         left = jnp.cumprod(1 - others) / (1 - others)  # if those before are rejected too
         rate = take_in_rows(rates, tree.depths[:, 1:] - 1)
-        other = jnp.clip(tree.children - 1, 0, CANDIDATES - 1)
+        other = jnp.clip(tree.places - 1, 0, CANDIDATES - 1)
         share = (1 - rate) * take(left * others, other)
-        return tree.product(jnp.where(tree.children == 0, rate, share))
+        return tree.product(jnp.where(tree.places == 0, rate, share))
 
 
 def tree_trials(
@@ -131,14 +131,14 @@ def tree_trials(
     verified = jnp.arange(k) < num_drafted[:, None]
     tried = verified & take_in_rows(on_path, tree.parents)
     hit = tried & on_path[:, 1:]
-    first = tree.children == 0
+    first = tree.places == 0
     at_depth = tree.depths[:, 1:, None] - 1 == jnp.arange(k)  # [b, node, depth]
     by_depth = lambda nodes: jnp.any((nodes & first)[..., None] & at_depth, axis=1)
     # A candidate is tried if none before it is accepted.
     same = tree.parents[:, :, None] == tree.parents[:, None]
-    earlier = same & (tree.children[:, None] < tree.children[:, :, None]) & hit[:, None]
+    earlier = same & (tree.places[:, None] < tree.places[:, :, None]) & hit[:, None]
     later = tried & ~first & ~jnp.any(earlier, axis=2)
-    place = jnp.clip(tree.children - 1, 0, CANDIDATES - 1)[..., None] == jnp.arange(CANDIDATES)
+    place = jnp.clip(tree.places - 1, 0, CANDIDATES - 1)[..., None] == jnp.arange(CANDIDATES)
     by_place = lambda nodes: jnp.sum(nodes[..., None] & place, axis=(0, 1))
     return by_depth(tried), by_depth(hit), by_place(later), by_place(later & hit)
 
