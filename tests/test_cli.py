@@ -119,7 +119,6 @@ MODEL = {
     "vocab_size": None,
     "attention_implementation": None,
     "branches": 1,
-    "process": None,
 }
 MODEL |= {"dtype": "float32"}
 

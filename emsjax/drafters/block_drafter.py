@@ -25,10 +25,11 @@ from emsjax.decode.base import Draft, ObservedRows
 from emsjax.decode.cache import KVCache
 from emsjax.decode.pack import pack
 from emsjax.drafters.block_network import BlockNetwork
-from emsjax.drafters.feature_drafter import FeatureDrafter, GrowingDraft, Randomness, Shared, append
+from emsjax.drafters.feature_drafter import FeatureDrafter, Shared, append
 from emsjax.drafters.feature_files import DrafterFormat, load, save
 from emsjax.drafters.feature_formats import block_config, block_json
 from emsjax.drafters.feature_network import embed, head_logits
+from emsjax.drafters.growing import GrowingDraft, Randomness
 from emsjax.models.layers import residual_stream, run_layer
 from emsjax.models.rotary import angles
 from pallas_kernels.common.indexing import take

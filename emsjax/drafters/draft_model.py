@@ -9,16 +9,14 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from emsjax.checks import MOST, check_at_least
-from emsjax.decode.base import Draft, Drafter, Model, ModelConfig
+from emsjax.decode.base import Draft, Model, ModelConfig
 from emsjax.decode.cache import KVCache
 from emsjax.decode.kernels import resolve_kernels
 from emsjax.decode.pack import AcceptedPath, pack
 from emsjax.decode.prefill import prefill
 from emsjax.device import tree_bytes
-from emsjax.drafters.candidates import Candidates
+from emsjax.drafters.growing import GrowingDrafter, Randomness
 from emsjax.engine.adapt import check_is_model
-from emsjax.sampling import Purpose, draw, position_keys, softmax, warp
-from emsjax.sampling.processors import Processing
 from pallas_kernels.common.indexing import take
 
 DEFAULT_DRAFT_TOKENS = 4
@@ -26,7 +24,7 @@ CATCH_UP_ROWS = 2  # a sample whose drafts were all accepted is one token behind
 
 
 @jax.tree_util.register_pytree_node_class
-class DraftModel(Drafter):
+class DraftModel(GrowingDrafter):
     """Drafts tokens autoregressively with a smaller model that shares the target's tokenizer.
 
     The draft model has its own KV cache in the device loop. For every sample that drafts, it
@@ -55,6 +53,8 @@ class DraftModel(Drafter):
             than tokens, or the attention is unknown.
     """
 
+    children = ("draft_model",)
+
     def __init__(
         self,
         draft_model: Model,
@@ -72,7 +72,6 @@ class DraftModel(Drafter):
         self.branches = check_at_least("branches", branches, 1, self.max_draft_tokens)
         resolve_kernels(attention_implementation)
         self.vocab_size, self.attention_implementation = vocab_size, attention_implementation
-        self.process: Processing | None = None
         if self.branches > draft_model.config.vocab_size:
             most = draft_model.config.vocab_size
             raise ValueError(f"branches must be at most the {most} tokens of the draft model")
@@ -83,34 +82,6 @@ class DraftModel(Drafter):
                     f"vocab_size must be at most the draft model's {draft_model.config.vocab_size},"
                     f" not {self.vocab_size}"
                 )
-
-    def tree_flatten(self):
-        settings = {name: value for name, value in vars(self).items() if name != "draft_model"}
-        return (self.draft_model,), tuple(sorted(settings.items()))
-
-    @classmethod
-    def tree_unflatten(cls, settings, children) -> "DraftModel":
-        self = object.__new__(cls)
-        (self.draft_model,) = children
-        vars(self).update(settings)
-        return self
-
-    @property
-    def max_depth(self) -> int:
-        """The most tokens on a path of the draft."""
-        return max(1, self.max_draft_tokens // self.branches)
-
-    def with_limit(self, max_draft_tokens: int) -> "DraftModel":
-        """Returns the drafter with this limit, unless it was created with its own."""
-        return self if self.has_own_limit else self._with(max_draft_tokens=max_draft_tokens)
-
-    def with_processing(self, process: Processing) -> "DraftModel":
-        """Returns the drafter for one step, whose logits pass through `process` first."""
-        return self._with(process=process)
-
-    def _with(self, **settings) -> "DraftModel":
-        children, own = self.tree_flatten()
-        return self.tree_unflatten(tuple(sorted((dict(own) | settings).items())), children)
 
     def check_target(self, config: ModelConfig, positions: int) -> None:
         """Raises ValueError if the vocabularies do not match or the draft model's context is too
@@ -158,62 +129,41 @@ class DraftModel(Drafter):
         keys,
         sampling,
     ) -> tuple[Draft, KVCache]:
-        batch, k = tokens.shape[0], self.max_depth
-        draft_lengths = jnp.minimum(draft_lengths, k)
+        batch, randomness = tokens.shape[0], Randomness(keys, sampling)
+        draft_lengths = jnp.minimum(draft_lengths, self.max_depth)
         vocab_size = self.vocab_size or self.draft_model.config.vocab_size
-        probs = None if sampling is None else jnp.zeros((batch, k, vocab_size), jnp.float32)
-        if self.branches > 1:  # what is known of each step is kept in the place of probabilities
-            probs = Candidates.none(batch, k, self.branches)
-        drafts = jnp.zeros((batch, k), jnp.int32)
-        start = (jnp.zeros((), jnp.int32), draft_lengths, tokens, drafts, probs, state)
+        begun = self.begin(draft_lengths, vocab_size, sampling)
+        start = (jnp.zeros((), jnp.int32), begun, tokens, state)
 
         def unfinished(carry):
-            step, counts, *_ = carry
-            return step < jnp.max(counts)
+            step, draft, *_ = carry
+            return step < jnp.max(draft.counts)
 
         def advance(carry):
-            step, draft_counts, tokens, drafts, probs, cache = carry
-            active = step < draft_counts
+            step, draft, tokens, cache = carry
+            active = step < draft.counts
             counts = jnp.where(active, lengths + step - cache.lengths, 0)
             logits, cache = self._forward(cache, tokens, counts)
-            if self.process is not None:
-                samples = jnp.arange(batch, dtype=jnp.int32)
-                logits = self.process(logits, drafts, samples, jnp.full_like(samples, step))
-                # A draft ends where none of this model's tokens is allowed.
-                stuck = jnp.all(logits == -jnp.inf, axis=-1)
-                draft_counts = jnp.where(stuck, jnp.minimum(draft_counts, step), draft_counts)
-            if sampling is not None:
-                logits = warp(logits, sampling)
-            if self.branches > 1:
-                probs = probs.with_logits(logits, step)
-                token = probs.tokens[:, step, 0]
-            elif sampling is None:
-                token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-            else:
-                step_keys = position_keys(keys, lengths + step, Purpose.DRAFT)
-                token = draw(logits, sampling.temperature, step_keys)
-                probs = probs.at[:, step].set(softmax(logits))
+            draft = draft.extended(step, logits, lengths, randomness, self.process)
+            token = lax.dynamic_index_in_dim(draft.tokens, step, axis=1, keepdims=False)
             at = jnp.where(active, lengths + step, tokens.shape[1])
             tokens = tokens.at[jnp.arange(batch), at].set(
                 token, mode="drop", wrap_negative_indices=False
             )
-            drafts = drafts.at[:, step].set(token)
-            return step + 1, draft_counts, tokens, drafts, probs, cache
+            return step + 1, draft, tokens, cache
 
-        def draft(carry):
-            step, counts, tokens, drafts, probs, cache = carry
+        def catch_up_and_draft(carry):
+            step, draft, tokens, cache = carry
             # Samples more than CATCH_UP_ROWS behind are prefilled in chunks; the others catch up in
             # the draft step.
             wanted = jnp.where(draft_lengths > 0, lengths - CATCH_UP_ROWS, 0)
             cache = self._prefill(cache, tokens, jnp.maximum(cache.lengths, wanted))
-            return lax.while_loop(unfinished, advance, (step, counts, tokens, drafts, probs, cache))
+            return lax.while_loop(unfinished, advance, (step, draft, tokens, cache))
 
         # The outer loop runs at most once: the device waits for each loop's condition, so a step
         # in which no sample drafts waits for one only. `lax.cond` would copy the cache.
-        _, draft_counts, _, drafts, probs, cache = lax.while_loop(unfinished, draft, start)
-        if self.branches > 1:
-            return probs.tree(draft_counts, self.max_draft_tokens), cache
-        return Draft(drafts, draft_counts, probs), cache
+        _, draft, _, cache = lax.while_loop(unfinished, catch_up_and_draft, start)
+        return draft.finished(self.max_draft_tokens), cache
 
     def commit(self, state: KVCache, lengths: Int32[Array, "b"]) -> KVCache:
         """Drops rejected tokens from the cache; the last token has not been fed yet.
@@ -233,9 +183,7 @@ class DraftModel(Drafter):
     @property
     def probs_bytes(self) -> int:
         """Bytes per sample for the distributions of one step's drafts."""
-        if self.branches > 1:
-            return 0
-        return 2 * self.max_draft_tokens * self.draft_model.config.vocab_size * 4
+        return self.probs_bytes_of(self.draft_model.config.vocab_size)
 
     def _forward(self, cache: KVCache, tokens, counts) -> tuple[Array, KVCache]:
         """Feeds each sample's next `counts` tokens; float32 logits [b, v] after the last one."""

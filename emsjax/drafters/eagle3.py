@@ -23,10 +23,11 @@ from emsjax.decode.base import Draft, ObservedRows
 from emsjax.decode.cache import KVCache
 from emsjax.decode.pack import AcceptedPath, PackedRows, pack
 from emsjax.drafters.eagle3_network import Eagle3Network
-from emsjax.drafters.feature_drafter import FeatureDrafter, Randomness, Shared, append
+from emsjax.drafters.feature_drafter import FeatureDrafter, Shared, append
 from emsjax.drafters.feature_files import DrafterFormat, load, save
 from emsjax.drafters.feature_formats import eagle3_config, eagle3_json
 from emsjax.drafters.feature_network import embed, head_logits
+from emsjax.drafters.growing import Randomness
 from emsjax.models.attention import attend
 from emsjax.models.rotary import angles
 from emsjax.values import pytree

@@ -8,19 +8,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32, Key
+from jaxtyping import Array, Float, Int32
 
 from emsjax.checks import MOST, check_at_least
-from emsjax.decode.base import Draft, Drafter, ModelConfig
+from emsjax.decode.base import ModelConfig
 from emsjax.decode.cache import KVCache
 from emsjax.decode.kernels import Kernels, resolve_kernels
 from emsjax.decode.pack import AcceptedPath, PackedRows
 from emsjax.device import tree_bytes
-from emsjax.drafters.candidates import Candidates
 from emsjax.drafters.feature_network import FeatureNetwork
-from emsjax.sampling import Purpose, Sampling, draw, position_keys, softmax, warp
-from emsjax.sampling.processors import Processing
-from emsjax.values import pytree
+from emsjax.drafters.growing import GrowingDraft, GrowingDrafter, Randomness
+from emsjax.sampling import Sampling
 from pallas_kernels.common.indexing import take
 
 
@@ -36,44 +34,16 @@ class Shared(NamedTuple):
     head: Float[Array, "v e"] | None = None
 
 
-class Randomness(NamedTuple):
-    """How `Drafter.propose` is to draw tokens; see there."""
-
-    keys: Key[Array, "b"]
-    sampling: Sampling | None
-
-
-@pytree
-class GrowingDraft:
-    """A draft that grows by a token of every sample at a time.
-
-    Attributes:
-        tokens, counts, probs: as in a `Draft`; `counts` is what each sample wants. For a tree,
-            these are the likeliest tokens, and instead of `probs` the candidates for each.
-    """
-
-    tokens: Int32[Array, "b k"]
-    counts: Int32[Array, "b"]
-    probs: Float[Array, "b k v"] | Candidates | None
-
-    def finished(self, most: int) -> Draft:
-        """The draft, of up to `most` tokens."""
-        if isinstance(self.probs, Candidates):
-            return self.probs.tree(self.counts, most)
-        return Draft(self.tokens, self.counts, self.probs)
-
-
-class FeatureDrafter(Drafter):
+class FeatureDrafter(GrowingDrafter):
     """A network, the tokens that it can draft, and what it shares with the target; a pytree.
 
     Attributes:
         network: the network.
         draft_ids: the target's id of each token that the network can draft; None: all, in order.
         shared: arrays of the target.
-        branches: candidates for each token; 1: drafts are chains.
     """
 
-    branches: int = 1
+    children = ("network", "draft_ids", "shared")
 
     def __init__(
         self,
@@ -91,7 +61,6 @@ class FeatureDrafter(Drafter):
         self.max_draft_tokens = check_at_least("max_draft_tokens", max_draft_tokens, 1, MOST)
         resolve_kernels(attention_implementation)
         self.attention_implementation = attention_implementation
-        self.process: Processing | None = None
         self._check_parts()
 
     def _check_parts(self) -> None:
@@ -120,22 +89,6 @@ class FeatureDrafter(Drafter):
                     f"{table.dtype.name}"
                 )
 
-    def tree_flatten(self):
-        children = (self.network, self.draft_ids, self.shared)
-        settings = {k: v for k, v in vars(self).items() if k not in _CHILDREN}
-        return children, tuple(sorted(settings.items()))
-
-    @classmethod
-    def tree_unflatten(cls, settings, children):
-        self = object.__new__(cls)
-        vars(self).update(zip(_CHILDREN, children, strict=True))
-        vars(self).update(settings)
-        return self
-
-    def _with(self, **settings) -> "FeatureDrafter":
-        children, own = self.tree_flatten()
-        return self.tree_unflatten(tuple(sorted((dict(own) | settings).items())), children)
-
     @property
     def taps(self) -> tuple[int, ...]:
         """The target's layers whose hidden states the network reads."""
@@ -157,19 +110,6 @@ class FeatureDrafter(Drafter):
         """The table of the head."""
         own = self.network.lm_head
         return self.shared.head if own is None else own.embedding[...]
-
-    @property
-    def max_depth(self) -> int:
-        """The most tokens on a path of the draft."""
-        return max(1, self.max_draft_tokens // self.branches)
-
-    def with_limit(self, max_draft_tokens: int) -> "FeatureDrafter":
-        """Returns the drafter with this limit, unless it was created with its own."""
-        return self if self.has_own_limit else self._with(max_draft_tokens=max_draft_tokens)
-
-    def with_processing(self, process: Processing) -> "FeatureDrafter":
-        """Returns the drafter for one step, whose logits pass through `process` first."""
-        return self._with(process=process)
 
     def check_target(self, config: ModelConfig, positions: int) -> None:
         """Raises ValueError if the target has another vocabulary or width, or too few layers."""
@@ -198,8 +138,7 @@ class FeatureDrafter(Drafter):
         """Bytes per sample for the state and the distributions of one step's drafts."""
         prompts, lengths = jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32)
         leaves = lambda: jax.tree.leaves(self.init(prompts, lengths, max_len))
-        probs = 2 * self.max_draft_tokens * self._vocab_size * 4 if self.branches == 1 else 0
-        return tree_bytes(jax.eval_shape(leaves)) + probs
+        return tree_bytes(jax.eval_shape(leaves)) + self.probs_bytes_of(self._vocab_size)
 
     @property
     def _vocab_size(self) -> int:
@@ -207,11 +146,7 @@ class FeatureDrafter(Drafter):
 
     def _begin(self, counts: Int32[Array, "b"], sampling: Sampling | None) -> GrowingDraft:
         """A draft without tokens, of which sample s wants counts[s]."""
-        block = (counts.shape[0], self.max_depth)
-        probs = None if sampling is None else jnp.zeros((*block, self._vocab_size), jnp.float32)
-        if self.branches > 1:
-            probs = Candidates.none(*block, self.branches)
-        return GrowingDraft(jnp.zeros(block, jnp.int32), counts, probs)
+        return self.begin(counts, self._vocab_size, sampling)
 
     def _extend(
         self,
@@ -221,31 +156,9 @@ class FeatureDrafter(Drafter):
         lengths: Int32[Array, "b"],
         randomness: Randomness,
     ) -> GrowingDraft:
-        """The draft with a token of these logits at place `step` of every sample.
-
-        A draft ends where no token is allowed.
-        """
+        """The draft with a token of the network's logits at place `step` of every sample."""
         logits = self._on_vocabulary(logits)
-        tokens, counts, probs = draft.tokens, draft.counts, draft.probs
-        if self.process is not None:
-            samples = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-            logits = self.process(logits, tokens, samples, jnp.full_like(samples, step))
-            stuck = jnp.all(logits == -jnp.inf, axis=-1)
-            counts = jnp.where(stuck, jnp.minimum(counts, step), counts)
-        keys, sampling = randomness
-        if sampling is not None:
-            logits = warp(logits, sampling)
-        if self.branches > 1:
-            probs = probs.with_logits(logits, step)
-            token = probs.tokens[:, step, 0]
-        elif sampling is None:
-            token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        else:
-            token = draw(
-                logits, sampling.temperature, position_keys(keys, lengths + step, Purpose.DRAFT)
-            )
-            probs = probs.at[:, step].set(softmax(logits))
-        return GrowingDraft(tokens.at[:, step].set(token), counts, probs)
+        return draft.extended(step, logits, lengths, randomness, self.process)
 
     def _on_vocabulary(self, logits: Float[Array, "b w"]) -> Float[Array, "b v"]:
         """The logits of all of the target's tokens, -inf for those that cannot be drafted."""
@@ -253,9 +166,6 @@ class FeatureDrafter(Drafter):
             return logits
         none = jnp.full((logits.shape[0], self._vocab_size), -jnp.inf, logits.dtype)
         return none.at[:, self.draft_ids].set(logits, unique_indices=True)
-
-
-_CHILDREN = ("network", "draft_ids", "shared")
 
 
 def append(

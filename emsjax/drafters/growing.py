@@ -1,0 +1,172 @@
+"""Drafts that grow by a token of every sample at a time, and the drafters that make them.
+
+Axis legend: see `emsjax.decode.pack`; m = candidates for a token.
+"""
+
+from typing import ClassVar, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int32, Key
+
+from emsjax.decode.base import Draft, Drafter
+from emsjax.sampling import (
+    Purpose,
+    Sampling,
+    draw,
+    log_softmax,
+    position_keys,
+    softmax,
+    warp,
+)
+from emsjax.sampling.processors import Processing
+from emsjax.trees import most_likely
+from emsjax.values import pytree
+
+
+class GrowingDrafter(Drafter):
+    """A drafter that chooses its tokens one after the other; a pytree.
+
+    Attributes:
+        children: names of the attributes that hold arrays; the others are static.
+        has_own_limit: whether `max_draft_tokens` is the user's.
+        branches: candidates for each token; 1: drafts are chains.
+        process: the function through which logits pass first, within a step.
+    """
+
+    children: ClassVar[tuple[str, ...]]
+    has_own_limit: bool
+    branches: int = 1
+    process: Processing | None = None
+
+    def tree_flatten(self):
+        settings = {name: x for name, x in vars(self).items() if name not in self.children}
+        return tuple(getattr(self, x) for x in self.children), tuple(sorted(settings.items()))
+
+    @classmethod
+    def tree_unflatten(cls, settings, children):
+        self = object.__new__(cls)
+        vars(self).update(zip(cls.children, children, strict=True))
+        vars(self).update(settings)
+        return self
+
+    def _with(self, **settings):
+        children, own = self.tree_flatten()
+        return self.tree_unflatten(tuple(sorted((dict(own) | settings).items())), children)
+
+    @property
+    def max_depth(self) -> int:
+        """The most tokens on a path of the draft."""
+        return max(1, self.max_draft_tokens // self.branches)
+
+    def with_limit(self, max_draft_tokens: int):
+        """Returns the drafter with this limit, unless it was created with its own."""
+        return self if self.has_own_limit else self._with(max_draft_tokens=max_draft_tokens)
+
+    def with_processing(self, process: Processing):
+        """Returns the drafter for one step, whose logits pass through `process` first."""
+        return self._with(process=process)
+
+    def begin(
+        self, counts: Int32[Array, "b"], vocab_size: int, sampling: Sampling | None
+    ) -> "GrowingDraft":
+        """A draft without tokens, of which sample s wants counts[s]."""
+        block = (counts.shape[0], self.max_depth)
+        probs = None if sampling is None else jnp.zeros((*block, vocab_size), jnp.float32)
+        if self.branches > 1:
+            probs = Candidates.none(*block, self.branches)
+        return GrowingDraft(jnp.zeros(block, jnp.int32), counts, probs)
+
+    def probs_bytes_of(self, vocab_size: int) -> int:
+        """Bytes per sample for the distributions of one step's drafts; a tree has none."""
+        return 2 * self.max_draft_tokens * vocab_size * 4 if self.branches == 1 else 0
+
+
+class Randomness(NamedTuple):
+    """How `Drafter.propose` is to draw tokens; see there."""
+
+    keys: Key[Array, "b"] | None
+    sampling: Sampling | None
+
+
+@pytree
+class GrowingDraft:
+    """A draft that grows by a token of every sample at a time.
+
+    Attributes:
+        tokens, counts, probs: as in a `Draft`; `counts` is what each sample wants. For a tree,
+            these are the likeliest tokens, and instead of `probs` the candidates for each.
+    """
+
+    tokens: Int32[Array, "b k"]
+    counts: Int32[Array, "b"]
+    probs: "Float[Array, 'b k v'] | Candidates | None"
+
+    def extended(
+        self,
+        step: int | Int32[Array, ""],
+        logits: Float[Array, "b v"],
+        lengths: Int32[Array, "b"],
+        randomness: Randomness,
+        process: Processing | None,
+    ) -> "GrowingDraft":
+        """The draft with a token of these logits at place `step` of every sample.
+
+        A draft ends where no token is allowed.
+        """
+        tokens, counts, probs = self.tokens, self.counts, self.probs
+        if process is not None:
+            samples = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+            logits = process(logits, tokens, samples, jnp.full_like(samples, step))
+            stuck = jnp.all(logits == -jnp.inf, axis=-1)
+            counts = jnp.where(stuck, jnp.minimum(counts, step), counts)
+        keys, sampling = randomness
+        if sampling is not None:
+            logits = warp(logits, sampling)
+        if isinstance(probs, Candidates):
+            probs = probs.with_logits(logits, step)
+            token = probs.tokens[:, step, 0]
+        elif sampling is None:
+            token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        else:
+            step_keys = position_keys(keys, lengths + step, Purpose.DRAFT)
+            token = draw(logits, sampling.temperature, step_keys)
+            probs = probs.at[:, step].set(softmax(logits))
+        return GrowingDraft(tokens.at[:, step].set(token), counts, probs)
+
+    def finished(self, most: int) -> Draft:
+        """The draft, of up to `most` tokens."""
+        if isinstance(self.probs, Candidates):
+            return self.probs.tree(self.counts, most)
+        return Draft(self.tokens, self.counts, self.probs)
+
+
+class Candidates(NamedTuple):
+    """The likeliest tokens after each token of a chain of the likeliest ones; m candidates."""
+
+    tokens: Int32[Array, "b k m"]
+    probs: Float[Array, "b k m"]  # of each token, given the chain before it
+
+    @classmethod
+    def none(cls, batch: int, k: int, branches: int) -> "Candidates":
+        shape = (batch, k, branches)
+        return cls(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
+
+    def with_logits(self, logits: Float[Array, "b v"], step: Int32[Array, ""]) -> "Candidates":
+        """The candidates with those of one more step."""
+        best, tokens = lax.top_k(log_softmax(logits), self.tokens.shape[2])
+        probs = jnp.where(jnp.isfinite(best), jnp.exp(jnp.minimum(best, 0)), 0)
+        return Candidates(self.tokens.at[:, step].set(tokens), self.probs.at[:, step].set(probs))
+
+    def tree(self, depths: Int32[Array, "b"], k: int) -> Draft:
+        """The k likeliest paths of up to depths[s] tokens, the likeliest first."""
+        batch, depth, m = self.tokens.shape
+        at = jnp.arange(depth)
+        chain = jnp.cumprod(self.probs[:, :, 0], axis=1)
+        scores = self.probs * jnp.pad(chain[:, :-1], ((0, 0), (1, 0)), constant_values=1)[..., None]
+        scores = jnp.where((at < depths[:, None])[..., None], scores, 0)
+        parents = jnp.broadcast_to(jnp.where(at > 0, (at - 1) * m, -1)[:, None], (batch, depth, m))
+        flat = lambda x: jnp.pad(x.reshape(batch, -1), ((0, 0), (0, max(0, k - depth * m))))
+        arrays = (scores, self.tokens, parents.astype(jnp.int32))
+        nodes = most_likely(*map(flat, arrays), k)
+        return Draft(nodes.tokens, nodes.counts, parents=nodes.parents)
