@@ -26,7 +26,7 @@ from emsjax.decode.cache import KVCache
 from emsjax.decode.pack import pack
 from emsjax.drafters.block_network import BlockNetwork
 from emsjax.drafters.feature_drafter import FeatureDrafter, Shared, append
-from emsjax.drafters.feature_files import DrafterFormat, load, save
+from emsjax.drafters.feature_files import DrafterFormat, load_drafter, save
 from emsjax.drafters.feature_formats import block_config, block_json
 from emsjax.drafters.feature_network import embed, head_logits
 from emsjax.drafters.growing import GrowingDraft, Randomness
@@ -137,16 +137,17 @@ class BlockDrafter(FeatureDrafter):
         Raises:
             ValueError: see `emsjax.Eagle3.from_pretrained`.
         """
-        parts = load(FORMAT, path_or_repo_id, target, dtype=dtype, revision=revision)
-        drafter = cls(
-            *parts,
+        return load_drafter(
+            cls,
+            FORMAT,
+            path_or_repo_id,
+            target,
+            dtype=dtype,
+            revision=revision,
             max_draft_tokens=max_draft_tokens,
             min_confidence=min_confidence,
             attention_implementation=attention_implementation,
         )
-        if target is not None:
-            drafter.check_target(target.config, 0)
-        return drafter
 
     def save_pretrained(self, path: str | PathLike) -> None:
         """Writes a folder in the format of speculators, without arrays of the target.

@@ -24,7 +24,7 @@ from emsjax.decode.cache import KVCache
 from emsjax.decode.pack import AcceptedPath, PackedRows, pack
 from emsjax.drafters.eagle3_network import Eagle3Network
 from emsjax.drafters.feature_drafter import FeatureDrafter, Shared, append
-from emsjax.drafters.feature_files import DrafterFormat, load, save
+from emsjax.drafters.feature_files import DrafterFormat, load_drafter, save
 from emsjax.drafters.feature_formats import eagle3_config, eagle3_json
 from emsjax.drafters.feature_network import embed, head_logits
 from emsjax.drafters.growing import Randomness
@@ -139,16 +139,17 @@ class Eagle3(FeatureDrafter):
                 config; weights are not finite; draft tokens are mapped to ids outside of the
                 target's vocabulary, or several to one; the target is needed, or does not fit.
         """
-        parts = load(FORMAT, path_or_repo_id, target, dtype=dtype, revision=revision)
-        drafter = cls(
-            *parts,
+        return load_drafter(
+            cls,
+            FORMAT,
+            path_or_repo_id,
+            target,
+            dtype=dtype,
+            revision=revision,
             max_draft_tokens=max_draft_tokens,
             branches=branches,
             attention_implementation=attention_implementation,
         )
-        if target is not None:
-            drafter.check_target(target.config, 0)
-        return drafter
 
     def save_pretrained(self, path: str | PathLike) -> None:
         """Writes a folder in the format of speculators, without arrays of the target.

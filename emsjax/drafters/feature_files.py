@@ -71,6 +71,32 @@ class DrafterFormat:
         )
 
 
+def load_drafter(
+    make: Callable[..., FeatureDrafter],
+    form: DrafterFormat,
+    path_or_repo_id: str | PathLike,
+    target: Any,
+    *,
+    dtype: DTypeLike | None,
+    revision: str | None,
+    **settings: Any,
+) -> FeatureDrafter:
+    """A drafter from its folder.
+
+    Args:
+        make: its class.
+        settings: other arguments of the class.
+
+    Raises:
+        ValueError: see `emsjax.Eagle3.from_pretrained`.
+    """
+    parts = load(form, path_or_repo_id, target, dtype=dtype, revision=revision)
+    drafter = make(*parts, **settings)
+    if target is not None:
+        drafter.check_target(target.config, 0)
+    return drafter
+
+
 def load(
     form: DrafterFormat,
     path_or_repo_id: str | PathLike,
