@@ -21,6 +21,7 @@ import numpy as np
 
 from emsjax.benchmarks.acceptance import CopyAcceptance
 from emsjax.benchmarks.registry import BENCHMARKS
+from emsjax.benchmarks.rejected import RejectedDrafter
 from emsjax.benchmarks.results import add_entry, begin
 from emsjax.benchmarks.runs import (
     LONG,
@@ -28,7 +29,6 @@ from emsjax.benchmarks.runs import (
     REPETITIONS,
     SHORT,
     LoopRun,
-    RejectedDrafter,
     random_model,
     time_steps,
 )

@@ -277,6 +277,19 @@ def add_overheads_options(parser: argparse.ArgumentParser) -> None:
     add_result_options(parser, resumes=False)
 
 
+def add_drafting_options(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, "opt-6.7b")
+    add_model(parser, "opt-125m", "--draft-model")
+    kinds = {"type": lambda text: text.split(","), "metavar": "NAME,...", "help": SHOWN}
+    parser.add_argument("--sources", default="suffix,model,eagle3,block,observed,tree", **kinds)
+    add_batch_sizes(parser, (1, 8, 24, 64))
+    add_context(parser)
+    parser.add_argument("--layers", **NUMBER, help="another depth of the target")
+    add_attention(parser)
+    add_number_formats(parser)
+    add_result_options(parser, resumes=False)
+
+
 def add_refill_options(parser: argparse.ArgumentParser) -> None:
     add_model(parser, "opt-6.7b")
     add_number(parser, "--prompts", 480)

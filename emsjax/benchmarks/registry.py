@@ -126,6 +126,13 @@ BENCHMARKS = {
         "Cost of sampling, of drafting and of the loop itself, with random weights.",
         of.add_overheads_options,
     ),
+    "drafting": Benchmark(
+        "drafting",
+        "what each drafter adds to a decoding step",
+        "Time of a decoding step with each drafter's work beside one whose drafts cost nothing, "
+        "and of a tree beside a chain, with random weights.",
+        of.add_drafting_options,
+    ),
     "first-call": Benchmark(
         "first_call",
         "time of a process's first call, with and without a compilation cache",

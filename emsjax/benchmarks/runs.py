@@ -19,8 +19,8 @@ import numpy as np
 from jax import lax
 
 from emsjax.benchmarks.device_times import kernel_times, kernels_per_step
+from emsjax.benchmarks.rejected import RejectedDrafter
 from emsjax.benchmarks.scripted import assign
-from emsjax.decode.base import Draft
 from emsjax.decode.cache import KVCache
 from emsjax.decode.layout import UNPADDED
 from emsjax.decode.row_counts import round_up_length
@@ -28,7 +28,6 @@ from emsjax.decode.run import Run
 from emsjax.decode.state import DecodeState
 from emsjax.decode.step import decode_loop
 from emsjax.drafters import DraftModel
-from emsjax.drafters.replay import Overriding
 from emsjax.engine.adapt import as_drafter, make_run
 from emsjax.generation import init_state
 from emsjax.models.config import DecoderConfig
@@ -53,29 +52,6 @@ def at_once(function: Callable, arguments: Iterable[Any], threads: int | None = 
 
     with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(call, arguments))
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class RejectedDrafter(Overriding):
-    """Always proposes the most tokens that it may, all of them `token_id`.
-
-    Attributes:
-        source: a drafter that does its work in every step; the target's rows are the same as
-            without it.
-        counts: the most tokens of each sample, [b]; None: `max_draft_tokens` of each.
-    """
-
-    token_id: int = dataclasses.field(metadata={"static": True})
-    max_draft_tokens: int = dataclasses.field(metadata={"static": True})
-    source: Any = None
-    counts: Any = None
-
-    def override(self, lengths, draft_lengths):
-        shape = (lengths.shape[0], self.max_draft_tokens)
-        if self.counts is not None:
-            draft_lengths = jnp.minimum(draft_lengths, self.counts)
-        return Draft(jnp.full(shape, self.token_id, jnp.int32), draft_lengths)
 
 
 def random_model(config: DecoderConfig, numbers: NumberFormats = BFLOAT16) -> Decoder:
@@ -196,6 +172,7 @@ class StepRun(LoopRun):
         shape: samples, and rows of each sample in every step.
         context: mean cached tokens per sample in the timed steps.
         source: a drafter whose work is done in every step; None: drafts cost nothing.
+        branches: see `RejectedDrafter`.
         sampling: None: greedy.
         draft_length: allows for fewer rows, see `feed`. The cache then has room for `long` steps
             only, as several such runs exist at once.
@@ -213,6 +190,7 @@ class StepRun(LoopRun):
         attention,
         *,
         source: Any = None,
+        branches: int = 1,
         sampling: Sampling | None = None,
         draft_length: FixedLength | None = None,
         long: int = LONG,
@@ -225,7 +203,9 @@ class StepRun(LoopRun):
         if length < 1:
             raise ValueError(f"--context must be at least {context + 1 - length}, not {context}")
         prompts = np.random.default_rng(0).integers(5, vocab - 1, (batch, length))
-        drafter = RejectedDrafter(vocab - 1, rows - 1, source) if rows > 1 else None
+        drafter = None
+        if rows > 1:
+            drafter = RejectedDrafter(vocab - 1, rows - 1, source, branches=branches)
         room = long + rows if draft_length is not None else max(MAX_NEW_TOKENS, long + rows)
         state = init_state(
             model,

@@ -1,0 +1,162 @@
+"""`emsjax bench drafting`: what each drafter adds to a decoding step of a known shape.
+
+Steps in which a drafter does all its work, whose tokens are then replaced by rejected ones, take
+turns with steps whose drafts cost nothing. Both feed the same rows to the target. Weights are
+random: of the target, of the draft model, and of the drafters that read hidden states, whose layers
+have the target's sizes. The sources are:
+
+- `suffix`: the suffix drafter, 8 tokens;
+- `model`: a draft model, 4 tokens;
+- `eagle3`: one layer and a draft vocabulary of 32,000 tokens, 4 tokens;
+- `block`: one draft layer, a block of 7 tokens from the same draft vocabulary;
+- `observed`: the same EAGLE-3 drafter while nothing is drafted, beside steps without a drafter: the
+  cost of hidden states that are read and of keys and values computed from them;
+- `tree`: no drafter, but rejected trees beside rejected chains of as many rows, 8 of each sample.
+
+The JSON file has one of the `entries` for each source and batch size: rows of each sample, times of
+both sides in ms, the `ratio` of their best times, and on a GPU the profiles of both sides.
+"""
+
+import argparse
+import functools
+import sys
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from emsjax.benchmarks.overheads import compare
+from emsjax.benchmarks.registry import BENCHMARKS
+from emsjax.benchmarks.results import add_entry, begin
+from emsjax.benchmarks.runs import REPETITIONS, StepRun, random_model
+from emsjax.benchmarks.shapes import MODELS
+from emsjax.drafters import BlockDrafter, DraftModel, Eagle3, SuffixDrafter
+from emsjax.drafters.block_network import BlockConfig, BlockNetwork
+from emsjax.drafters.eagle3_network import Eagle3Config, Eagle3Network
+from emsjax.drafters.feature_network import FeatureConfig
+from emsjax.models.decoder import Decoder
+from emsjax.models.llama import LlamaConfig
+from emsjax.models.numbers import NumberFormats
+from emsjax.policies.lengths import FixedLength
+from emsjax.terminal.options import number_formats
+
+SUFFIX, MODEL, EAGLE3, BLOCK, OBSERVED, TREE = SOURCES = (
+    "suffix",
+    "model",
+    "eagle3",
+    "block",
+    "observed",
+    "tree",
+)
+DRAFT_TOKENS = {SUFFIX: 8, MODEL: 4, EAGLE3: 4, BLOCK: 7, OBSERVED: 0, TREE: 7}
+TREE_BRANCHES = 2
+DRAFT_VOCABULARY = 32_000
+TAPS = 3
+
+
+class Sources:
+    """Drafters for a target.
+
+    Args:
+        model: the target.
+        draft_model: name of the draft model's shape.
+        attention: as for `generate`.
+    """
+
+    def __init__(self, model: Decoder, draft_model: str, attention):
+        self.model, self.draft_model, self.attention = model, draft_model, attention
+
+    def make(self, name: str) -> Any:
+        """The drafter of a source."""
+        count, options = DRAFT_TOKENS[name], {"attention_implementation": self.attention}
+        if name == SUFFIX:
+            return SuffixDrafter(count)
+        if name == MODEL:
+            return DraftModel(random_model(MODELS[self.draft_model]), count, **options)
+        if name == BLOCK:
+            mask = self.model.config.vocab_size - 1
+            sizes = self.config(BlockConfig, block_size=count + 1, mask_token_id=mask)
+            network, drafter = BlockNetwork, BlockDrafter
+        else:
+            sizes = self.config(Eagle3Config)
+            network, drafter = Eagle3Network, Eagle3
+        made = network(sizes, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+        ids = jnp.arange(sizes.draft_vocab_size, dtype=jnp.int32)
+        return drafter(made, ids, **options)
+
+    def config(self, kind: type[FeatureConfig], **fields) -> FeatureConfig:
+        """The config of a network whose one layer has the target's sizes."""
+        a = self.model.config.architecture
+        layer = LlamaConfig(
+            vocab_size=a.vocab_size,
+            hidden_size=a.width,
+            intermediate_size=a.ffn_size,
+            num_hidden_layers=1,
+            num_attention_heads=a.heads,
+            num_key_value_heads=a.kv_heads,
+            head_dim=a.head_dim,
+            max_position_embeddings=a.max_positions,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+        depth = len(a.layers)
+        return kind(
+            layers=layer,
+            taps=tuple(depth * (i + 1) // (TAPS + 1) for i in range(TAPS)),
+            draft_vocab_size=min(DRAFT_VOCABULARY, a.vocab_size),
+            **fields,
+        )
+
+
+def measure(sources: Sources, name: str, batch: int, context: int) -> dict[str, Any]:
+    """The entry of a source at a batch size."""
+    count = DRAFT_TOKENS[name]
+    start = functools.partial(StepRun, sources.model, context=context, attention=sources.attention)
+    shape = (batch, count + 1)
+    if name == TREE:
+        runs = {"chain": start(shape), "tree": start(shape, branches=TREE_BRANCHES)}
+    elif name == OBSERVED:
+        observed = start((batch, 2), source=sources.make(name), draft_length=FixedLength(0))
+        observed.feed(1)
+        runs = {"alone": start(shape), "observed": observed}
+    else:
+        runs = {"given": start(shape), "drafted": start(shape, source=sources.make(name))}
+    base = next(iter(runs))
+    entry = {"source": name, "batch": batch, "rows_per_sample": count + 1} | compare(base, runs)
+    return entry | {"fed": {name: run.fed() for name, run in runs.items()}}
+
+
+def run(options: argparse.Namespace, command: str) -> int:
+    """Measure and print every source at every batch size; the JSON file grows with each.
+
+    Raises:
+        ValueError: an unknown source, or the library refuses the model, context or batch size.
+    """
+    for name in options.sources:
+        if name not in SOURCES:
+            raise ValueError(f"--sources: {name!r} is none of {', '.join(SOURCES)}")
+    numbers = NumberFormats(jnp.bfloat16, **number_formats(options))
+    settings = {
+        "model": options.model,
+        "draft_model": options.draft_model,
+        **numbers.settings,
+        "context": options.context,
+        "repetitions": REPETITIONS,
+    }
+    results = begin(options, command, settings)
+    config = MODELS[options.model]
+    if options.layers is not None:
+        config = config.resized(layers=options.layers)
+    sources = Sources(random_model(config, numbers), options.draft_model, options.attention)
+    for batch in options.batch_sizes:
+        for name in options.sources:
+            entry = measure(sources, name, batch, options.context)
+            times = ", ".join(f"{of} {t['best_ms']:.3f} ms" for of, t in entry["times"].items())
+            shape = f"{batch}x{entry['rows_per_sample']}"
+            print(f"{name:>9}  {shape}  {times}, ratio {entry['ratio']:.3f}", flush=True)
+            add_entry(entry, results, options.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(BENCHMARKS["drafting"].main())
