@@ -122,7 +122,16 @@ def test_every_kind_of_tile_lowers_for_cuda(name):
     lower_for_cuda(product, *shapes, backend="mosaic_gpu")
 
 
-@pytest.mark.parametrize("rows", [1, 64, 136, 160, 192, 200, 384, 448, 512, 1000])
+# What ptxas of CUDA 13 compiled and refused on an H200, by columns of an instruction and warpgroups.
+@pytest.mark.parametrize(
+    ("columns", "warpgroups", "compiles"),
+    [(192, 3, True), (208, 3, False), (224, 3, False), (240, 3, False), (192, 2, True)],
+)
+def test_an_instruction_needs_registers(columns, warpgroups, compiles):
+    assert mosaic_tiles.instruction_fits(columns, warpgroups) == compiles
+
+
+@pytest.mark.parametrize("rows", [1, 64, 136, 160, 192, 200, 240, 384, 416, 448, 464, 512, 1000])
 @pytest.mark.parametrize(
     ("inputs", "outputs", "kind"),
     [
@@ -156,6 +165,8 @@ def test_tiles_cover_the_product_and_fit_on_the_device(rows, inputs, outputs, ki
         assert tiling.rows <= 256
         assert kind.get("dtype") != jnp.float16 or tiling.splits == 1
     assert mosaic_tiles.sums_fit(tiling.rows, tiling.columns, tiling.warpgroups)
+    instruction_columns = tiling.rows if tiling.swapped else tiling.columns
+    assert mosaic_tiles.instruction_fits(instruction_columns, tiling.warpgroups)
     assert tiling.stages >= 3
     tiles = -(-rows // tiling.rows)
     assert (tiles - 1) * tiling.rows < rows <= tiles * tiling.rows

@@ -22,8 +22,9 @@ from emsjax.terminal.options import (
 PROFILED_BATCH_SIZES, PROFILED_DRAFT_TOKENS, ACCEPTANCE_RATE = (1, 8, 64), 16, 0.8
 PROFILED_CONTEXT = 900  # tokens, or as many as the models have positions for
 SHAPES = (  # for help texts
-    "opt-125m, opt-1.3b, opt-2.7b, opt-6.7b, opt-13b, opt-30b, llama-3.1-8b, llama-3.2-1b, "
-    "qwen3-0.6b, qwen3-8b, mistral-7b, gemma-3-4b, pythia-6.9b, gpt2-xl or codegen-6b"
+    "opt-125m, opt-1.3b, opt-2.7b, opt-6.7b, opt-13b, opt-30b, opt-66b, llama-3.1-8b, "
+    "llama-3.1-70b, llama-3.2-1b, qwen3-0.6b, qwen3-8b, mistral-7b, gemma-3-4b, pythia-6.9b, "
+    "gpt2-xl or codegen-6b"
 )
 DRAFT_SHAPE = "qwen3-0.6b for qwen3-8b, llama-3.2-1b for llama-3.1-8b, otherwise opt-125m"
 EMBEDDED = "embedded"  # the models that come with the library
@@ -252,13 +253,8 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
     rate = "for the floor (default: an H200's, %(default)g)"
     add("--read-rate", type=positive_float, default=H200.read / 1e12, help=f"TB/s {rate}")
     add("--matmul-rate", type=positive_float, default=H200.matmul / 1e12, help=f"TFLOP/s {rate}")
-    add(
-        "--profile-top",
-        type=count,
-        default=25,
-        metavar="N",
-        help="kernels to list (default: 25; 0: no profile)",
-    )
+    listed = "kernels to list (default: %(default)s; 0: no profile)"
+    add("--profile-top", type=count, default=25, metavar="N", help=listed)
     add_result_options(parser, resumes=False)
 
 

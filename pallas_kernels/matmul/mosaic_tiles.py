@@ -16,6 +16,7 @@ REGISTERS = 512  # for one thread of each warpgroup, together
 FETCHING_REGISTERS = 40  # for a thread that fetches; the others share the rest
 OTHER_REGISTERS = 32  # for a thread that multiplies, beside its sums
 MOST_REGISTERS = 255  # for any thread
+INSTRUCTION_REGISTERS = 26  # of a thread, beside an instruction's sums
 DEPTH = 64  # a swizzled line of 16-bit numbers
 LINE = 128  # bytes of a swizzled line
 UNIT = 64  # rows of a matrix instruction
@@ -164,15 +165,26 @@ def clocks(rows: int, inputs: int, outputs: int, tiling: Tiling) -> float:
 def warpgroups_of(rows: int, columns: int, swapped: bool = False) -> int:
     """Warpgroups that multiply a tile of this size, each the same number of units; 0: it is too
     large."""
-    units = (columns if swapped else rows) // UNIT
-    enough = (n for n in WARPGROUPS if units % n == 0 and sums_fit(rows, columns, n))
-    return next(enough, 0)
+    high, width = (columns, rows) if swapped else (rows, columns)
+    fits = lambda n: sums_fit(rows, columns, n) and instruction_fits(width, n)
+    return next((n for n in WARPGROUPS if high // UNIT % n == 0 and fits(n)), 0)
 
 
 def sums_fit(rows: int, columns: int, warpgroups: int) -> bool:
     """Whether the registers of the threads that multiply hold a tile's sums beside the rest."""
     of_thread = min(MOST_REGISTERS, (REGISTERS - FETCHING_REGISTERS) // warpgroups)
     return rows * columns // warpgroups // WARPGROUP_THREADS + OTHER_REGISTERS <= of_thread
+
+
+def instruction_fits(columns: int, warpgroups: int) -> bool:
+    """Whether ptxas compiles a matrix instruction with so many columns.
+
+    A thread may receive registers from those that fetch, but one instruction may use no more than
+    every thread has when the launch begins.
+    """
+    of_thread = min(MOST_REGISTERS, REGISTERS // (warpgroups + 1) // 8 * 8)
+    sums = UNIT * columns // WARPGROUP_THREADS
+    return sums + INSTRUCTION_REGISTERS <= of_thread
 
 
 def stages_that_fit(rows: int, columns: int, warpgroups: int) -> int:
