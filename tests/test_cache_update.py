@@ -68,6 +68,26 @@ def test_update_writes_real_rows_and_nothing_else(implementation, counts, starts
 
 
 @every_implementation
+def test_rows_outside_of_the_caches_write_nothing(implementation):
+    """Otherwise a kernel would write to arrays that lie beside the caches."""
+    inputs = case([3] * BATCH, [1] * BATCH)
+    _, key, value, key_cache, value_cache, segment_ids, positions, _ = inputs
+    outside = [(0, MAX_LEN), (BATCH - 1, MAX_LEN), (1, -1), (-1, 2), (BATCH + 1, 2), (2, 2**30)]
+    for row, place in enumerate(outside):
+        segment_ids[row], positions[row] = place
+    inside = np.arange(len(segment_ids)) >= len(outside)
+    expected = key_cache.copy(), value_cache.copy()
+    rows = [row for row in np.flatnonzero(inside) if segment_ids[row] < BATCH]
+    for cache, new in zip(expected, (key, value), strict=True):
+        cache[segment_ids[rows], positions[rows]] = new[rows]
+    arrays = map(jnp.asarray, (key_cache, value_cache, key, value, segment_ids, positions))
+    options = {"implementation": implementation, "interpret": not COMPILED}
+    out = pallas_kernels.update_kv_cache(*arrays, **options)
+    for new, old in zip(out, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(new).view(np.int32), old.view(np.int32))
+
+
+@every_implementation
 def test_many_caches_are_updated_as_each_one_alone(implementation, monkeypatch):
     monkeypatch.setattr(cache_update.triton, "ARRAYS_PER_LAUNCH", 4)
     monkeypatch.setattr(cache_update.triton, "ARRAYS_PER_PROGRAM", 3)

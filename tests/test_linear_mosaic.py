@@ -122,7 +122,7 @@ def test_every_kind_of_tile_lowers_for_cuda(name):
     lower_for_cuda(product, *shapes, backend="mosaic_gpu")
 
 
-# What ptxas of CUDA 13 compiled and refused on an H200, by columns of an instruction and warpgroups.
+# What ptxas of CUDA 13 compiled for an H200: columns of an instruction, and warpgroups.
 @pytest.mark.parametrize(
     ("columns", "warpgroups", "compiles"),
     [(192, 3, True), (208, 3, False), (224, 3, False), (240, 3, False), (192, 2, True)],

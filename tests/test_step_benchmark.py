@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import emsjax
-from emsjax.benchmarks import device_times, overheads, runs, step
+from emsjax.benchmarks import device_times, drafting, overheads, runs, step
 from emsjax.benchmarks.rates import Rates
 from emsjax.benchmarks.registry import BENCHMARKS
 from emsjax.benchmarks.shapes import MODELS
@@ -166,13 +166,46 @@ def test_a_context_too_short_for_the_steps_is_an_error():
 def test_a_source_drafts_and_its_tokens_are_replaced():
     draft_model = emsjax.DraftModel(runs.random_model(MODELS["tiny"]), 3)
     with standard_dtypes():
-        run = runs.StepRun(draft_model.draft_model, (2, 4), 20, None, source=draft_model)
+        run = runs.StepRun(
+            draft_model.draft_model, (2, 4), 20, None, drafts={"source": draft_model}
+        )
         run.advance(runs.LONG)
         fed = run.fed()
     assert (fed["rows_per_step"], fed["accepted_tokens"]) == (8, 0)
     # Every token but the last drafted one has been fed, or forgotten again as rejected.
     np.testing.assert_array_equal(run.state.drafter_state.lengths, run.state.lengths - 1)
     np.testing.assert_array_equal(run.rewind().drafter_state.lengths, run.lengths - 1)
+
+
+def test_what_a_drafter_keeps_of_hidden_states_is_forgotten_between_runs():
+    """Otherwise its cache would grow from run to run, until its rows lay outside of it."""
+    model = runs.random_model(MODELS["tiny"])
+    source = drafting.Sources(model, "tiny", None).make("eagle3")
+    with standard_dtypes():
+        run = runs.StepRun(model, (2, 5), 20, None, drafts={"source": source})
+        lengths = []
+        for _ in range(2):
+            run.advance(runs.LONG)
+            lengths.append(np.asarray(run.state.drafter_state.cache.lengths))
+    np.testing.assert_array_equal(lengths[0], lengths[1])
+    np.testing.assert_array_equal(lengths[0], run.state.lengths - 2)
+
+
+def test_drafters_are_timed_beside_drafts_that_cost_nothing(tmp_path, capsys):
+    path = tmp_path / "drafting.json"
+    options = ["--model", "tiny", "--draft-model", "tiny", "--batch-sizes", "2", "--context", "20"]
+    with standard_dtypes():
+        assert BENCHMARKS["drafting"].main([*options, "--output", str(path)]) == 0
+    found = json.loads(path.read_text())["entries"]
+    assert [entry["source"] for entry in found] == list(drafting.SOURCES)
+    assert len(capsys.readouterr().out.splitlines()) == len(found)
+    for entry in found:
+        base, other = (times["best_ms"] for times in entry["times"].values())
+        assert entry["ratio"] == pytest.approx(other / base)
+        fed = {of["rows_per_step"] for of in entry["fed"].values()}
+        assert fed == {2 * entry["rows_per_sample"]}
+    assert BENCHMARKS["drafting"].main(["--model", "tiny", "--sources", "suffix,other"]) == 2
+    assert "--sources: 'other' is none of suffix, model" in capsys.readouterr().err
 
 
 def test_the_bare_loop_emits_the_tokens_of_plain_decoding():

@@ -113,14 +113,15 @@ def measure(sources: Sources, name: str, batch: int, context: int) -> dict[str, 
     count = DRAFT_TOKENS[name]
     start = functools.partial(StepRun, sources.model, context=context, attention=sources.attention)
     shape = (batch, count + 1)
+    source = {} if name == TREE else {"source": sources.make(name)}
     if name == TREE:
-        runs = {"chain": start(shape), "tree": start(shape, branches=TREE_BRANCHES)}
+        runs = {"chain": start(shape), "tree": start(shape, drafts={"branches": TREE_BRANCHES})}
     elif name == OBSERVED:
-        observed = start((batch, 2), source=sources.make(name), draft_length=FixedLength(0))
+        observed = start((batch, 2), drafts=source, draft_length=FixedLength(0))
         observed.feed(1)
         runs = {"alone": start(shape), "observed": observed}
     else:
-        runs = {"given": start(shape), "drafted": start(shape, source=sources.make(name))}
+        runs = {"given": start(shape), "drafted": start(shape, drafts=source)}
     base = next(iter(runs))
     entry = {"source": name, "batch": batch, "rows_per_sample": count + 1} | compare(base, runs)
     return entry | {"fed": {name: run.fed() for name, run in runs.items()}}

@@ -153,7 +153,7 @@ def compare_drafting(model, draft_model, context: int, attention) -> dict[str, A
     shape = (DRAFTED_BATCH, DRAFT_TOKENS + 1)
     start = functools.partial(StepRun, model, shape, context, attention)
     drafter = DraftModel(draft_model, DRAFT_TOKENS, attention_implementation=attention)
-    runs = {"given": start(), "drafted": start(source=drafter)}
+    runs = {"given": start(), "drafted": start(drafts={"source": drafter})}
     entry = {"comparison": "drafting", "shape": shape} | compare("given", runs)
     given, drafted = (entry["times"][name]["best_ms"] for name in ("given", "drafted"))
     return entry | {

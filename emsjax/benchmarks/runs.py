@@ -11,6 +11,7 @@ import functools
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -123,6 +124,9 @@ class LoopRun(TimedRun):
     def __init__(self, model, drafter, state: DecodeState, attention, draft_length=None):
         self.drafter, self.draft_length = drafter, draft_length
         self.weights = make_run(model, None).flat().model
+        # Counts of the drafter's own, such as the lengths of a cache. The rest need not be reset.
+        leaves = enumerate(jax.tree.leaves(state.drafter_state))
+        self.counts = {i: jnp.copy(leaf) for i, leaf in leaves if leaf.ndim <= 1}
         super().__init__(model, state, attention)
 
     def call(self, steps: int):
@@ -136,7 +140,11 @@ class LoopRun(TimedRun):
 
     def rewind(self) -> DecodeState:
         state = super().rewind()
-        drafter_state, policy_state = state.drafter_state, ()
+        leaves, kind = jax.tree.flatten(state.drafter_state)
+        for i, count in self.counts.items():
+            leaves[i] = jnp.copy(count)  # the loop takes it over
+        drafter_state = kind.unflatten(leaves)
+        policy_state = ()
         if self.drafter is not None:
             drafter_state = as_drafter(self.drafter).commit(drafter_state, state.lengths)
         if self.draft_length is not None:
@@ -171,8 +179,8 @@ class StepRun(LoopRun):
     Args:
         shape: samples, and rows of each sample in every step.
         context: mean cached tokens per sample in the timed steps.
-        source: a drafter whose work is done in every step; None: drafts cost nothing.
-        branches: see `RejectedDrafter`.
+        drafts: fields of the `RejectedDrafter`: a `source` that does its work in every step, and
+            the `branches` of trees.
         sampling: None: greedy.
         draft_length: allows for fewer rows, see `feed`. The cache then has room for `long` steps
             only, as several such runs exist at once.
@@ -189,8 +197,7 @@ class StepRun(LoopRun):
         context: int,
         attention,
         *,
-        source: Any = None,
-        branches: int = 1,
+        drafts: Mapping[str, Any] = MappingProxyType({}),
         sampling: Sampling | None = None,
         draft_length: FixedLength | None = None,
         long: int = LONG,
@@ -205,7 +212,7 @@ class StepRun(LoopRun):
         prompts = np.random.default_rng(0).integers(5, vocab - 1, (batch, length))
         drafter = None
         if rows > 1:
-            drafter = RejectedDrafter(vocab - 1, rows - 1, source, branches=branches)
+            drafter = RejectedDrafter(vocab - 1, rows - 1, **drafts)
         room = long + rows if draft_length is not None else max(MAX_NEW_TOKENS, long + rows)
         state = init_state(
             model,

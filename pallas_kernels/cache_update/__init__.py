@@ -30,9 +30,9 @@ def update_kv_cache(
 ) -> tuple[Array, Array]:
     """Write row r of `key` and `value` at [segment_ids[r], positions[r]] of the caches.
 
-    Rows whose segment id is `batch` write nothing; every other entry keeps its
-    bits. Two real rows must not have the same place. Donate the caches to the
-    surrounding `jax.jit` to update them in place.
+    Rows whose segment id is `batch` write nothing, nor do rows whose place lies outside of the
+    caches; every other entry keeps its bits. Two real rows must not have the same place. Donate
+    the caches to the surrounding `jax.jit` to update them in place.
 
     Args:
         key_cache, value_cache: [batch, max_len, kv_heads, head_dim].

@@ -85,6 +85,7 @@ def _kernel(
         first_head = packed.shape[1] - (1 if is_value else 2) * kv_heads
         return packed.at[row, first_head + head, dim]
 
-    is_real = sample < caches[0].shape[0]
+    batch, max_len = caches[0].shape[:2]
+    is_real = (sample >= 0) & (sample < batch) & (position >= 0) & (position < max_len)
     for index, first in enumerate(range(0, count, ARRAYS_PER_PROGRAM)):
         pl.when(is_real & (group == index))(functools.partial(copy, first))

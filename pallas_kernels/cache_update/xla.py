@@ -28,7 +28,8 @@ def update_kv_caches(
         keys = [packed[:, -2 * kv_heads : -kv_heads] for packed in keys]
     # Distinct out-of-range places keep the promise of unique indices.
     dropped = max_len + jnp.arange(segment_ids.shape[0], dtype=positions.dtype)
-    positions = jnp.where(segment_ids < batch, positions, dropped)
+    is_real = (segment_ids >= 0) & (segment_ids < batch) & (positions >= 0)
+    positions = jnp.where(is_real, positions, dropped)
 
     def scatter(caches, rows):
         return [
