@@ -132,7 +132,8 @@ class FeatureStudent(Student):
         The binary cross-entropy of the predicted and the actual probability of acceptance, of
         tokens that are sampled, is added where the network predicts one.
         """
-        hidden, taps = lax.stop_gradient(forward_with_taps(target, batch, module.config.taps))
+        target = lax.stop_gradient(target)
+        hidden, taps = forward_with_taps(target, batch, module.config.taps)
         found = self.predictions(self._bound(module, target), hidden, taps, batch, key)
 
         def loss_of_part(network, hidden, target, of_target, before, labels, counts):

@@ -11,8 +11,8 @@ tags: [speculative-decoding, {kind}, distillation]
 
 # A {title} for {target}
 
-{what} and {draft} parameters; its target has {of_target}. It is trained to draft for that target,
-and is not a good language model by itself.
+{what} and {draft} parameters; its target has {of_target}.
+It is trained to draft for that target, and is not a good language model by itself.
 ```python
 import emsjax
 
