@@ -1,5 +1,6 @@
 """Training of drafters that read the target's hidden states."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -289,6 +290,13 @@ def test_an_interrupted_run_ends_with_the_same_bits(kind, tmp_path):
     np.testing.assert_array_equal(found, expected)
     for one, other in zip(jax.tree.leaves(module), jax.tree.leaves(whole), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_each_step_draws_other_anchors():
+    trainer, batch = shared_trainer("dspark"), PackedSequences(DOCUMENTS, 16, 2)[0]
+    states = [dataclasses.replace(trainer.initial(), step=jnp.int32(n)) for n in (0, 0, 1)]
+    first, again, other = (float(trainer.step(state, batch)[1]) for state in states)
+    assert first == again != other
 
 
 DATA_PARALLEL = """
