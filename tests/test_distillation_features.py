@@ -37,7 +37,7 @@ DOCUMENTS = [
 BLOCK = {"block_size": 4, "layers": 2}
 KINDS = {
     "eagle3": lambda target, **options: Eagle3Student.fresh(
-        target, DOCUMENTS, unroll=3, draft_vocab_size=40, **options
+        target, DOCUMENTS, unroll=3, draft_vocab_size=25, **options
     ),
     "dflash": lambda target, **options: BlockStudent.fresh(target, DOCUMENTS, **BLOCK, **options),
     "dspark": lambda target, **options: BlockStudent.fresh(
@@ -47,7 +47,7 @@ KINDS = {
         markov_rank=6,
         markov_head_type="rnn",
         enable_confidence_head=True,
-        draft_vocab_size=50,
+        draft_vocab_size=25,
         **options,
     ),
 }
@@ -258,7 +258,7 @@ def test_the_most_frequent_tokens_can_be_drafted():
     assert set(ids) > set(range(3, 13))
     student = student_of("dspark")
     assert student.module.config.mask_token_id == VOCAB - 1  # it does not occur
-    np.testing.assert_array_equal(student.draft_ids, frequent_tokens(DOCUMENTS, 50, VOCAB))
+    np.testing.assert_array_equal(student.draft_ids, frequent_tokens(DOCUMENTS, 25, VOCAB))
 
 
 # The loop
@@ -326,14 +326,20 @@ def test_two_devices_train_as_one():
         np.testing.assert_allclose(json.loads(losses), expected, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
-def test_training_raises_the_acceptance_rate(kind, tmp_path):
-    """The saved folder is as good, and decodes losslessly. The target is the embedded draft."""
+@functools.cache
+def embedded_model():
+    """The smaller embedded model, and its continuations of four texts."""
     target = emsjax.from_pretrained(DRAFT, dtype="float32")
     texts = ["import os", "for name in names:", "def __init__(self", "class Error(Exception):"]
     texts = AutoTokenizer.from_pretrained(DRAFT)(texts).input_ids
     options = {"new_tokens": 24, "temperature": 0.0}
-    documents = distillation.continuations(target, texts, 4, **options)
+    return target, distillation.continuations(target, texts, 4, **options)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_training_raises_the_acceptance_rate(kind, tmp_path):
+    """The saved folder is as good, and decodes losslessly."""
+    target, documents = embedded_model()
     prompts = [document[:-24] for document in documents]
     make, settings = Eagle3Student, {"unroll": 3}
     if kind == "dspark":

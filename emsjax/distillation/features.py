@@ -57,7 +57,7 @@ class FeatureStudent(Student):
     Args:
         network: the weights before training, in any dtype.
         draft_ids: the target's id of each token that can be drafted; None: all, in order.
-        decay: what a draft counts relative to the one before it, in 0..1.
+        decay: what a draft counts relative to the one before it, above 0 and at most 1.
 
     Raises:
         ValueError: `decay` is out of range.

@@ -36,9 +36,9 @@ def frequencies(documents: Sequence[np.ndarray], vocab_size: int) -> np.ndarray:
 
 
 def evenly_spaced_taps(num_layers: int, count: int) -> tuple[int, ...]:
-    """Up to `count` layers from the second to the last but two, which differ."""
-    first = min(2, num_layers)
-    spaced = np.linspace(first, max(first, num_layers - 2), count)
+    """Up to `count` layers: from the second to the last but two, or from few layers all."""
+    first, last = (2, num_layers - 2) if num_layers > 5 else (1, num_layers)
+    spaced = np.linspace(first, last, count)
     return tuple(sorted({round(float(x)) for x in spaced}))
 
 
