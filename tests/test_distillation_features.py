@@ -341,7 +341,7 @@ def test_training_raises_the_acceptance_rate(kind, tmp_path):
     """The saved folder is as good, and decodes losslessly."""
     target, documents = embedded_model()
     prompts = [document[:-24] for document in documents]
-    make, settings = Eagle3Student, {"unroll": 3}
+    make, settings = Eagle3Student, {"unroll": 2}
     if kind == "dspark":
         make, settings = BlockStudent, {"block_size": 3, "markov_rank": 16, "layers": 1}
     student = make.fresh(target, documents, draft_vocab_size=40, **settings)
