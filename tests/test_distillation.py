@@ -18,7 +18,8 @@ from flax import nnx
 import emsjax
 from emsjax import distillation
 from emsjax.decode.pack import PackedRows, pack
-from emsjax.distillation import losses, pruning, training
+from emsjax.distillation import losses, passes, pruning
+from emsjax.distillation.draft_model import mean_loss
 from emsjax.distillation.evaluation import acceptance_by_position
 from emsjax.distillation.sequences import Batch, PackedSequences
 from emsjax.models.opt import OPTConfig
@@ -225,11 +226,11 @@ def test_pruning_what_a_family_does_not_use_is_exact(config):
     assert (kept.width, kept.heads, kept.ffn_size) == (32, a.heads // 2, a.ffn_size // 2)
     assert (kept.kv_heads, kept.head_dim) == (a.kv_heads // 2, a.head_dim)
     batch = jax.tree.map(jnp.asarray, PackedSequences(documents(30, 50, 20, seed=9), 25, 4)[0])
-    logits = [m.logits(training.forward(m, batch).reshape(100, -1)) for m in (small, model)]
+    logits = [m.logits(passes.forward(m, batch).reshape(100, -1)) for m in (small, model)]
     np.testing.assert_allclose(*logits, atol=2e-3 * float(jnp.abs(logits[1]).max()))
     fewer = distillation.prune(model, 1, 64)  # the first layer, unchanged
     assert len(fewer.layers) == 1
-    hidden = training.forward(fewer, batch)
+    hidden = passes.forward(fewer, batch)
     assert np.isfinite(fewer.logits(hidden.reshape(100, -1))).all()
 
 
@@ -261,7 +262,7 @@ def test_pruning_unused_directions_heads_and_neurons_is_exact(embeddings):
     small = distillation.prune(model, 3, 16, embeddings, documents(*[40] * 40))
     batch = PackedSequences(documents(30, 50, 20, seed=9), 25, 4)[0]
     batch = jax.tree.map(jnp.asarray, batch)
-    logits = [m.logits(training.forward(m, batch).reshape(100, -1)) for m in (small, model)]
+    logits = [m.logits(passes.forward(m, batch).reshape(100, -1)) for m in (small, model)]
     np.testing.assert_allclose(*logits, atol=2e-3)
     assert jnp.std(logits[1]) > 0.5
     assert jnp.mean(small.final_norm.scale[...]) == pytest.approx(1)  # as in a new model
@@ -282,7 +283,7 @@ def test_inputs_of_heads_vary_as_in_the_target(target, seed):
             length * jnp.arange(count, dtype=jnp.int32),
             jnp.full(count, length, jnp.int32),
         )
-        attention = training.packed_attention
+        attention = passes.packed_attention
         options = {"attention": attention, "max_rows_per_sample": length}
         out = model(batch.tokens.reshape(-1), rows, model.init_cache(count, 0), **options)
         heads = model.config.num_attention_heads
@@ -339,7 +340,7 @@ def test_any_target_can_be_pruned(changes):
     shared = "word_embed_proj_dim" in changes
     draft = distillation.prune(model, 2, 16, "shared" if shared else "projected")
     batch = jax.tree.map(jnp.asarray, PackedSequences(documents(40, 40), 16, 2)[0])
-    hidden = training.forward(draft, batch)
+    hidden = passes.forward(draft, batch)
     assert np.isfinite(draft.logits(hidden.reshape(32, -1))).all()
 
 
@@ -395,7 +396,7 @@ def test_packed_documents_do_not_affect_each_other(target, packed, family):
     if family != "opt":
         target = emsjax.Decoder(FAMILIES[family], rngs=nnx.Rngs(0), dtype=jnp.float32)
     batch = packed[5]
-    hidden = np.asarray(jax.jit(training.forward)(target, jax.tree.map(jnp.asarray, batch)))
+    hidden = np.asarray(jax.jit(passes.forward)(target, jax.tree.map(jnp.asarray, batch)))
     assert batch.segment_ids.any()
     scale = 1.0 if family == "opt" else hidden.std()  # the others' are not normalised
 
@@ -415,11 +416,11 @@ def test_packed_documents_do_not_affect_each_other(target, packed, family):
 def test_the_loss_is_a_mean_over_predictions_within_documents(target, packed, monkeypatch, parts):
     draft = make(seed=1)
     batch = jax.tree.map(jnp.asarray, packed[0])
-    monkeypatch.setattr(training, "LOGIT_BYTES", 4 * 2 * 60 * 16 // parts)
-    assert training._parts(16, 4 * 2 * 60) == parts
+    monkeypatch.setattr(passes, "LOGIT_BYTES", 4 * 2 * 60 * 16 // parts)
+    assert passes.parts(16, 4 * 2 * 60) == parts
     weights = {"cross-entropy": 0.3, "reverse-kl": 1.0}
-    found = training.mean_loss(weights, draft, target, batch)
-    logits = [m.logits(training.forward(m, batch).reshape(32, -1)) for m in (draft, target)]
+    found = mean_loss(weights, draft, target, batch)
+    logits = [m.logits(passes.forward(m, batch).reshape(32, -1)) for m in (draft, target)]
     labels = jnp.roll(batch.tokens, -1, axis=1).reshape(-1)
     each = np.asarray(losses.combined(weights, logits[0], labels, logits[1])).reshape(2, 16)
     counted = batch.segment_ids[:, 1:] == batch.segment_ids[:, :-1]
@@ -430,20 +431,20 @@ def test_the_loss_is_a_mean_over_predictions_within_documents(target, packed, mo
 @pytest.mark.parametrize("parts", [1, 4])
 def test_the_gradient_is_that_of_all_logits_at_once(target, packed, monkeypatch, parts):
     """Logits and their gradient are computed in parts; jax's own gradient is expected."""
-    monkeypatch.setattr(training, "LOGIT_BYTES", 4 * 2 * 60 * 16 // parts)
+    monkeypatch.setattr(passes, "LOGIT_BYTES", 4 * 2 * 60 * 16 // parts)
     weights = {"cross-entropy": 0.3, "total-variation": 1.0}
     batch = jax.tree.map(jnp.asarray, packed[0])
     graph, params = nnx.split(make(seed=1))
 
     def plain(params):
-        logits = lambda model: model.logits(training.forward(model, batch).reshape(32, -1))
+        logits = lambda model: model.logits(passes.forward(model, batch).reshape(32, -1))
         labels = jnp.roll(batch.tokens, -1, axis=1).reshape(-1)
         draft = nnx.merge(graph, params)
         each = losses.combined(weights, logits(draft), labels, logits(target)).reshape(2, 16)
         counted = batch.segment_ids[:, 1:] == batch.segment_ids[:, :-1]
         return jnp.mean(each[:, :-1], where=counted)
 
-    ours = lambda params: training.mean_loss(weights, nnx.merge(graph, params), target, batch)
+    ours = lambda params: mean_loss(weights, nnx.merge(graph, params), target, batch)
     expected, found = (jax.jit(jax.grad(loss))(params) for loss in (plain, ours))
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-6)

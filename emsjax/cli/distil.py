@@ -1,6 +1,7 @@
-"""`emsjax distil`: train a draft model for a target."""
+"""`emsjax distil`: train a drafter for a target."""
 
 import argparse
+import functools
 import hashlib
 import json
 import math
@@ -11,18 +12,18 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 
 from emsjax import distillation, plotting
+from emsjax.cli.distil_kinds import Documents, Kind, kind_of
 from emsjax.distillation.finite import check_finite
 from emsjax.distillation.losses import check_losses
 from emsjax.distillation.model_card import gains, model_card
-from emsjax.distillation.pruning import PROJECTED, num_parameters, pruned_config
+from emsjax.distillation.pruning import num_parameters
 from emsjax.distillation.sequences import MIN_TOKENS
+from emsjax.distillation.student import Student
 from emsjax.distillation.texts import hold_out, read_texts, tokenize
 from emsjax.models.config import DecoderConfig
 from emsjax.models.decoder import Decoder
-from emsjax.models.families import family_of
 from emsjax.models.pretrained import from_pretrained
 from emsjax.records.reading import in_one_line
 from emsjax.records.writing import to_json, write_atomically
@@ -33,11 +34,10 @@ from emsjax.terminal.surroundings import surroundings
 
 RECORD = "distillation.json"  # settings of the run, and when it is done its results
 GENERATIONS, CHECKPOINTS, FIGURE = "generations.json", "checkpoints", "distillation.png"
-Documents = list[np.ndarray]
 
 
 def distil(options: argparse.Namespace, command: str) -> int:
-    """Train a draft model, or resume its training, and print the speed-up.
+    """Train a drafter, or resume its training, and print the speed-up.
 
     Raises:
         ValueError: bad texts, sizes, losses or models, or an output folder with other content.
@@ -50,9 +50,15 @@ def distil(options: argparse.Namespace, command: str) -> int:
     if len(files) == 2 and files[0].resolve() == files[1].resolve():
         raise ValueError("--held-out-data is --data: its texts would be trained on")
     texts = {path: read_texts(path, options.text_template) for path in files}
-    config = load_config(options.target, options.revision)
-    draft_config = check_draft(options, config)
-    held_out, training = prepare(options, texts, config, draft_config)
+    config, kind = load_config(options.target, options.revision), kind_of(options)
+    positions = kind.check(options, config)
+    if options.compare_with is not None:
+        theirs = load_config(options.compare_with, None).vocab_size
+        if theirs != config.vocab_size:
+            raise ValueError(
+                f"--compare-with has vocab_size {theirs}, --target {config.vocab_size}"
+            )
+    held_out, training = prepare(options, texts, config, positions)
     record = open_output(options)
     say = progress()
     if "results" in record:
@@ -60,72 +66,31 @@ def distil(options: argparse.Namespace, command: str) -> int:
         say(f"{options.output} is finished")
     else:
         record |= {"command": command, **surroundings(None)}
-        record["results"] = run(options, draft_config, held_out, training, say)
+        record["results"] = run(options, kind, held_out, training, say)
         finish(options.output, record, say)
     console = make_console()
-    line(console, "| held-out texts | plain | before | after |")
-    for row in gains(record["results"]):
+    heading, _, *rows = gains(record["results"])
+    for row in (heading, *rows):
         line(console, row)
     return 0
-
-
-def check_draft(options: argparse.Namespace, config: DecoderConfig) -> DecoderConfig:
-    """The draft model's architecture.
-
-    Args:
-        config: the target's architecture.
-
-    Raises:
-        ValueError: sizes that do not suit the target, another vocabulary, or a draft model that
-            is not smaller than the target.
-    """
-    if options.draft_model is None:
-        if options.layers is None or options.width is None:
-            raise ValueError("--layers and --width are needed, or --draft-model")
-        if options.draft_revision is not None:
-            raise ValueError("--draft-revision needs --draft-model")
-        options.embeddings = options.embeddings or PROJECTED
-        try:
-            return pruned_config(config, options.layers, options.width, options.embeddings)
-        except ValueError as error:
-            raise ValueError(f"--{error}") from error
-    for name in ("layers", "width", "embeddings"):
-        if getattr(options, name) is not None:
-            raise ValueError(f"--{name}: --draft-model has its own")
-    if options.start == "random":
-        raise ValueError("--start random: training starts with --draft-model")
-    draft = load_config(options.draft_model, options.draft_revision)
-    for name in ("vocab_size", "max_position_embeddings"):
-        sizes = [getattr(one, name) for one in (draft, config)]
-        if sizes[0] != sizes[1]:
-            raise ValueError(f"--draft-model has {name} {sizes[0]}, --target {sizes[1]}")
-    sizes = [size_of(one) for one in (draft, config)]
-    if sizes[0] >= sizes[1]:
-        raise ValueError(
-            f"--draft-model must be smaller than --target, and they have {sizes[0]:,} and "
-            f"{sizes[1]:,} parameters"
-        )
-    return draft
-
-
-def size_of(config: DecoderConfig) -> int:
-    """Number of parameters of a model with this architecture."""
-    return num_parameters(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
 
 
 def prepare(
     options: argparse.Namespace,
     texts: Mapping[Path, list[str]],
     config: DecoderConfig,
-    draft_config: DecoderConfig,
+    positions: int,
 ) -> tuple[Documents, Documents]:
     """The held-out documents and those to train on, from the texts of each file.
+
+    Args:
+        config: the target's architecture.
+        positions: the most tokens of a sequence.
 
     Raises:
         ValueError: too few texts or tokens, another vocabulary, lengths beyond the models'
             positions, invalid rates, or a batch that cannot be divided among the devices.
     """
-    positions = min(config.max_position_embeddings, draft_config.max_position_embeddings)
     for name, least in (("sequence_length", MIN_TOKENS), ("max_new_tokens", 1)):
         value, most = getattr(options, name), positions - (name == "max_new_tokens")
         if not least <= value <= most:
@@ -202,52 +167,45 @@ def open_output(options: argparse.Namespace) -> dict[str, Any]:
 
 def run(
     options: argparse.Namespace,
-    draft_config: DecoderConfig,
+    kind: Kind,
     held_out: Documents,
-    training: Documents,
+    texts: Documents,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Train, evaluate and save.
 
     Raises:
         NonFiniteError: a loss, or anything that follows from it, is not finite. The newest
-            checkpoint is from before that step, and no draft model has been written.
+            checkpoint is from before that step, and no drafter has been written.
     """
-    load = from_pretrained
-    target = load(options.target, dtype=options.dtype, revision=options.revision)
-    if options.draft_model is not None:
-        start = load(options.draft_model, dtype="float32", revision=options.draft_revision)
-    elif options.start == "random":
-        start = Decoder(draft_config, rngs=nnx.Rngs(options.seed), dtype="float32")
-    else:
-        sizes = (options.layers, options.width, options.embeddings)
-        start = distillation.prune(target, *sizes, documents=training)
-    training = training + generations(options, target, training, say)
-    model, losses = train(options, start, target, training, say)
-    model, start = (one.astype(options.dtype) for one in (model, start))
-    check_finite(f"the trained parameters in {options.dtype}", nnx.state(model))
+    target = from_pretrained(options.target, dtype=options.dtype, revision=options.revision)
+    documents = functools.cache(lambda: texts + generations(options, target, texts, say))
+    student = kind.student(options, target, texts, documents)
+    module, losses = train(options, student, target, documents(), say)
+    before, after = (student.drafter(one, target) for one in (student.module, module))
+    check_finite(f"the trained parameters in {options.dtype}", after)
+    described = student.describe(after)
     results = {
         "losses": losses.tolist(),
-        "parameters": {"target": num_parameters(target), "draft": num_parameters(model)},
-        "config": model.config.to_json(),
-        "architecture": {
-            "family": family_of(model.config).model_type,
-            "layers": len(model.architecture.layers),
-            "width": model.architecture.width,
-        },
+        "parameters": {"target": num_parameters(target), "draft": num_parameters(module)},
+        "config": described.pop("config"),
+        "drafter": described,
     }
+    sides = {"plain": None, "before": before, "after": after}
+    if options.compare_with is not None:
+        sides["compared"] = from_pretrained(options.compare_with, dtype=options.dtype)
     room = target.config.max_position_embeddings - options.max_new_tokens
     prompts = [document[: min(room, max(1, len(document) // 2))] for document in held_out]
-    for name, draft_model in (("plain", None), ("before", start), ("after", model)):
+    for name, draft in sides.items():
         say(f"decoding {len(prompts)} held-out texts, {name}")
         results[name] = distillation.evaluate(
             target,
-            draft_model,
+            draft,
             prompts,
             draft_tokens=options.draft_tokens,
             new_tokens=options.max_new_tokens,
         )
-    model.save_pretrained(options.output)  # only a draft model whose figures are known
+    student.save(after, options.output)  # only a drafter whose figures are known
     return results
 
 
@@ -273,17 +231,16 @@ def generations(
         return [np.array(ids, np.int32) for ids in json.loads(path.read_bytes())]
 
 
-def train(options: argparse.Namespace, start, target, training: Documents, say):
-    """The trained model and its losses; training resumes at the newest checkpoint."""
+def train(options: argparse.Namespace, student: Student, target, training: Documents, say):
+    """The trained module and its losses; training resumes at the newest checkpoint."""
     optimizer = distillation.make_optimizer(
         options.steps,
         options.learning_rate,
         warm_up=options.warm_up_steps,
         weight_decay=options.weight_decay,
     )
-    trainer = distillation.Trainer(
-        start, optimizer, options.losses, target=target, dtype=options.dtype
-    )
+    settings = {"target": target, "dtype": options.dtype, "seed": options.seed}
+    trainer = distillation.Trainer(student, optimizer, options.losses, **settings)
     sequences = distillation.PackedSequences(
         training, options.sequence_length, options.batch_size, options.seed
     )

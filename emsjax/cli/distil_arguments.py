@@ -1,4 +1,7 @@
-"""The options of `emsjax distil`. This module imports nothing heavy."""
+"""The options of `emsjax distil`. This module imports nothing heavy.
+
+Options of single kinds of drafters have no default here: see `emsjax.cli.distil_kinds`.
+"""
 
 import argparse
 from pathlib import Path
@@ -10,6 +13,7 @@ from emsjax.terminal.options import (
     loss_weights,
     positive_int,
     seed,
+    token_ids,
 )
 
 
@@ -32,33 +36,22 @@ def add_distil_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         type=Path,
         metavar="DIR",
-        help="folder for the draft model: a new one, or that of an interrupted run",
-    )
-    add("--layers", **number, help="number of layers of the draft model, cut out of the target")
-    add(
-        "--width",
-        **number,
-        help="its hidden size: a multiple of the target's head size",
+        help="folder for the drafter: a new one, or that of an interrupted run",
     )
     add(
-        "--embeddings",
-        choices=("projected", "shared"),
-        help="tables as narrow as the draft model, or the target's own with projections "
-        "(default: projected)",
+        "--kind",
+        choices=("draft-model", "eagle3", "block"),
+        default="draft-model",
+        help="a small model, or a network that reads the target's hidden states and drafts tokens "
+        "one by one (EAGLE-3) or as a block (DFlash, DSpark) (default: %(default)s)",
     )
+    _add_model_options(parser)
+    _add_feature_options(parser)
     add(
-        "--start",
-        choices=("pruned", "random"),
-        default="pruned",
-        help="weights cut out of the target, which are better in short runs, or random ones of the "
-        "same sizes, which may be better in long runs (default: %(default)s)",
-    )
-    add(
-        "--draft-model",
+        "--compare-with",
         metavar="DIR_OR_ID",
-        help="train this model, not a part of the target",
+        help="a draft model that is evaluated beside the result",
     )
-    add("--draft-revision", metavar="REVISION", help="branch, tag or commit of the draft model")
     add("--steps", **number, default=5000, help=shown)
     add("--batch-size", **number, default=32, help="sequences per step (default: %(default)s)")
     add("--sequence-length", **number, default=1024, help="tokens (default: %(default)s)")
@@ -108,3 +101,87 @@ def add_distil_arguments(parser: argparse.ArgumentParser) -> None:
     add("--draft-tokens", **number, default=4, help="draft tokens per step in evaluation; " + shown)
     add("--checkpoint-every", **number, default=500, help="steps; " + shown)
     add("--seed", type=seed, default=0, help=shown)
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of draft models."""
+    add = parser.add_argument
+    number = {"type": positive_int, "metavar": "N"}
+    add(
+        "--layers",
+        **number,
+        help="number of layers: of a draft model, those cut out of the target; of a block drafter "
+        "(default: 2)",
+    )
+    add(
+        "--width",
+        **number,
+        help="hidden size of a draft model: a multiple of the target's head size",
+    )
+    add(
+        "--embeddings",
+        choices=("projected", "shared"),
+        help="tables as narrow as the draft model, or the target's own with projections "
+        "(default: projected)",
+    )
+    add(
+        "--start",
+        choices=("pruned", "random"),
+        help="weights cut out of the target, which are better in short runs, or random ones of the "
+        "same sizes, which may be better in long runs (default: pruned)",
+    )
+    add(
+        "--draft-model",
+        metavar="DIR_OR_ID",
+        help="train this model, not a part of the target",
+    )
+    add("--draft-revision", metavar="REVISION", help="branch, tag or commit of the draft model")
+
+
+def _add_feature_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of drafters that read the target's hidden states."""
+    add = parser.add_argument
+    number = {"type": positive_int, "metavar": "N"}
+    add(
+        "--taps",
+        type=token_ids,
+        metavar="N,...",
+        help="eagle3, block: layers of the target whose hidden states are read; 0: the embeddings "
+        "(default: three, or five, from low to high)",
+    )
+    add(
+        "--draft-vocab-size",
+        **number,
+        help="eagle3, block: tokens that can be drafted, the most frequent ones (default: 32000 "
+        "for eagle3, all for block)",
+    )
+    add(
+        "--decay",
+        type=float,
+        metavar="SHARE",
+        help="eagle3, block: weight of each draft position relative to the one before "
+        "(default: 0.8)",
+    )
+    add("--unroll", **number, help="eagle3: steps that training unrolls (default: 7)")
+    add("--block-size", **number, help="block: tokens of a block (default: 8)")
+    add(
+        "--anchors",
+        **number,
+        help="block: blocks per sequence and step (default: as many as its tokens fill)",
+    )
+    add(
+        "--markov-rank",
+        **number,
+        help="block: numbers per token of a sequential head, as in DSpark (default: no such head)",
+    )
+    add(
+        "--markov-head",
+        choices=("vanilla", "gated", "rnn"),
+        help="block: type of that head (default: vanilla)",
+    )
+    add(
+        "--confidence-head",
+        action="store_const",
+        const=True,
+        help="block: train a head that predicts which drafts are accepted",
+    )

@@ -116,8 +116,8 @@ COMMANDS = {
         add_options=add_profile_arguments,
     ),
     "distil": Command(
-        help="train a draft model for a target",
-        description="Train a small model to predict a target's tokens, on your texts and on the "
+        help="train a drafter for a target: a draft model, EAGLE-3 or a block drafter",
+        description="Train a drafter to predict a target's tokens, on your texts and on the "
         "target's own continuations of them, and measure the speed-up. An interrupted run "
         "continues when it is started again, and ends with the same result.",
         run=run_distil,

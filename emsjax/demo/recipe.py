@@ -21,8 +21,8 @@ from jaxtyping import Array, Float, Int32
 from emsjax.demo import corpus
 from emsjax.distillation import Batch, Trainer, make_optimizer, train
 from emsjax.distillation.losses import cross_entropy
+from emsjax.distillation.passes import forward
 from emsjax.distillation.pruning import num_parameters
-from emsjax.distillation.training import forward
 from emsjax.models.decoder import Decoder
 from emsjax.models.opt import OPTConfig
 from emsjax.records.writing import to_json

@@ -9,13 +9,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from flax import nnx
 
 from emsjax.checks import INT32_MAX, check_at_least
 from emsjax.configured import configured
 from emsjax.distillation.finite import NonFiniteError, check_finite
 from emsjax.distillation.sequences import PackedSequences
 from emsjax.distillation.training import Trainer, TrainState
-from emsjax.models.decoder import Decoder
 from emsjax.records.reading import in_one_line
 
 REPORT_SECONDS = 5.0
@@ -69,11 +69,11 @@ def train(
     checkpoints: Checkpoints | None = None,
     every: int = 500,
     say: Callable[[str], None] = lambda line: None,
-) -> tuple[Decoder, np.ndarray]:
-    """Train and return the model, in float32, and the loss [steps] before each step.
+) -> tuple[nnx.Module, np.ndarray]:
+    """Train; return the model or the student's module, in float32, and the loss [steps] by step.
 
     Args:
-        trainer: the model and how it is trained.
+        trainer: what is trained, and how.
         sequences: `sequences[step]` is the `Batch` of a step.
         steps: steps of the whole training, including those before the newest checkpoint.
         checkpoints: training resumes from the newest one, with the result of a run that was never

@@ -1,4 +1,4 @@
-"""The value of a draft model: its acceptance rate, and the speed of decoding with it."""
+"""The value of a drafter: its acceptance rate, and the speed of decoding with it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,6 +8,7 @@ from flax import nnx
 
 from emsjax.checks import check_at_least
 from emsjax.configured import configured
+from emsjax.decode.base import Drafter
 from emsjax.decode.step import decode_loop
 from emsjax.distillation.finite import check_ends, check_finite
 from emsjax.drafters import DraftModel
@@ -19,7 +20,7 @@ from emsjax.models.decoder import Decoder
 @configured
 def evaluate(
     target: Decoder,
-    draft_model: Decoder | None,
+    draft: Decoder | Drafter | None,
     prompts: Sequence[np.ndarray],
     *,
     draft_tokens: int = 4,
@@ -30,9 +31,10 @@ def evaluate(
 
     Args:
         target: the model that decodes.
-        draft_model: the draft model, or None for plain decoding.
+        draft: a draft model or another drafter; None for plain decoding.
         prompts: token ids, int32 [t] each.
-        draft_tokens: draft tokens of every step; below `new_tokens`.
+        draft_tokens: draft tokens of every step, below `new_tokens`, unless the drafter has a limit
+            of its own.
         new_tokens: largest number of new tokens of each prompt.
         batch_size: prompts decoded at once.
 
@@ -44,7 +46,7 @@ def evaluate(
     Raises:
         ValueError: `emsjax.generate` rejects the arguments, there are no prompts, or
             `draft_tokens` is so large that no step drafts all of them.
-        NonFiniteError: the draft model's parameters or the target's logits are not finite.
+        NonFiniteError: the draft's parameters or the target's logits are not finite.
     """
     if not len(prompts):
         raise ValueError("prompts must not be empty")
@@ -52,12 +54,16 @@ def evaluate(
     positions = target.config.max_position_embeddings
     new_tokens = check_at_least("new_tokens", new_tokens, 1, positions)
     batch_size = check_at_least("batch_size", batch_size, 1)
+    drafter = draft
+    if isinstance(draft, Decoder):
+        check_finite("the draft model's parameters", nnx.state(draft))
+        drafter = DraftModel(draft)
+    if drafter is not None:
+        check_finite("the drafter's parameters", drafter)
+        drafter = drafter.with_limit(draft_tokens)
+        draft_tokens = drafter.max_draft_tokens
     if draft_tokens >= new_tokens:
         raise ValueError(f"draft_tokens must be below new_tokens {new_tokens}, not {draft_tokens}")
-    drafter = None
-    if draft_model is not None:
-        check_finite("the draft model's parameters", nnx.state(draft_model))
-        drafter = DraftModel(draft_model, draft_tokens)
     groups = [prompts[at : at + batch_size] for at in range(0, len(prompts), batch_size)]
     for _ in range(2):  # the first time compiles
         outputs = [generate(target, group, drafter, max_new_tokens=new_tokens) for group in groups]
@@ -72,7 +78,7 @@ def evaluate(
     }
 
 
-def by_position(target: Decoder, drafter: DraftModel, groups, new_tokens: int) -> list[float]:
+def by_position(target: Decoder, drafter: Drafter, groups, new_tokens: int) -> list[float]:
     """Acceptance rates by position, in steps that draft as many tokens as they can.
 
     No step is cut short by the end of a sequence.

@@ -14,7 +14,7 @@ class NonFiniteError(FloatingPointError):
 def all_finite(tree: Any) -> jax.Array:
     """Whether all floating-point numbers of a pytree are finite, as a boolean on the device."""
     numbers = (x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating))
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in numbers]))
+    return jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in numbers], bool))
 
 
 def check_finite(what: str, tree: Any) -> None:

@@ -50,6 +50,21 @@ def _kl(log_p, log_q):
     return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
 
 
+def overlap(logits, target_probs) -> Float[Array, "n"]:
+    """The sum of min(p, q), the probability that a sampled draft token is accepted.
+
+    Args:
+        logits: logits of the draft, q.
+        target_probs: the probabilities p of the same tokens, which may be only some of p's.
+    """
+    return jnp.sum(jnp.minimum(jax.nn.softmax(logits), target_probs), axis=-1)
+
+
+def binary_cross_entropy(log_odds, probability) -> Float[Array, "n"]:
+    """The cross-entropy, in nats, of predictions with these log-odds of events of a probability."""
+    return jax.nn.softplus(log_odds) - probability * log_odds
+
+
 LOSSES = {
     CROSS_ENTROPY: cross_entropy,
     "forward-kl": forward_kl,

@@ -32,8 +32,8 @@ from emsjax.distillation.cutting import (
     table_factor,
 )
 from emsjax.distillation.finite import check_finite
+from emsjax.distillation.passes import forward
 from emsjax.distillation.sequences import Batch, PackedSequences
-from emsjax.distillation.training import forward
 from emsjax.models import layers as blocks
 from emsjax.models.architecture import PARALLEL, SHARED
 from emsjax.models.config import DecoderConfig

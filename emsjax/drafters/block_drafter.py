@@ -30,8 +30,7 @@ from emsjax.drafters.feature_files import DrafterFormat, load_drafter, save
 from emsjax.drafters.feature_formats import block_config, block_json
 from emsjax.drafters.feature_network import embed, head_logits
 from emsjax.drafters.growing import GrowingDraft, Randomness
-from emsjax.models.layers import residual_stream, run_layer
-from emsjax.models.rotary import angles
+from emsjax.models.layers import run_layer
 from pallas_kernels.common.indexing import take
 
 FORMAT = DrafterFormat(
@@ -172,8 +171,7 @@ class BlockDrafter(FeatureDrafter):
         self, state: KVCache, rows: ObservedRows, taps: tuple[Float[Array, "r e"], ...]
     ) -> KVCache:
         """Writes keys and values of the rows' hidden states in every layer."""
-        (turn,) = self.network.architecture.rotaries
-        fresh = self.network.context(taps, angles(turn, rows.positions))
+        fresh = self.network.context(taps, rows.positions)
         return append(state, fresh, rows.segment_ids, rows.positions, self.kernels.update)
 
     def propose(
@@ -208,22 +206,14 @@ class BlockDrafter(FeatureDrafter):
         token_ids = rows.gather(jnp.concatenate([last[:, None], masks], axis=1))
         every = jnp.ones((batch * size, size), bool)  # a block's places see each other
         attention = functools.partial(self.kernels.attention, ancestors=every)
-        (turn,) = network.architecture.rotaries
-        turns = angles(turn, rows.positions)
-        x, y = embed(self.embeddings, token_ids).astype(jnp.float32), None
-        for layer, cached in zip(network.layers, state.layers, strict=True):
-            x, y, _ = run_layer(
-                layer,
-                (x, y),
-                turns,
-                cached,
-                rows,
-                state.visible,
-                attention=attention,
-                max_rows_per_sample=size,
-            )
-        hidden = network.final_norm(residual_stream(network.architecture.norm, x, y))
-        first = 0 if config.sample_from_anchor else 1
+        options = {"attention": attention, "max_rows_per_sample": size}
+
+        def through(index, layer, stream, turns):
+            cached = state.layers[index]
+            return run_layer(layer, stream, turns, cached, rows, state.visible, **options)[:2]
+
+        hidden = network.run(embed(self.embeddings, token_ids), rows.positions, through)
+        first = config.block_size - config.drafts
         return rows.scatter(hidden, size)[:, first : first + self.max_draft_tokens]
 
     def _choose(
@@ -237,22 +227,19 @@ class BlockDrafter(FeatureDrafter):
         """The draft with a token for each of the outputs, chosen one after the other."""
         network, (batch, count, width) = self.network, hidden.shape
         logits = head_logits(self.head, hidden.reshape(-1, width)).reshape(batch, count, -1)
-        rank = network.config.markov_rank
         at = lambda values, step: lax.dynamic_index_in_dim(values, step, axis=1, keepdims=False)
 
         def advance(step, carry):
             draft, token, memory = carry
-            here, previous, scores = at(hidden, step), None, at(logits, step)
-            if network.markov_head is not None:
-                previous = network.markov_head.previous(token)
-                more, memory = network.markov_head(previous, here, memory)
-                scores = scores + more
+            here = at(hidden, step)
+            out = network.at_place(at(logits, step), here, token, memory)
             if self.min_confidence > 0:
-                sure = network.confidence(here, previous) >= self.min_confidence
+                sure = jax.nn.sigmoid(network.confidence_logits(here, out.previous))
+                sure = sure >= self.min_confidence
                 counts = jnp.where(sure, draft.counts, jnp.minimum(draft.counts, step))
                 draft = GrowingDraft(draft.tokens, counts, draft.probs)
-            draft = self._extend(draft, step, scores, lengths, randomness)
-            return draft, at(draft.tokens, step), memory
+            draft = self._extend(draft, step, out.logits, lengths, randomness)
+            return draft, at(draft.tokens, step), out.memory
 
-        memory = jnp.zeros((batch, rank), network.dtype)
-        return lax.fori_loop(0, count, advance, (draft, last, memory))[0]
+        start = (draft, last, network.init_memory(batch))
+        return lax.fori_loop(0, count, advance, start)[0]

@@ -4,7 +4,8 @@ Axis legend: see `emsjax.decode.pack`; m = rank of the sequential head.
 """
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,9 @@ from jaxtyping import Array, Float, Int32
 
 import pallas_kernels
 from emsjax.drafters.feature_network import FeatureConfig, FeatureNetwork, embed
-from emsjax.models.layers import Angles, DecoderLayer, Norm
+from emsjax.models.layers import Angles, DecoderLayer, Norm, residual_stream
 from emsjax.models.linears import linear, new_linear, weight_and_bias
+from emsjax.models.rotary import angles
 from emsjax.models.schema import Relation, choice, count, flag, token_id
 
 VANILLA, GATED, RNN = "vanilla", "gated", "rnn"  # sequential heads
@@ -118,6 +120,20 @@ class MarkovHead(nnx.Module):
         return (sums.sum(axis=0) if sums.ndim == 3 else sums).astype(jnp.float32), state
 
 
+class PlaceOutput(NamedTuple):
+    """What follows at one place of blocks from the token before.
+
+    Attributes:
+        logits: float32 logits of the place's token.
+        previous: what the heads see of the token before; None without a sequential head.
+        memory: the sequential head's next state.
+    """
+
+    logits: Float[Array, "b w"]
+    previous: Float[Array, "b m"] | None
+    memory: Float[Array, "b m"]
+
+
 class BlockNetwork(FeatureNetwork):
     """The weights of a DFlash or DSpark drafter: see `FeatureNetwork`."""
 
@@ -136,7 +152,7 @@ class BlockNetwork(FeatureNetwork):
         self.confidence_head = confidence if config.enable_confidence_head else None
 
     def context(
-        self, taps: tuple[Float[Array, "r e"], ...], angles: Angles
+        self, taps: tuple[Float[Array, "r e"], ...], places: Int32[Array, "r"]
     ) -> tuple[Float[Array, "r h d"], ...]:
         """Keys and values of the target's rows in every layer, side by side behind queries.
 
@@ -144,12 +160,56 @@ class BlockNetwork(FeatureNetwork):
         """
         hidden = self.hidden_norm(self.project(taps))
         queries = lambda qkv, kind: qkv[:, : self.architecture.heads]  # nothing is attended to
-        return tuple(layer.attend(hidden, angles, queries)[1] for layer in self.layers)
+        turns = self._angles(places)
+        return tuple(layer.attend(hidden, turns, queries)[1] for layer in self.layers)
 
-    def confidence(
+    def run(
+        self, embeddings: Float[Array, "r e"], places: Int32[Array, "r"], through: Callable
+    ) -> Float[Array, "r e"]:
+        """The normalised outputs of blocks' tokens at these places of their samples.
+
+        Args:
+            through: runs one layer: through(index, layer, stream, angles) returns the next stream,
+                where streams are the two terms of `run_layer`.
+        """
+        turns, stream = self._angles(places), (embeddings.astype(jnp.float32), None)
+        for index, layer in enumerate(self.layers):
+            stream = through(index, layer, stream, turns)
+        return self.final_norm(residual_stream(self.architecture.norm, *stream))
+
+    def _angles(self, places: Int32[Array, "r"]) -> Angles:
+        (turn,) = self.architecture.rotaries
+        return angles(turn, places)
+
+    def init_memory(self, batch: int) -> Float[Array, "b m"]:
+        """The sequential head's state at the first place of blocks."""
+        return jnp.zeros((batch, self.config.markov_rank), self.dtype)
+
+    def at_place(
+        self,
+        logits: Float[Array, "b w"],
+        hidden: Float[Array, "b e"],
+        token_ids: Int32[Array, "b"],
+        memory: Float[Array, "b m"],
+    ) -> PlaceOutput:
+        """The logits at one place of blocks, once the tokens before are known.
+
+        Args:
+            logits: the head's logits at this place.
+            hidden: the normalised outputs at this place.
+            token_ids: the tokens before.
+            memory: the state after the place before, or `init_memory`.
+        """
+        if self.markov_head is None:
+            return PlaceOutput(logits, None, memory)
+        previous = self.markov_head.previous(token_ids)
+        more, memory = self.markov_head(previous, hidden, memory)
+        return PlaceOutput(logits + more, previous, memory)
+
+    def confidence_logits(
         self, hidden: Float[Array, "b e"], previous: Float[Array, "b m"] | None
     ) -> Float[Array, "b"]:
-        """The predicted probability that each draft is accepted, in float32."""
+        """Log-odds, in float32, of the predicted probability that each draft is accepted."""
         if self.config.confidence_head_with_markov:
             hidden = jnp.concatenate([hidden, previous], axis=-1)
-        return jax.nn.sigmoid(linear(self.confidence_head, hidden)[:, 0].astype(jnp.float32))
+        return linear(self.confidence_head, hidden)[:, 0].astype(jnp.float32)

@@ -22,7 +22,7 @@ from emsjax.checks import check_at_least
 from emsjax.decode.base import Draft, ObservedRows
 from emsjax.decode.cache import KVCache
 from emsjax.decode.pack import AcceptedPath, PackedRows, pack
-from emsjax.drafters.eagle3_network import Eagle3Network
+from emsjax.drafters.eagle3_network import Eagle3Network, PairOutput
 from emsjax.drafters.feature_drafter import FeatureDrafter, Shared, append
 from emsjax.drafters.feature_files import DrafterFormat, load_drafter, save
 from emsjax.drafters.feature_formats import eagle3_config, eagle3_json
@@ -222,14 +222,13 @@ class Eagle3(FeatureDrafter):
             step, draft, token, feature, cache = carry
             active = step < draft.counts
             rows = pack(cache.lengths, active.astype(jnp.int32), batch)
-            hidden, cache = self._run(
+            out, cache = self._run(
                 cache, take(token, rows.samples), take(feature, rows.samples), rows
             )
-            hidden = take(hidden, jnp.clip(rows.offsets, 0, batch - 1))  # of each sample
-            normed = self.network.final_norm(hidden)
-            logits = head_logits(self.head, normed)
+            of_samples = jnp.clip(rows.offsets, 0, batch - 1)
+            logits = head_logits(self.head, take(out.normed, of_samples))
             draft = self._extend(draft, step, logits, lengths, randomness)
-            feature = self.network.fed_back(hidden, normed)
+            feature = take(out.feature, of_samples)
             token = lax.dynamic_index_in_dim(draft.tokens, step, axis=1, keepdims=False)
             return step + 1, draft, token, feature, cache
 
@@ -242,17 +241,14 @@ class Eagle3(FeatureDrafter):
 
     def _run(
         self, cache: KVCache, token_ids, features, rows: PackedRows
-    ) -> tuple[Float[Array, "r e"], KVCache]:
-        """The layer's output for one pair of every sample, whose keys and values are committed."""
-        kernels = self.kernels
-        (layer,), (cached,) = self.network.layers, cache.layers
+    ) -> tuple[PairOutput, KVCache]:
+        """The output for one pair of every sample, whose keys and values are committed."""
+        kernels, (cached,) = self.kernels, cache.layers
 
         def see(qkv, kind):
             options = {"max_rows_per_sample": 1}
             return attend(kernels.attention, qkv, cached, rows, cache.visible, **options)
 
-        (turn,) = self.network.architecture.rotaries
-        embeddings = embed(self.embeddings, token_ids)
-        hidden, qkv = layer(features, embeddings, angles(turn, rows.positions), see)
+        out = self.network.run(features, embed(self.embeddings, token_ids), rows.positions, see)
         path = AcceptedPath.prefix(rows, rows.counts)
-        return hidden, cache.commit((qkv,), rows, path, kernels.update)
+        return out, cache.commit((out.qkv,), rows, path, kernels.update)

@@ -5,16 +5,17 @@ Axis legend: see `emsjax.decode.pack`.
 
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from emsjax.drafters.feature_network import FeatureConfig, FeatureNetwork
 from emsjax.models.architecture import Architecture
 from emsjax.models.layers import Angles, DecoderLayer, Norm, add_norm, residual_stream
 from emsjax.models.linears import linear, new_linear
+from emsjax.models.rotary import angles
 from emsjax.models.schema import Relation, flag
 
 
@@ -99,6 +100,20 @@ class Eagle3Layer(DecoderLayer):
         return normed, jnp.concatenate([self.attention_norm(embeddings), normed], axis=-1)
 
 
+class PairOutput(NamedTuple):
+    """What follows from pairs of a token's embedding and a feature.
+
+    Attributes:
+        normed: the normalised output, the input of the head.
+        feature: what is fed back: the feature of the next pair.
+        qkv: the pairs' queries, keys and values.
+    """
+
+    normed: Float[Array, "r e"]
+    feature: Float[Array, "r e"]
+    qkv: Float[Array, "r h d"]
+
+
 class Eagle3Network(FeatureNetwork):
     """The weights of an EAGLE-3 drafter: see `FeatureNetwork`."""
 
@@ -122,8 +137,20 @@ class Eagle3Network(FeatureNetwork):
             return self.project(taps)
         return linear(self.fc, self.input_norm(jnp.concatenate(taps, axis=-1)))
 
-    def fed_back(
-        self, hidden: Float[Array, "r e"], normed: Float[Array, "r e"]
-    ) -> Float[Array, "r e"]:
-        """The features that follow the layer's output and its normalisation."""
-        return normed if self.config.norm_output else hidden.astype(self.dtype)
+    def run(
+        self,
+        features: Float[Array, "r e"],
+        embeddings: Float[Array, "r e"],
+        places: Int32[Array, "r"],
+        attention: Callable,
+    ) -> PairOutput:
+        """One step of drafting: the layer over pairs at these places of their samples.
+
+        Args:
+            attention: called with the pairs' queries, keys and values, and the kind of attention.
+        """
+        (layer,), (turn,) = self.layers, self.architecture.rotaries
+        hidden, qkv = layer(features, embeddings, angles(turn, places), attention)
+        normed = self.final_norm(hidden)
+        feature = normed if self.config.norm_output else hidden.astype(self.dtype)
+        return PairOutput(normed, feature, qkv)

@@ -127,7 +127,7 @@ def load(
     config = config.changed(
         owns_embeddings="embed_tokens.weight" in tensors, owns_head="lm_head.weight" in tensors
     )
-    shared = _shared(config, target, folder)
+    shared = shared_arrays(config, target, str(folder))
     make = lambda: form.network(config, rngs=nnx.Rngs(0), dtype=dtype)
     network = nnx.eval_shape(make)
     weights = parameters.weights_of(network, form.family, torch_layout=True)
@@ -237,8 +237,11 @@ def _draft_ids(tensor: StoredTensor | None, config: FeatureConfig, source: Path)
     return jnp.asarray(ids, jnp.int32)
 
 
-def _shared(config: FeatureConfig, target: Any, folder: Path) -> Shared:
+def shared_arrays(config: FeatureConfig, target: Any, owner: str) -> Shared:
     """The arrays of the target that the network uses; they are not copied.
+
+    Args:
+        owner: what uses them, for messages.
 
     Raises:
         ValueError: they are needed, and there is no target or it has no such arrays.
@@ -248,18 +251,16 @@ def _shared(config: FeatureConfig, target: Any, folder: Path) -> Shared:
     if not names:
         return Shared()
     if target is None:
-        raise ValueError(
-            f"{folder} has no {names} of its own: give target, the model whose it uses"
-        )
+        raise ValueError(f"{owner} has no {names} of its own: give target, the model whose it uses")
     architecture = getattr(target, "architecture", None)
     embeddings = getattr(target, "embed_tokens", None)
     if architecture is None or embeddings is None:
-        raise ValueError(f"{folder} uses the target's {names}, and this target shows no arrays")
+        raise ValueError(f"{owner} uses the target's {names}, and this target shows no arrays")
     if getattr(target, "parallel", None) is not None:
-        raise ValueError(f"{folder} uses the target's {names}, and the target is on a mesh")
+        raise ValueError(f"{owner} uses the target's {names}, and the target is on a mesh")
     if architecture.embedding_scale != 1 or architecture.logit_cap or architecture.head_bias:
         raise ValueError(
-            f"{folder} uses the target's {names}, and the target scales its embeddings, or caps or "
+            f"{owner} uses the target's {names}, and the target scales its embeddings, or caps or "
             "shifts its logits, which is not supported"
         )
     head = target.lm_head or embeddings

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
@@ -100,6 +101,12 @@ class FeatureNetwork(nnx.Module):
     def project(self, taps: tuple[Float[Array, "r e"], ...]) -> Float[Array, "r f"]:
         """The product of the hidden states of each row, side by side."""
         return linear(self.fc, jnp.concatenate([tap.astype(self.dtype) for tap in taps], axis=-1))
+
+    def astype(self, dtype) -> "FeatureNetwork":
+        """Returns a network with the same weights, converted to this dtype."""
+        make = lambda: type(self)(self.config, rngs=nnx.Rngs(0), dtype=dtype)
+        graph, _ = nnx.split(nnx.eval_shape(make))
+        return nnx.merge(graph, jax.tree.map(lambda x: x.astype(dtype), nnx.state(self)))
 
     def init_cache(self, batch: int, max_len: int) -> KVCache:
         """An empty cache of the draft layers."""

@@ -57,7 +57,7 @@ def resolve_models(given: MutableMapping[str, Any]) -> None:
     Raises:
         ValueError: a path that is not a folder.
     """
-    for name in ("model", "draft_model", "target"):
+    for name in ("model", "draft_model", "target", "compare_with"):
         if given.get(name) is None:
             continue
         folder = Path(given[name])
