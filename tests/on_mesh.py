@@ -91,7 +91,7 @@ DRAFTERS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_tokens_of_every_family(variant, tmp_path):
+def test_logits_of_every_family(variant, tmp_path):
     """Every order of norms and sums, layout of stored columns, and number of K/V heads."""
     config = VARIANTS[variant]
     tiny_families.write_checkpoint(tmp_path, config, tiny_families.tensors(config))
@@ -103,10 +103,12 @@ def test_logits_tokens_of_every_family(variant, tmp_path):
 
 @pytest.mark.parametrize(
     ("drafter", "options"),
-    [(name, {}) for name in DRAFTERS] + [(name, SAMPLED) for name in ("lookup", "split")],
+    [(name, {}) for name in DRAFTERS if name != "lookup"]
+    + [(name, SAMPLED) for name in ("lookup", "split")],
     ids=lambda value: value if isinstance(value, str) else "sampled" if value else "greedy",
 )
 def test_tokens_equal_those_of_one_device(drafter, options):
+    """Greedy tokens of prompt lookup are compared below, by the check of losslessness."""
     prompts, options = ragged_prompts(LENGTHS), {"max_new_tokens": 16, **options}
     drafter, policy = DRAFTERS[drafter]()
     out = emsjax.generate(split(), prompts, drafter, policy, **options)
@@ -150,7 +152,7 @@ def test_tokens_are_lossless_and_scored_alike():
 
 def test_tokens_have_bits_that_do_not_depend_on_the_batch():
     """Sums over the devices are added in the devices' order, whatever their size."""
-    assert_invariant(split(), ragged_prompts(LENGTHS), LOOKUP(), max_new_tokens=8)
+    assert_invariant(split(), ragged_prompts([9, 2]), LOOKUP(), max_new_tokens=8)
 
 
 @pytest.mark.parametrize("format", ["int8", "int4"])

@@ -1,12 +1,7 @@
 """Arguments are read by kind: what is sensible is accepted, everything else is named."""
 
 import json
-import os
-import subprocess
-import sys
-import textwrap
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -405,59 +400,6 @@ def test_a_command_uses_the_vocabulary_that_the_models_share(monkeypatch, vocab_
     options = make_parser("0").parse_args(["generate", *given])
     drafter = drafting.load_models(options, shallow_model().config, 58, 20)[1]
     assert drafter.vocab_size == {None: None, 50: 50, 200: 58}[vocab_size]
-
-
-TWO_DEVICES = """
-    import jax
-    import emsjax
-    from toy import ragged_prompts, shallow_model, tiny_model
-
-    first, second = jax.devices()
-    model = jax.device_put(shallow_model(), first)
-    prompts, options = ragged_prompts([5, 9]), {"max_new_tokens": 3}
-    draft_model = shallow_model(ffn_dim=32)
-    drafter = emsjax.DraftModel(jax.device_put(draft_model, second), 2)
-    engine = lambda: emsjax.Engine(model, drafter, batch_size=1)
-    for decode in (
-        lambda: emsjax.generate(model, prompts, drafter, **options),
-        lambda: emsjax.generate(model, prompts, drafter, batch_size=1, **options),
-        lambda: emsjax.stream(model, iter(prompts), drafter, batch_size=1, **options),
-        lambda: emsjax.init_state(model, drafter, prompts, **options),
-        engine,
-    ):
-        try:
-            decode()
-        except ValueError as error:
-            message = str(error)
-            assert message.startswith(f"drafter is on {second} and model on {first}: "), message
-        else:
-            raise AssertionError("not refused")
-    plain = emsjax.generate(model, prompts, **options).tokens.tolist()
-    on_one = list(
-        emsjax.stream(model, prompts, drafter, batch_size=1, devices=[second], **options)
-    )
-    assert {c.prompt: c.tokens.tolist() for c in on_one} == dict(enumerate(plain))
-    for own in (draft_model, jax.device_put(draft_model, first)):
-        drafter = emsjax.DraftModel(own, 2)
-        assert emsjax.generate(model, prompts, drafter, **options).tokens.tolist() == plain
-"""
-
-
-def test_a_draft_model_on_another_device_is_named():
-    tests = Path(__file__).parent
-    environment = {
-        "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2",
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": f"{tests}:{tests.parent}",
-    }
-    run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(TWO_DEVICES)],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.parametrize("devices", [["cpu"], "cpu", {0: 1}, [None], jax.local_devices()[:1] * 2])

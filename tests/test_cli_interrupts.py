@@ -10,6 +10,7 @@ import time
 import pytest
 from jsonl import TEXTS, command, read_lines, write_records
 
+from emsjax.cli.main import main
 from emsjax.interrupts import SIGNALS, Interruptible
 from emsjax.terminal import reporting
 
@@ -164,8 +165,7 @@ def test_a_run_goes_on_after_an_interrupt(tiny_model, paths, start):
     check_end(start(WRITING, run))
     before = paths.output.read_text()
     assert before.count("\n") == 2
-    done = subprocess.run([sys.executable, "-m", "emsjax", *run], stderr=subprocess.PIPE, text=True)
-    assert done.returncode == 0, done.stderr
+    assert main(run) == 0
     assert paths.output.read_text().startswith(before)
     assert len(read_lines(paths.output)) == 11
 

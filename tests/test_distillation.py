@@ -4,9 +4,6 @@ import dataclasses
 import functools
 import itertools
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.extend
@@ -552,40 +549,6 @@ class SpiedSequences:
     def __getitem__(self, step):
         self.steps.append(step)
         return self.sequences[step]
-
-
-DATA_PARALLEL = """
-import jax, numpy as np
-assert len(jax.devices()) == 4
-from test_distillation import SHALLOW, make, trainer, documents
-from emsjax.distillation import PackedSequences, train
-target, packed = make(SHALLOW), PackedSequences(documents(*[30] * 20), 16, 8)
-_, one = train(trainer(target, layers=1, devices=jax.devices()[:1]), packed, 3)
-four = trainer(target, layers=1)
-assert four.devices == 4
-_, losses = train(four, packed, 3)
-np.testing.assert_allclose(losses, one, rtol=1e-4)
-shards = four.step(four.initial(), packed[0])[0].params
-assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(shards))
-try:
-    four.step(four.initial(), PackedSequences(documents(*[30] * 20), 16, 6)[0])
-except ValueError as error:
-    print(error)
-"""
-
-
-def test_sequences_are_distributed_over_all_devices():
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
-    folder = Path(__file__).parent
-    environment = os.environ | {
-        "XLA_FLAGS": flags,
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join([str(folder.parent), str(folder)]),
-    }
-    command = [sys.executable, "-c", DATA_PARALLEL]
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stderr
-    assert "6 sequences cannot be distributed equally over 4 devices" in found.stdout
 
 
 def test_other_vocabularies_and_missing_targets_are_rejected(target):

@@ -98,6 +98,7 @@ def test_completions_are_compared_too(monkeypatch):
             out = dataclasses.replace(out, logprobs=logprobs)
         return out
 
+    monkeypatch.setattr(invariant, "_check_rows", lambda *_: 0)  # which comes first, and passes
     monkeypatch.setattr(invariant, "generate", off_by_one)
     with pytest.raises(AssertionError, match="prompt 1: the log-probability at position 2 of the"):
         assert_invariant(shallow_model(), PROMPTS[:2], max_new_tokens=NEW)

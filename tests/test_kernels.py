@@ -244,12 +244,9 @@ def test_a_row_that_is_not_finite_reaches_only_rows_that_see_it(
             assert np.isnan(out[reached]).any(axis=-1).all(), (argument, number)
 
 
-every_window = pytest.mark.parametrize("window", [1, 5, BLOCK + 3])
-
-
-@every_kind
-@every_window
-@pytest.mark.parametrize("bound", [10, None], ids=["decode", "unbounded"])
+@pytest.mark.parametrize(
+    ("kind", "window", "bound"), in_turn((10, None), list(KINDS), [1, 5, BLOCK + 3])
+)
 @settings(max_examples=8)
 @given(
     counts=st.lists(st.sampled_from([0, 1, 2, 9, 10]), min_size=BATCH, max_size=BATCH),
@@ -258,9 +255,9 @@ every_window = pytest.mark.parametrize("window", [1, 5, BLOCK + 3])
     ),
     order=st.permutations(range(BATCH)),
 )
-def test_a_row_sees_the_tokens_of_its_window(
-    implementation, programs, window, bound, counts, lengths, order
-):
+def test_a_row_sees_the_tokens_of_its_window(kind, window, bound, counts, lengths, order):
+    """Every kind has every window, and these take turns to have a bound."""
+    implementation, programs = KINDS[kind]
     inputs = case(counts, lengths, order)
     for cache in inputs[3:5]:  # entries that no row sees
         for sample, length in enumerate(lengths):
@@ -268,13 +265,23 @@ def test_a_row_sees_the_tokens_of_its_window(
     check(implementation, inputs, bound, programs=programs, static={"window": window})
 
 
-@every_implementation
-@pytest.mark.parametrize(("window", "group"), [(1, 4), (5, 1), (5, 4), (BLOCK + 3, 4)])
-@pytest.mark.parametrize("bound", [10, None], ids=["decode", "unbounded"])
+@pytest.mark.parametrize(
+    ("implementation", "window", "group", "bound"),
+    [
+        (implementation, *sizes, bound)
+        for implementation, sizes, bound in in_turn(
+            (10, None),
+            ("reference", "xla", "triton"),
+            [(1, 4), (5, 1), (5, 4), (BLOCK + 3, 4)],
+        )
+    ],
+)
 def test_windows_count_positions_in_trees_and_caches_with_gaps(
-    implementation, window, bound, group
+    implementation, window, group, bound
 ):
-    """Two branches of four rows follow the root; every third entry of the cache is a gap."""
+    """Two branches of four rows follow the root; every third entry of the cache is a gap. Every
+    implementation has every window, and these take turns to have a bound.
+    """
     counts, lengths = [9, 0, 9, 1], [BLOCK + 1, 3, 2 * BLOCK, MAX_LEN]
     inputs = case(counts, lengths, group=group)
     mask = np.arange(MAX_LEN) % 3 != np.arange(BATCH)[:, None] % 3
@@ -499,18 +506,29 @@ def random_masks(inputs):
     }
 
 
-@every_kind
+GROUPS = [  # which fill small tiles, decoding tiles and longer ones, and which do not
+    *((group, 10, 2**27) for group in (2, 7, 8)),
+    *((group, 10, 0) for group in (4, 7)),
+    *((group, None, 0) for group in (2, 7)),
+]
+TURNS = ("triton-whole", "triton-parts-split"), ("triton-split", "triton-parts-whole")
+
+
 @pytest.mark.parametrize(
-    ("group", "bound", "shared_bytes"),
-    [  # groups of heads that fill small tiles, decoding tiles and longer ones, and that do not
-        *((group, 10, 2**27) for group in (2, 7, 8)),
-        *((group, 10, 0) for group in (4, 7)),
-        *((group, None, 0) for group in (2, 7)),
+    ("kind", "group", "bound", "shared_bytes"),
+    [
+        (kind, *sizes)
+        for place, sizes in enumerate(GROUPS)
+        for kind in ("reference", "xla", "xla-parts", *TURNS[place % 2])
     ],
 )
 def test_query_heads_share_keys_and_values_in_groups(
-    implementation, programs, bound, shared_bytes, group, monkeypatch, request
+    kind, group, bound, shared_bytes, monkeypatch, request
 ):
+    """Triton's kinds have small tiles, decoding tiles and longer ones each, with groups that fill
+    tiles and that do not; keys that are whole and split, and in parts or not, take turns.
+    """
+    implementation, programs = KINDS[kind]
     monkeypatch.setattr(tilings, "SHARED_BYTES", shared_bytes)
     compiled.cache_clear()
     request.addfinalizer(compiled.cache_clear)
@@ -706,15 +724,13 @@ def test_the_triton_attention_of_grouped_heads_lowers_for_cuda(
     lower_attention("bfloat16", 128 if group < 8 else 80, batch, bound, masks, group, monkeypatch)
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 128])
-@pytest.mark.parametrize("group", [1, 4])
-@pytest.mark.parametrize(
-    ("batch", "bound", "masks", "window"),
-    [(24, 8, (), None), (1, 1, (), 512), (3, None, (), 512), (3, None, ("ancestors",), None)],
-)
-def test_the_triton_attention_in_parts_lowers_for_cuda(
-    group, head_dim, batch, bound, masks, window, monkeypatch
-):
+PARTS = [(24, 8, (), None), (1, 1, (), 512), (3, None, (), 512), (3, None, ("ancestors",), None)]
+
+
+@pytest.mark.parametrize(("launch", "head_dim", "group"), in_turn((1, 4), PARTS, [64, 80, 128]))
+def test_the_triton_attention_in_parts_lowers_for_cuda(launch, head_dim, group, monkeypatch):
+    """Every launch has every head_dim, and these take turns to have groups."""
+    batch, bound, masks, window = launch
     monkeypatch.setattr(tilings, "PART_KEYS", 64)
     static = {"window": window, "invariant": True}
     lower_attention("bfloat16", head_dim, batch, bound, masks, group, monkeypatch, **static)

@@ -26,7 +26,8 @@ NEW = 12
 
 @functools.cache
 def target():
-    return emsjax.from_pretrained(embedded.TARGET, dtype="float32")
+    """The smaller embedded model, which has fewer layers to compile."""
+    return emsjax.from_pretrained(embedded.DRAFT, dtype="float32")
 
 
 def generated(model, drafter=None, **options):
@@ -35,7 +36,7 @@ def generated(model, drafter=None, **options):
 
 @every_format
 def test_weights_are_rounded_alike_while_loading_and_after(format):
-    loaded = emsjax.from_pretrained(embedded.TARGET, dtype="float32", quantize=format)
+    loaded = emsjax.from_pretrained(embedded.DRAFT, dtype="float32", quantize=format)
     made = target().quantize(format)
     assert loaded.quantization == made.quantization == format
     jax.tree.map(np.testing.assert_array_equal, nnx.state(loaded), nnx.state(made))
@@ -43,7 +44,7 @@ def test_weights_are_rounded_alike_while_loading_and_after(format):
     rounded = sum(dense_weight(one).size for one in linears(target()))
     others = sum(one.size for one in jax.tree.leaves(nnx.state(target()))) - rounded
     needed = 4 * others + rounded * bits // 8
-    assert needed < tree_bytes(loaded) < 1.15 * needed  # scales, and groups that are filled up
+    assert needed < tree_bytes(loaded) < 1.02 * needed  # scales
     assert made.embed_tokens.embedding[...] is target().embed_tokens.embedding[...]
 
 
@@ -61,7 +62,7 @@ def test_decoding_is_lossless(format):
 def test_tokens_are_those_of_the_dense_model_with_the_same_values(format):
     narrow, dense = (
         target().quantize(format),
-        emsjax.from_pretrained(embedded.TARGET, dtype="float32"),
+        emsjax.from_pretrained(embedded.DRAFT, dtype="float32"),
     )
     for one, other in zip(linears(narrow), linears(dense), strict=True):
         assert isinstance(one, NarrowLinear)
@@ -79,7 +80,8 @@ def test_every_family_has_narrow_weights(variant, tmp_path):
     tiny_families.write_checkpoint(tmp_path, config, tiny_families.tensors(config))
     load = functools.partial(emsjax.from_pretrained, tmp_path, dtype="float32")
     dense = load()
-    for format in ("int8", "int4"):
+    # What int8 does to rows depends on no family: those with another order of columns have it too.
+    for format in ("int8", "int4") if variant in ("codegen", "gemma3", "gpt2") else ("int4",):
         narrow = load(quantize=format)
         for one, other in zip(linears(narrow), linears(dense), strict=True):
             other.kernel[...] = dense_weight(one)
@@ -90,10 +92,9 @@ def test_every_family_has_narrow_weights(variant, tmp_path):
 
 
 def test_a_model_drafts_for_itself():
-    model = target()
+    model = emsjax.from_pretrained(embedded.TARGET, dtype="float32")
     drafter = emsjax.DraftModel(model.quantize("int4"))
-    assert_lossless(model, drafter, PROMPTS, max_new_tokens=NEW)
-    out = emsjax.generate(model, PROMPTS, drafter, max_new_tokens=48)
+    out = assert_lossless(model, drafter, PROMPTS, max_new_tokens=48).output
     assert out.stats.acceptance_rate > 0.7
 
 

@@ -139,7 +139,7 @@ def test_a_trained_model_decodes_the_first_prompts_of_a_file(tmp_path):
     texts = ["import os\nimport sys\n", "def f(x):\n    return f(x)\n", "class A:\n"]
     lines = [json.dumps({"id": i, "article": text}) for i, text in enumerate(texts)]
     data.write_text("\n".join(lines))
-    trained = ("--model", TARGET, "--data", data, "--dtype", "float32")
+    trained = ("--model", DRAFT, "--data", data, "--dtype", "float32")
     assert bench("--draft-model", DRAFT, "--output", output, model=trained, sizes="1") == 0
     assert all(run["identical"] for run in runs_of(output).values())
     assert (1, "emsjax", "draft-model") in runs_of(output)

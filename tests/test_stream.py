@@ -2,14 +2,8 @@
 
 import gc
 import itertools
-import json
-import os
-import subprocess
-import sys
-import textwrap
 import threading
 import time
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -217,59 +211,6 @@ def test_an_error_on_a_device_ends_the_stream():
     )
     with pytest.raises(RuntimeError, match="broken drafter"):
         next(completions)
-
-
-FOUR_DEVICES = """
-    import json
-    import jax
-    import emsjax
-    from toy import ragged_prompts, shallow_model
-
-    emsjax.decode.row_counts.PROMPT_SIXTEENTHS = (16,)  # each device compiles
-    model, prompts = shallow_model(), ragged_prompts({lengths})
-    draft_model = shallow_model(ffn_dim=32)
-    used = []
-    serve = emsjax.engine.slots.Slots.serve
-
-    def watched(self, entries, **options):
-        for row in serve(self, entries, **options):
-            used.append(self.state.cache.lengths.devices().pop().id)
-            yield row
-
-    emsjax.engine.slots.Slots.serve = watched
-    completions = emsjax.stream(
-        model,
-        prompts,
-        emsjax.DraftModel(draft_model, 3),
-        max_new_tokens=9,
-        batch_size=2,
-        key=jax.device_put(jax.random.key(1), jax.local_devices()[2]),
-        devices=jax.local_devices(),
-    )
-    tokens = {{c.prompt: c.tokens.tolist() for c in completions}}
-    print(json.dumps([tokens, sorted(set(used))]))
-"""
-
-
-def test_four_devices_output_the_same_tokens_as_one():
-    model, prompts = shallow_model(), ragged_prompts(LENGTHS * 3)
-    whole = emsjax.generate(model, prompts, max_new_tokens=9)
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
-    tests = Path(__file__).parent
-    run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(FOUR_DEVICES.format(lengths=LENGTHS * 3))],
-        env=os.environ
-        | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{tests}:{tests.parent}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    tokens, used = json.loads(run.stdout)
-    assert {int(prompt): emitted for prompt, emitted in tokens.items()} == {
-        i: whole.tokens[i, : whole.lengths[i]].tolist() for i in range(len(prompts))
-    }
-    assert used == [0, 1, 2, 3]
 
 
 def test_every_call_of_an_engine_equals_stream():

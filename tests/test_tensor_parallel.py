@@ -1,4 +1,6 @@
-"""Runs the tests of `on_mesh.py` in processes that have four devices, and two processes as one."""
+"""Runs the tests of `on_mesh.py` and `on_devices.py` in processes that have four devices, and two
+processes as one.
+"""
 
 import os
 import socket
@@ -51,11 +53,14 @@ def settings(devices: int) -> dict[str, str]:
     return kept | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
 
 
-@pytest.mark.parametrize("part", ["logits", "groups", "tokens", "memory", "errors"])
+@pytest.mark.parametrize("part", ["logits or memory or errors", "groups or devices", "tokens"])
 def test_on_four_devices(part):
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", str(TESTS / "on_mesh.py")]
+    """In three processes, as each takes a while to start, and two compile for long."""
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0"]
+    files = [TESTS / name for name in ("on_mesh.py", "on_devices.py")]
+    names = " or ".join(f"test_{name}" for name in part.split(" or "))
     run = subprocess.run(
-        [*command, "-k", f"test_{part}"],
+        [*command, *map(str, files), "-k", names],
         env=settings(4),
         capture_output=True,
         text=True,

@@ -1,6 +1,7 @@
 """Trees of draft tokens: their structure against loops, and output against plain decoding."""
 
 import dataclasses
+import functools
 import itertools
 from typing import NamedTuple
 
@@ -316,6 +317,7 @@ POLICIES = {
     "goodput": lambda: Goodput(emsjax.StepCosts.of({1: 1.0, 64: 2.0}, 0.0, 0.1)),
 }
 LENGTHS = [9, 1, 20, 6, 3, 14]
+SEVERAL = {**SAMPLED, "num_sequences": 2}
 
 
 @pytest.mark.parametrize(
@@ -324,16 +326,29 @@ LENGTHS = [9, 1, 20, 6, 3, 14]
     + [("lookup", "fixed"), ("suffix", "bass"), ("model", "goodput")],
 )
 def test_every_drafter_of_trees_is_lossless(name, policy):
+    """All at once, and in refilled slots: those hold several sampled sequences of each prompt where
+    no policy cuts a tree, and greedy ones otherwise.
+    """
     # With one layer no keys depend on what other rows see, nor on a policy.
-    model, prompts = tiny_model() if policy == "all" else shallow_model(), ragged_prompts(LENGTHS)
-    prompts = [np.tile(prompt[:4], 5)[: len(prompt)] for prompt in prompts]
-    drafter, options = DRAFTERS[name](), {"draft_length": POLICIES[policy]()}
-    for more in ({}, {"batch_size": 2}, {**SAMPLED, "num_sequences": 2}):
-        if policy != "all" and "num_sequences" in more:
-            continue
-        run = {"max_new_tokens": NEW, **options, **more}
-        out = assert_lossless(model, drafter, prompts, **run).output
+    model, run = tiny_model() if policy == "all" else shallow_model(), {"max_new_tokens": NEW}
+    refilled = SEVERAL | {"batch_size": 4} if policy == "all" else {"batch_size": 2}
+    drafter, run["draft_length"] = DRAFTERS[name](), POLICIES[policy]()
+    for more in ({}, refilled):
+        out = emsjax.generate(model, repetitive(), drafter, **run, **more)
+        expected = plain(model, several="num_sequences" in more)
+        np.testing.assert_array_equal(out.tokens, expected.tokens)
+        np.testing.assert_array_equal(out.lengths, expected.lengths)
         assert out.stats.num_accepted.sum() > 0
+
+
+def repetitive():
+    return [np.tile(prompt[:4], 5)[: len(prompt)] for prompt in ragged_prompts(LENGTHS)]
+
+
+@functools.cache
+def plain(model, several: bool):
+    more = SEVERAL if several else {}
+    return emsjax.generate(model, repetitive(), max_new_tokens=NEW, **more)
 
 
 def test_a_draft_model_proposes_what_it_would_after_a_fresh_prefill():
