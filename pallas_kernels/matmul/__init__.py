@@ -184,7 +184,7 @@ def _narrow_kernel(
             f"implementation 'triton' takes narrow weights whose sizes are multiples of "
             f"{kernel.MULTIPLES}, not {weight.shape}"
         )
-    tiling = kernel.tiling_for(x.shape[0], *weight.shape, split=split)
+    tiling = kernel.tiling_for(x.shape[0], *weight.shape, weight.kind, split=split)
     return functools.partial(kernel.launch, tiling=tiling, interpret=interpret)
 
 

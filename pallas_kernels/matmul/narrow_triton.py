@@ -1,9 +1,13 @@
-"""Products with narrow weights as a Pallas Triton kernel, which multiplies narrow types.
+"""Products with narrow weights as two Pallas Triton kernels.
 
-A program reads a tile of the weights once, in blocks of GROUP inputs. It rounds the rows' numbers
-of each block itself (see `narrow.round_blocks`), multiplies int8 or fp8 values, and adds the
-scaled products up in float32. A row's bits depend on the row and on the weight alone: blocks are
-rounded by themselves, integer products are exact, and blocks are added in their order.
+The first rounds the rows' numbers of each block of GROUP inputs to values that a matrix unit
+multiplies (see `narrow.round_blocks`). The second reads a tile of the weights once, multiplies int8
+or fp8 values block by block, and adds the scaled products up in float32. Blocks with second terms
+are rare where rows are rounded: they are multiplied after all others. Where rows keep their
+numbers, all have second terms, which take further lanes of the same tile.
+
+A row's bits depend on the row and on the weight alone: blocks are rounded by themselves, integer
+products are exact, blocks are added in their order, and a second term that is zero changes nothing.
 """
 
 import functools
@@ -17,7 +21,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.common.implementations import stages_that_fit
 from pallas_kernels.matmul.activations import IN_KERNELS
-from pallas_kernels.matmul.narrow import GROUP, NarrowWeight, round_blocks
+from pallas_kernels.matmul.narrow import GROUP, Format, NarrowWeight, round_blocks
 
 
 class Tiling(NamedTuple):
@@ -30,22 +34,24 @@ class Tiling(NamedTuple):
     num_stages: int
 
 
-MAX_ROWS = 128  # of a tile
+MIN_LANES, MAX_LANES = 16, 128  # of a tile
 COLUMNS = 64
 PROGRAMS_WANTED = 132
+ROUNDED_ROWS = 8  # of a program that rounds
 MULTIPLES = (GROUP, 2 * COLUMNS)  # of inputs and outputs; a gated weight has two halves
 
 
-def tiling_for(rows: int, inputs: int, outputs: int, *, split: bool) -> Tiling:
+def tiling_for(rows: int, inputs: int, outputs: int, kind: Format, *, split: bool) -> Tiling:
     """The tiling of a product; `split`: whether its sums may be left in shares.
 
     The shares depend on the weight alone.
     """
-    tile = min(max(16, pl.next_power_of_2(rows)), MAX_ROWS)
+    terms = 1 if kind.rounds_rows else 2
+    lanes = min(max(MIN_LANES, terms * pl.next_power_of_2(rows)), MAX_LANES)
     columns, blocks, splits = COLUMNS, inputs // GROUP, 1
     while split and outputs // columns * splits < PROGRAMS_WANTED and blocks % (2 * splits) == 0:
         splits *= 2
-    return Tiling(tile, columns, min(splits, 4), num_warps=4, num_stages=4)
+    return Tiling(lanes // terms, columns, min(splits, 4), num_warps=4, num_stages=4)
 
 
 def takes(weight: NarrowWeight) -> bool:
@@ -66,99 +72,142 @@ def launch(
     interpret: bool,
 ) -> Array:
     """[rows, outputs], or shares [splits, rows, outputs]: see `pallas_kernels.linear`."""
-    (rows, inputs), columns = x.shape, weight.shape[1]
+    (rows, inputs), columns, kind = x.shape, weight.shape[1], weight.kind
     outputs = columns // 2 if gated else columns
     shares = (tiling.splits,) if tiling.splits > 1 else ()
+    rounded = _round(x, kind, padded=pl.cdiv(rows, tiling.rows) * tiling.rows, interpret=interpret)
     optional = {"zeros": weight.zeros, "bias": bias}
     optional = {name: array for name, array in optional.items() if array is not None}
     kernel = functools.partial(
         _kernel,
         names=tuple(optional),
-        kind=weight.kind,
+        kind=kind,
         tiling=tiling,
         blocks=inputs // GROUP // tiling.splits,
         activation=activation,
         gated=gated,
     )
     # Bytes that hold two values are taken as signed numbers: shifts then extend the sign.
-    values = weight.values.view(jnp.int8) if weight.kind.is_packed else weight.values
+    values = weight.values.view(jnp.int8) if kind.is_packed else weight.values
+    lanes = tiling.rows if kind.rounds_rows else 2 * tiling.rows
     return pl.pallas_call(
         kernel,
         grid=(pl.cdiv(rows, tiling.rows), columns // tiling.columns, tiling.splits),
         out_shape=jax.ShapeDtypeStruct((*shares, rows, outputs), dtype),
         compiler_params=plgpu.CompilerParams(
             num_warps=tiling.num_warps,
-            num_stages=stages_that_fit(
-                tiling.num_stages, GROUP * (tiling.columns + tiling.rows * x.dtype.itemsize)
-            ),
+            num_stages=stages_that_fit(tiling.num_stages, GROUP * (tiling.columns + lanes)),
         ),
         interpret=interpret,
         name="narrow_linear",
-    )(x, values, weight.scales, *optional.values())
+    )(*rounded, values, weight.scales, *optional.values())
+
+
+def _round(x: Array, kind: Format, *, padded: int, interpret: bool) -> tuple[Array, ...]:
+    """The values of rows, [2, padded, inputs], their scales, float32 [2, blocks, padded], and where
+    blocks of ROUNDED_ROWS rows have second terms, int32 [padded / ROUNDED_ROWS, blocks].
+
+    The first axis counts terms. Rows beyond the last are zero.
+    """
+    blocks, groups = x.shape[1] // GROUP, padded // ROUNDED_ROWS
+    factor = jnp.float8_e4m3fn if kind.dtype == jnp.float8_e4m3fn else jnp.int8
+    return pl.pallas_call(
+        functools.partial(_round_kernel, kind=kind),
+        grid=(groups, blocks),
+        out_shape=(
+            jax.ShapeDtypeStruct((2, padded, x.shape[1]), factor),
+            jax.ShapeDtypeStruct((2, blocks, padded), jnp.float32),
+            jax.ShapeDtypeStruct((groups, blocks), jnp.int32),
+        ),
+        compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
+        interpret=interpret,
+        name="round_blocks",
+    )(x)
+
+
+def _round_kernel(x_ref, values_ref, scales_ref, second_ref, *, kind: Format):
+    group, block = pl.program_id(0), pl.program_id(1)
+    row = group * ROUNDED_ROWS + jnp.arange(ROUNDED_ROWS)
+    # A weight with two values in each byte has them in halves of a block, and so has a row.
+    halves = 2 if kind.is_packed else 1
+    size = GROUP // halves
+    at = [block * GROUP + half * size + jnp.arange(size) for half in range(halves)]
+    mask = jnp.broadcast_to((row < x_ref.shape[0])[:, None], (ROUNDED_ROWS, size))
+    load = lambda place: plgpu.load(x_ref.at[row[:, None], place[None, :]], mask=mask, other=0)
+    rounded = round_blocks(tuple(load(place).astype(jnp.float32) for place in at), kind)
+    terms = (rounded.values, rounded.scales), (rounded.second_values, rounded.second_scales)
+    for term, (values, scales) in enumerate(terms):
+        for place, part in zip(at, values, strict=True):
+            plgpu.store(values_ref.at[term, row[:, None], place[None, :]], part)
+        plgpu.store(scales_ref.at[term, block, row], scales)
+    # A row that is not finite has no part in this: its comparison is false.
+    second_ref[group, block] = jnp.max((rounded.second_scales > 0).astype(jnp.int32))
 
 
 def _kernel(
-    x_ref,  # [rows, inputs]
+    rounded_ref,  # [2, padded, inputs]
+    rounded_scales_ref,  # [2, blocks, padded]
+    second_ref,  # [padded / ROUNDED_ROWS, blocks]
     values_ref,  # [columns, inputs], or bytes
     scales_ref,  # [groups, columns]
     *refs,  # zeros [groups, columns] and bias [columns] if named; out
     names: tuple[str, ...],
-    kind,
+    kind: Format,
     tiling: Tiling,
     blocks: int,
     activation: str | None,
     gated: bool,
 ):
     out_ref, refs = refs[-1], dict(zip(names, refs, strict=False))
-    rows, outputs = x_ref.shape[0], out_ref.shape[-1]
-    split = pl.program_id(2)
-    row = pl.program_id(0) * tiling.rows + jnp.arange(tiling.rows)
+    rows, outputs = out_ref.shape[-2:]
+    first_row, split = pl.program_id(0) * tiling.rows, pl.program_id(2)
     width = tiling.columns // 2 if gated else tiling.columns
     column = pl.program_id(1) * width + jnp.arange(width)
     parts = (column, column + outputs) if gated else (column,)
-    is_row = row < rows
     grouped = scales_ref.shape[0] > 1
-    halves = 2 if kind.is_packed else 1
-    size = GROUP // halves
+    lanes = jnp.arange(tiling.rows if kind.rounds_rows else 2 * tiling.rows)
+    of_lane, own_term = first_row + lanes % tiling.rows, lanes // tiling.rows
 
-    def block(i, totals):
+    def add_block(i, totals, term):
         number = split * blocks + i
-        places = [number * GROUP + half * size + jnp.arange(size) for half in range(halves)]
-        # Rows beyond the last are masked, not clamped: otherwise every program would read the same
-        # last row many times, and wait for the others that read it.
-        x = tuple(
-            plgpu.load(
-                x_ref.at[row[:, None], place[None, :]],
-                mask=jnp.broadcast_to(is_row[:, None], (tiling.rows, size)),
-                other=0,
-            ).astype(jnp.float32)
-            for place in places
-        )
-        rounded = round_blocks(x, kind)
-        weights = [_values(values_ref, refs, columns, number, kind) for columns in parts]
+        scales = plgpu.load(rounded_scales_ref.at[term, number, of_lane])
+        factors = _rows(rounded_ref, term, of_lane, number, kind)
+        for_parts = []
+        for total, columns in zip(totals, parts, strict=True):
+            product = _product(factors, _values(values_ref, refs, columns, number, kind))
+            product *= scales[:, None]
+            if grouped:
+                of_group = plgpu.load(scales_ref.at[number, columns])
+                product *= of_group.astype(jnp.float32)[None, :]
+            for_parts.append(total + product)
+        return tuple(for_parts)
 
-        def scaled(values, scales):
-            products = (_product(values, weight) * scales[:, None] for weight in weights)
-            return tuple(products)
+    totals = (jnp.zeros((len(lanes), width), jnp.float32),) * len(parts)
+    totals = lax.fori_loop(0, blocks, lambda i, totals: add_block(i, totals, own_term), totals)
+    if kind.rounds_rows:
+        groups = pl.cdiv(tiling.rows, ROUNDED_ROWS)
+        group = first_row // ROUNDED_ROWS + jnp.arange(groups)
 
-        sums = scaled(rounded.values, rounded.scales)
-        again = lambda: scaled(rounded.second_values, rounded.second_scales)
-        if kind.rounds_rows:
-            none = lambda: tuple(map(jnp.zeros_like, sums))
-            # A row that is not finite has no part in this: its comparison is false.
-            has_second = jnp.max((rounded.second_scales > 0).astype(jnp.int32)) > 0
-            second = lax.cond(has_second, again, none)
-        else:
-            second = again()
-        sums = map(jnp.add, sums, second)
-        if grouped:
-            of_group = lambda columns: plgpu.load(scales_ref.at[number, columns])
-            groups = (of_group(columns).astype(jnp.float32) for columns in parts)
-            sums = (total * scales[None, :] for total, scales in zip(sums, groups, strict=True))
-        return tuple(map(jnp.add, totals, sums))
+        def has_second(numbers, mask=None):
+            found = plgpu.load(
+                second_ref.at[group[:, None], numbers[None, :]],
+                mask=None if mask is None else jnp.broadcast_to(mask, (groups, len(numbers))),
+                other=None if mask is None else 0,
+            )
+            return jnp.max(found) > 0
 
-    totals = (jnp.zeros((tiling.rows, width), jnp.float32),) * len(parts)
-    totals = lax.fori_loop(0, blocks, block, totals)
+        def add_second(i, totals):
+            add = lambda totals: add_block(i, totals, own_term + 1)
+            here = has_second(split * blocks + i + jnp.arange(1))
+            return lax.cond(here, add, lambda totals: totals, totals)
+
+        every = jnp.arange(pl.next_power_of_2(blocks))
+        anywhere = has_second(split * blocks + every, (every < blocks)[None, :])
+        most = jnp.where(anywhere, jnp.int32(blocks), jnp.int32(0))
+        totals = lax.fori_loop(jnp.int32(0), most, add_second, totals)
+    else:
+        both = lambda total: jnp.sum(total.reshape(2, tiling.rows, width), axis=0)
+        totals = tuple(map(both, totals))
     finished = []
     for total, columns in zip(totals, parts, strict=True):
         if not grouped:
@@ -168,13 +217,24 @@ def _kernel(
         finished.append(total)
     out = finished[0] if activation is None else IN_KERNELS[activation](finished[0])
     out = out * finished[1] if gated else out
+    row = first_row + jnp.arange(tiling.rows)
     place = (row[:, None], column[None, :])
     place = (split, *place) if tiling.splits > 1 else place
-    mask = jnp.broadcast_to(is_row[:, None], out.shape)
+    mask = jnp.broadcast_to((row < rows)[:, None], out.shape)
     plgpu.store(out_ref.at[place], out.astype(out_ref.dtype), mask=mask)
 
 
-def _values(values_ref, refs, columns: Array, number, kind) -> tuple[Array, ...]:
+def _rows(rounded_ref, term, row: Array, number, kind: Format) -> tuple[Array, ...]:
+    """The rounded values of a block, [lanes, n] of each of its parts."""
+    halves = 2 if kind.is_packed else 1
+    size = GROUP // halves
+    at = (number * GROUP + half * size + jnp.arange(size) for half in range(halves))
+    return tuple(
+        plgpu.load(rounded_ref.at[term[:, None], row[:, None], place[None, :]]) for place in at
+    )
+
+
+def _values(values_ref, refs, columns: Array, number, kind: Format) -> tuple[Array, ...]:
     """The weight's values of a block, [columns, n] of each of its parts."""
     size = GROUP // 2 if kind.is_packed else GROUP
     place = number * size + jnp.arange(size)
@@ -189,7 +249,7 @@ def _values(values_ref, refs, columns: Array, number, kind) -> tuple[Array, ...]
 
 
 def _product(rows: tuple[Array, ...], weights: tuple[Array, ...]) -> Array:
-    """The product of a block's values, float32 [rows, columns]."""
+    """The product of a block's values, float32 [lanes, columns]."""
     kind = jnp.float32 if rows[0].dtype == jnp.float8_e4m3fn else jnp.int32
     dot = lambda x, weight: jnp.dot(x, weight.T, preferred_element_type=kind)
     return sum(map(dot, rows, weights)).astype(jnp.float32)
