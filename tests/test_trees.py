@@ -405,10 +405,10 @@ def test_goodput_chooses_the_nodes_with_the_highest_value():
         chosen = np.asarray(choose(policy, state, active, jnp.array([5, 9]), counts, tree))
         survival = np.asarray(state.survival(policy.prior_rate, policy.prior_weight, tree))
         sizes = np.array(row_counts.row_buckets(2, 5))
+        step_ms = np.asarray(costs.step_ms(jnp.float32(sizes), jnp.float32(0)))
 
-        def value(taken, survival=survival, costs=costs, sizes=sizes):
-            rows = sizes[np.searchsorted(sizes, 2 + taken.sum())]
-            return (2 + survival[taken].sum()) / float(costs.step_ms(jnp.float32(rows), 0.0))
+        def value(taken, survival=survival, step_ms=step_ms, sizes=sizes):
+            return (2 + survival[taken].sum()) / step_ms[np.searchsorted(sizes, 2 + taken.sum())]
 
         best = 0
         for bits in itertools.product([False, True], repeat=8):
