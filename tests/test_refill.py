@@ -332,12 +332,15 @@ def test_the_largest_step_has_room_for_prompts_besides_all_drafts(batch, k1, wid
     assert all(count % 16 == 0 for count in counts)
 
 
+prompt_bucket = jax.jit(feeding.prompt_bucket, static_argnums=0)
+
+
 @pytest.mark.usefixtures("every_row_count")
 @settings(max_examples=200)
 @given(st.integers(0, 512), st.integers(1, 3000))
 def test_steps_that_feed_prompts_are_full_or_feed_all_waiting_rows(verified, unread):
-    sizes = prompt_row_counts(24, 8, 2048)
-    rows = sizes[int(feeding.prompt_bucket(sizes, jnp.int32(verified), jnp.int32(unread)))]
+    sizes = tuple(prompt_row_counts(24, 8, 2048))
+    rows = sizes[int(prompt_bucket(sizes, jnp.int32(verified), jnp.int32(unread)))]
     fed = min(rows - verified, unread)
     assert fed >= min(unread, sizes[-1] - verified) / 4
     if rows > verified + unread:  # padded, as any smaller step would feed too little

@@ -15,9 +15,9 @@ from toy import VOCAB, ScriptedTrees, ragged_prompts, script_of, shallow_model, 
 
 import emsjax
 from emsjax import vanilla
-from emsjax.decode import row_counts
 from emsjax.decode.base import StepView
 from emsjax.drafters import suffix
+from emsjax.policies import goodput
 from emsjax.policies.goodput import Goodput
 from emsjax.testing import assert_lossless
 from emsjax.trees import Tree, merged, most_likely, reordered, usable_nodes
@@ -385,9 +385,10 @@ def test_candidates_raise_acceptance_at_the_same_depth():
     assert lengths[1] > lengths[0] + 0.1
 
 
-def test_goodput_chooses_the_nodes_with_the_highest_value():
-    """Compared with all sets of nodes that hold their parents."""
-    rng = np.random.default_rng(3)
+def test_goodput_chooses_the_nodes_with_the_highest_value(monkeypatch):
+    """Compared with all sets of nodes that hold their parents, in steps of several row counts."""
+    rng, sizes = np.random.default_rng(3), np.array([2, 4, 6, 10])
+    monkeypatch.setattr(goodput, "row_buckets", lambda batch, k1: tuple(sizes.tolist()))
 
     @jax.jit
     def choose(policy, state, active, lengths, counts, tree):
@@ -404,11 +405,10 @@ def test_goodput_chooses_the_nodes_with_the_highest_value():
         counts = jnp.array([4, 3])
         chosen = np.asarray(choose(policy, state, active, jnp.array([5, 9]), counts, tree))
         survival = np.asarray(state.survival(policy.prior_rate, policy.prior_weight, tree))
-        sizes = np.array(row_counts.row_buckets(2, 5))
+        step_ms = np.asarray(costs.step_ms(jnp.float32(sizes), jnp.float32(0)))
 
-        def value(taken, survival=survival, costs=costs, sizes=sizes):
-            rows = sizes[np.searchsorted(sizes, 2 + taken.sum())]
-            return (2 + survival[taken].sum()) / float(costs.step_ms(jnp.float32(rows), 0.0))
+        def value(taken, survival=survival, step_ms=step_ms):
+            return (2 + survival[taken].sum()) / step_ms[np.searchsorted(sizes, 2 + taken.sum())]
 
         best = 0
         for bits in itertools.product([False, True], repeat=8):
