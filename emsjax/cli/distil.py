@@ -20,6 +20,7 @@ from emsjax.distillation.model_card import gains, model_card
 from emsjax.distillation.pruning import PROJECTED, num_parameters, pruned_config
 from emsjax.distillation.sequences import MIN_TOKENS
 from emsjax.distillation.texts import hold_out, read_texts, tokenize
+from emsjax.drafters.folders import check_is_no_drafter
 from emsjax.models.config import DecoderConfig
 from emsjax.models.decoder import Decoder
 from emsjax.models.families import family_of
@@ -94,6 +95,7 @@ def check_draft(options: argparse.Namespace, config: DecoderConfig) -> DecoderCo
             raise ValueError(f"--{name}: --draft-model has its own")
     if options.start == "random":
         raise ValueError("--start random: training starts with --draft-model")
+    check_is_no_drafter(options.draft_model, options.draft_revision)
     draft = load_config(options.draft_model, options.draft_revision)
     for name in ("vocab_size", "max_position_embeddings"):
         sizes = [getattr(one, name) for one in (draft, config)]
