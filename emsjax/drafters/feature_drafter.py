@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from emsjax.checks import MOST, check_at_least
+from emsjax.checks import MOST, check_at_least, check_instance
 from emsjax.decode.base import ModelConfig
 from emsjax.decode.cache import KVCache
 from emsjax.decode.kernels import Kernels, resolve_kernels
@@ -57,6 +58,7 @@ class FeatureDrafter(GrowingDrafter):
     ):
         self.network, self.draft_ids = network, draft_ids
         self.shared = Shared() if shared is None else shared
+        check_instance("shared", self.shared, Shared, "emsjax.drafters.feature_drafter.Shared(...)")
         self.has_own_limit = has_own_limit
         self.max_draft_tokens = check_at_least("max_draft_tokens", max_draft_tokens, 1, MOST)
         resolve_kernels(attention_implementation)
@@ -67,7 +69,14 @@ class FeatureDrafter(GrowingDrafter):
         """Raises ValueError unless the arrays fit the network's config."""
         config = self.network.config
         width, vocab_size = config.architecture.width, config.architecture.vocab_size
-        ids = None if self.draft_ids is None else self.draft_ids.shape
+        ids = None
+        if self.draft_ids is not None:
+            is_array = isinstance(self.draft_ids, np.ndarray | Array)
+            if not (is_array and jnp.issubdtype(self.draft_ids.dtype, jnp.integer)):
+                raise ValueError(
+                    f"draft_ids must be an array of integers, not {type(self.draft_ids).__name__}"
+                )
+            ids = self.draft_ids.shape
         if ids is None and config.draft_vocab_size != vocab_size:
             raise ValueError(
                 f"draft_ids must be given, as {config.draft_vocab_size} of the target's "
