@@ -26,6 +26,7 @@ from emsjax.testing import assert_same_distribution
 from emsjax.verification import (
     acceptance_probability,
     accepted_counts,
+    leading,
     prefix_probabilities,
     residual_distribution,
     stopping_probabilities,
@@ -399,9 +400,15 @@ def test_verdicts_of_a_step_are_those_of_the_papers_algorithm():
 
 
 @jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
 class Uneven:
-    """Draws tokens 0, 1 and 2 of four with these probabilities."""
+    """Draws tokens 0, 1 and 2 of four with these probabilities.
 
+    Attributes:
+        length: how many of the drawn tokens [b, k] are proposed; None: as many as asked for.
+    """
+
+    length: Callable | None = None
     max_draft_tokens = 3
     probs = (0.5, 0.3, 0.2)
 
@@ -413,7 +420,10 @@ class Uneven:
         of_each = jax.vmap(lambda key: jax.random.choice(key, len(probs), p=probs))
         drawn = [of_each(position_keys(keys, lengths + i, Purpose.DRAFT)) for i in range(3)]
         claimed = jnp.broadcast_to(probs, (len(lengths), 3, len(probs)))
-        return emsjax.Draft(jnp.stack(drawn, 1).astype(jnp.int32), draft_lengths, claimed), state
+        drawn = jnp.stack(drawn, 1).astype(jnp.int32)
+        if self.length is not None:
+            draft_lengths = jnp.minimum(draft_lengths, self.length(drawn))
+        return emsjax.Draft(drawn, draft_lengths, claimed), state
 
 
 def bits_of_positions(keys, positions, counts, *, drawn):
@@ -423,15 +433,45 @@ def bits_of_positions(keys, positions, counts, *, drawn):
     return bits._replace(uniforms=jax.vmap(of_column, 1, 1)(positions))
 
 
-@pytest.mark.parametrize("fault", [None, bits_of_positions])
-def test_later_steps_do_not_use_the_bits_of_rejected_tokens(fault, monkeypatch):
-    """These bits are known to be large, so that few tokens would be accepted with them."""
-    model = shallow_model(vocab_size=4, init_std=0.1, pad_token_id=None)
+def confidences(drawn):
+    """The probability of each draft up to and including each token, as the drafter believes."""
+    return jnp.cumprod(jnp.array(Uneven.probs)[drawn], axis=1)
+
+
+def through_a_drop(drawn):
+    """Drafts end behind the first token that is unlikely."""
+    return 1 + leading(confidences(drawn) > 0.25)
+
+
+def before_a_drop(drawn):
+    """A fault: drafts end before the first token that is unlikely, which is drawn already."""
+    return leading(confidences(drawn) > 0.25)
+
+
+def by_rank(drawn):
+    """A fault: the step verifies the likeliest tokens, as many as the batch has samples."""
+    ranked = jnp.sort(confidences(drawn).ravel())[-len(drawn)]
+    return jnp.sum(confidences(drawn) >= ranked, axis=1, dtype=jnp.int32)
+
+
+def check(drafter):
     options = {"sampling": emsjax.Sampling(1.0), "key": jax.random.key(1), "new_tokens": 2}
-    options |= {"samples": 4096, "batch_size": 4096}
-    if fault is None:
-        assert_same_distribution(model, Uneven(), [1, 2, 1], **options)
+    model = shallow_model(vocab_size=4, init_std=0.1, pad_token_id=None)
+    assert_same_distribution(model, drafter, [1, 2, 1], **options, samples=4096, batch_size=4096)
+
+
+@pytest.mark.parametrize("length", [through_a_drop, before_a_drop, by_rank])
+def test_lengths_that_peek_at_the_tokens_they_cut_are_detected(length):
+    """The confidence of a token may decide about the tokens behind it, not about itself."""
+    if length is through_a_drop:
+        check(Uneven(length))
         return
-    monkeypatch.setattr("emsjax.decode.step.random_bits", fault)
+    with pytest.raises(AssertionError, match="position 0 of the new tokens has another distrib"):
+        check(Uneven(length))
+
+
+def test_bits_of_rejected_tokens_are_not_used_again(monkeypatch):
+    """They are known to be large, so that few tokens would be accepted with them."""
+    monkeypatch.setattr("emsjax.decode.step.random_bits", bits_of_positions)
     with pytest.raises(AssertionError, match="position 1 of the new tokens has another distrib"):
-        assert_same_distribution(model, Uneven(), [1, 2, 1], **options)
+        check(Uneven(lambda drawn: 3))  # traced anew
