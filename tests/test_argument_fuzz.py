@@ -537,7 +537,7 @@ FUNCTIONS = {
         stream_iterator,
         {name: DECODING[name] for name in ("drafter", "draft_length", "eos_token_ids")}
         | {
-            "max_new_tokens": Argument(2, count(1, 60)),
+            "max_new_tokens": Argument(2, count(1, 61)),
             "batch_size": Argument(2, count(1, 2**16), compared=False),
             "max_len": Argument(63, optional(count(2))),
         },
