@@ -11,6 +11,7 @@ import decimal
 import fractions
 import functools
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from toy import tiny_model
 
 import emsjax
@@ -27,9 +29,11 @@ from emsjax import distillation
 from emsjax.decode.layout import UNPADDED, Layout
 from emsjax.distillation.losses import check_losses
 from emsjax.distillation.pruning import pruned_config
+from emsjax.drafters.block_network import BlockConfig, BlockNetwork
+from emsjax.drafters.eagle3_network import Eagle3Config, Eagle3Network
 from emsjax.testing import assert_lossless, assert_same_distribution
 
-SETS = 72  # of each of the functions: 2,016 in all
+SETS = 72  # of each of the functions
 INFINITY, NAN = float("inf"), float("nan")
 
 
@@ -208,6 +212,10 @@ def empty_or(plain: Any) -> Kind:
     return read
 
 
+def text_or_none(given: Value) -> Any:
+    return made if isinstance(made := given.make(), str | None) else BAD
+
+
 flag = meaning("flag")
 end_tokens = optional(meaning("ids", lambda ids: all(0 <= n < 61 for n in ids)))
 prompts_kind = meaning("prompts")
@@ -246,6 +254,7 @@ MODEL = tiny_model(num_hidden_layers=1)
 LOOKUP = emsjax.PromptLookup(1, 2)
 FIXED, SAMPLING, KEY = emsjax.FixedLength(2), emsjax.Sampling(0.5), jax.random.key(1)
 COSTS = emsjax.StepCosts.of({1: 1.0, 16: 1.5})
+MEMORY = emsjax.SuffixMemory()
 DEVICES = jax.local_devices()[:1]
 PROMPTS = [[5, 6], [7]]
 
@@ -341,6 +350,52 @@ def attributes(made):
     return {name: plain(x) for name, x in vars(made).items() if name != "draft_model"}
 
 
+def more_branches_than_tokens(plain):
+    tokens = plain["max_draft_tokens"] or 4
+    return ["branches"] if plain["branches"] > tokens else []
+
+
+def mixed(**options):
+    made = emsjax.Mixed(LOOKUP, emsjax.DraftModel(MODEL), **options)
+    return made.costs, made.draft_cost and list(made.draft_cost)
+
+
+@functools.cache
+def network_of(kind):
+    """A network of a drafter that has all arrays of its own."""
+    layer = emsjax.LlamaConfig(
+        vocab_size=61,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+    )
+    common, options = {"layers": layer, "taps": (1,)}, {"rngs": nnx.Rngs(0), "dtype": "float32"}
+    if kind == "Eagle3":
+        return Eagle3Network(Eagle3Config(**common), **options)
+    block = BlockConfig(**common, block_size=4, mask_token_id=0, enable_confidence_head=True)
+    return BlockNetwork(block, **options)
+
+
+@functools.cache
+def folder_of(kind):
+    folder = tempfile.TemporaryDirectory()
+    getattr(emsjax, kind)(network_of(kind)).save_pretrained(folder.name)
+    return folder
+
+
+def drafter_of_states(kind, **options):
+    return settings_of(getattr(emsjax, kind)(network_of(kind), **options))
+
+
+def loaded(kind, **options):
+    return settings_of(getattr(emsjax, kind).from_pretrained(folder_of(kind).name, **options))
+
+
+def settings_of(made):
+    return {name: x for name, x in attributes(made).items() if name not in made.children}
+
+
 def checked_goodput(**options):
     made = emsjax.Goodput(**options)
     made.check_settings()
@@ -434,6 +489,18 @@ ESTIMATES = {
     "least_gain": Argument(0.05, real(not_negative)),
     "costs": Argument(COSTS, **one_of(COSTS)),
 }
+FEATURES = {
+    "max_draft_tokens": Argument(None, optional(count(1, 2**30))),
+    "draft_ids": Argument(None, **one_of(None)),
+    "shared": Argument(None, **one_of(None)),
+} | ATTENTION
+LOADED = {
+    "target": Argument(None, **one_of(None)),
+    "dtype": Argument("float32", exactly(None, "float32"), (value("float32"),)),
+    "revision": Argument(None, text_or_none, compared=False),  # of a folder there is only one
+    "max_draft_tokens": Argument(None, optional(count(1, 2**30))),
+} | ATTENTION
+CONFIDENCE = {"min_confidence": Argument(0.5, real(lambda x: 0 <= x <= 1))}
 PROFILE = {
     "row_ms": Argument({1: 1.0}, of_json(ROWS)),
     "token_ms": Argument(0.0, real(COST)),
@@ -470,7 +537,7 @@ FUNCTIONS = {
         stream_iterator,
         {name: DECODING[name] for name in ("drafter", "draft_length", "eos_token_ids")}
         | {
-            "max_new_tokens": Argument(2, count(1, 60)),
+            "max_new_tokens": Argument(2, count(1, 61)),
             "batch_size": Argument(2, count(1, 2**16), compared=False),
             "max_len": Argument(63, optional(count(2))),
         },
@@ -515,7 +582,39 @@ FUNCTIONS = {
             "length_factor": Argument(2.0, real(lambda x: 0 <= x <= 2**30)),
             "length_offset": Argument(1.0, real(lambda x: 0 <= x <= 2**30)),
             "min_probability": Argument(0.5, real(lambda x: 0 <= x <= 1)),
+            "memory": Argument(None, **one_of(None, MEMORY), compared=False),
+            "branches": Argument(1, count(1, 2**30)),
         },
+        more_branches_than_tokens,
+    ),
+    "Mixed": Function(
+        mixed,
+        {
+            "costs": Argument(None, **one_of(None, COSTS)),
+            "draft_cost": Argument(
+                None,
+                optional(per_prompt(lambda x: 0 <= x <= 2**30, whole=False)),
+                (value(np.array([0.5, 1.0]), each=[0.5, 1.0]), value([0.5], each=[0.5])),
+            ),
+        },
+    ),
+    "Eagle3": Function(
+        functools.partial(drafter_of_states, "Eagle3"),
+        FEATURES | {"branches": Argument(1, count(1, 61))},
+        more_branches_than_tokens,
+    ),
+    "Eagle3.from_pretrained": Function(
+        functools.partial(loaded, "Eagle3"),
+        LOADED | {"branches": Argument(1, count(1, 61))},
+        more_branches_than_tokens,
+    ),
+    "BlockDrafter": Function(
+        functools.partial(drafter_of_states, "BlockDrafter"),
+        FEATURES | CONFIDENCE | {"max_draft_tokens": Argument(None, optional(count(1, 3)))},
+    ),
+    "BlockDrafter.from_pretrained": Function(
+        functools.partial(loaded, "BlockDrafter"),
+        LOADED | CONFIDENCE | {"max_draft_tokens": Argument(None, optional(count(1, 3)))},
     ),
     "SuffixMemory": Function(
         lambda **options: emsjax.SuffixMemory(**options).max_bytes,
@@ -526,8 +625,10 @@ FUNCTIONS = {
         {
             "max_draft_tokens": Argument(None, optional(count(1, 2**30))),
             "vocab_size": Argument(None, optional(count(1, 61))),
+            "branches": Argument(1, count(1, 61)),
         }
         | ATTENTION,
+        more_branches_than_tokens,
     ),
     "FixedLength": Function(
         lambda **options: attributes(emsjax.FixedLength(**options)), {"k": Argument(2, count(0))}
@@ -684,7 +785,7 @@ def draw(rng: np.random.Generator, function: Function) -> dict[str, Value]:
 def test_arguments_are_right_or_named(name):
     function, faults = FUNCTIONS[name], []
     rng = np.random.default_rng(sorted(FUNCTIONS).index(name))
-    for _ in range(SETS):
+    for _ in range(SETS // 3 if name.endswith(".from_pretrained") else SETS):  # folders are read
         drawn = draw(rng, function)
         arguments = function.arguments
         plain = {name: argument.plain for name, argument in arguments.items()}

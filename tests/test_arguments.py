@@ -394,6 +394,7 @@ def test_a_command_uses_the_vocabulary_that_the_models_share(monkeypatch, vocab_
 
     draft = shallow_model(vocab_size=vocab_size or 61, ffn_dim=32)
     monkeypatch.setattr("emsjax.models.checkpoint.load", lambda *args, **options: draft)
+    monkeypatch.setattr(drafting, "feature_drafter_of", lambda options: None)
     given = ["--model", "t", "--input", "i", "--output", "o", "--dtype", "float32"]
     given += ["--drafter", "model", "--draft-model", "d", "--max-draft-tokens", "2"]
     given += ["--branches", "1"]

@@ -325,15 +325,17 @@ def test_drafts_of_a_sequence_do_not_depend_on_the_rest_of_the_batch(load):
             np.testing.assert_array_equal(getattr(out.stats, name), expected)
 
 
-def test_sampled_tokens_have_the_distribution_of_the_target(load):
+@pytest.mark.parametrize("min_confidence", [0.0, 0.45])
+def test_sampled_tokens_have_the_distribution_of_the_target(load, min_confidence):
     """Also if drafts end where confidence drops."""
     out = assert_same_distribution(
         llama_target(),
-        load("deepspec", max_draft_tokens=2, min_confidence=0.45),
+        load("deepspec", max_draft_tokens=2, min_confidence=min_confidence),
         PROMPTS[4],
         sampling=emsjax.Sampling(1.0),
         key=jax.random.key(1),
-        samples=256,
+        samples=512,
+        batch_size=512,
     )
     assert 0 < out.stats.num_accepted.sum() < out.stats.num_drafted.sum()
 

@@ -16,7 +16,7 @@ from toy import VOCAB, ragged_prompts, tiny_model
 
 import emsjax
 from emsjax.engine import group
-from emsjax.sampling import Purpose, position_keys, warp
+from emsjax.sampling import Purpose, position_keys, residual, warp
 from emsjax.verification import acceptance_probability, residual_distribution
 
 PROMPTS = ragged_prompts([5, 12, 2, 9])
@@ -352,7 +352,8 @@ def test_a_policy_learns_nothing_about_the_next_token_from_a_rejected_draft():
 
 
 def test_the_chi_square_test_rejects_a_verifier_without_the_residual(monkeypatch):
-    monkeypatch.setattr("emsjax.decode.verify.residual", lambda p, q: p)
+    fault = lambda p, q: (jnp.log(p), residual(p, q)[1])
+    monkeypatch.setattr("emsjax.decode.verify.residual", fault)
     drafter = emsjax.DraftModel(four_tokens(1), 1)  # not compiled by another test
     statistic, bound = chi_square(four_tokens(0), drafter, SEQUENCES // 5)
     assert statistic > 2 * bound

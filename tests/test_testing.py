@@ -208,14 +208,14 @@ def test_correct_drafters_keep_the_distribution(few_tokens, drafter):
 
 
 @pytest.mark.parametrize(
-    ("claimed", "position"),
-    [((UNIFORM, RIGHT), 0), ((REVERSED, RIGHT), 0), ((RIGHT, REVERSED), 1)],
+    "claimed",
+    [(UNIFORM, RIGHT), (REVERSED, RIGHT), (RIGHT, REVERSED)],
     ids=["uniform", "reversed", "later"],
 )
-def test_probabilities_other_than_those_of_the_draws_are_detected(few_tokens, claimed, position):
-    where = f"position {position} of the new tokens has another distribution"
+def test_probabilities_other_than_those_of_the_draws_are_detected(few_tokens, claimed):
+    """Those of a later token too change how much of a block is accepted."""
     more = SAMPLED | {"samples": 4096, "batch_size": 4096}
-    with pytest.raises(AssertionError, match=where) as caught:
+    with pytest.raises(AssertionError, match="position 0 of the new tokens has ano") as caught:
         assert_same_distribution(few_tokens, Draws(jnp.stack(claimed)), [5, 6, 5], **more)
     assert any(f"token {token}:" in str(caught.value) for token in (3, 4, 5))
 

@@ -28,6 +28,7 @@ from emsjax.benchmarks.results import add_entry, begin
 from emsjax.benchmarks.runs import LoopRun
 from emsjax.benchmarks.subjects import OF_TRAINED, check_absent, read_trained
 from emsjax.benchmarks.workloads import EmbeddedModels
+from emsjax.decode.base import Drafter
 from emsjax.drafters import DraftModel, Mixed, PromptLookup, SuffixDrafter
 from emsjax.drafters.replay import Replay
 from emsjax.engine.output import GenerateOutput
@@ -186,28 +187,31 @@ def subject_of(options: argparse.Namespace) -> tuple[Callable[[], Subject], dict
         models, new = EmbeddedModels(), options.max_new_tokens
 
         def embedded() -> Subject:
-            found = sources(models.draft_model, options.draft_tokens, **mixed)
+            found = sources(DraftModel(models.draft_model, options.draft_tokens), **mixed)
             prompts = models.prompts(EMBEDDED_PROMPTS, new)
             return Subject(models.model, found, prompts, new, ())
 
         return embedded, {**models.describe, **models.numbers.settings}
-    trained = read_trained(options, options.max_prompts, max(options.batch_sizes))
+    trained = read_trained(options, options.max_prompts, max(options.batch_sizes), features=True)
 
     def load() -> Subject:
-        draft_model = None if trained.load_draft is None else trained.load_draft()
-        found = sources(draft_model, options.draft_tokens, **mixed)
-        return Subject(trained.load(), found, trained.prompts, options.max_new_tokens)
+        model, own = trained.load(), None
+        if trained.feature_drafter is not None:
+            own = trained.feature_drafter(model)
+        elif trained.load_draft is not None:
+            own = DraftModel(trained.load_draft(), options.draft_tokens)
+        return Subject(model, sources(own, **mixed), trained.prompts, options.max_new_tokens)
 
     return load, trained.describe
 
 
-def sources(draft_model: Decoder | None, draft_tokens: int, **mixed: Any) -> dict[str, Any]:
-    """The drafters by name; without a draft model the free ones are mixed."""
+def sources(own: Drafter | None, **mixed: Any) -> dict[str, Any]:
+    """The drafters by name; without one that is not free the free ones are mixed."""
     suffix, lookup = SuffixDrafter(), PromptLookup(search_generated=True)
     found = {PLAIN: None, "prompt lookup": lookup, "suffix": suffix}
     behind = lookup
-    if draft_model is not None:
-        behind = found["model"] = DraftModel(draft_model, draft_tokens)
+    if own is not None:
+        behind = found["model"] = own
     return found | {MIXED: Mixed(suffix, behind, **mixed)}
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from emsjax.benchmarks.shapes import MODELS
 from emsjax.device import dtype_name
+from emsjax.drafters.folders import check_is_no_drafter, check_target, feature_drafter
 from emsjax.models.decoder import Decoder
 from emsjax.models.numbers import NumberFormats
 from emsjax.models.pretrained import from_pretrained
@@ -28,6 +29,7 @@ class Trained(NamedTuple):
     describe: dict[str, Any]
     load: Callable[[], Decoder]
     load_draft: Callable[[], Decoder] | None  # None: no draft model
+    feature_drafter: Callable[[Decoder], Any] | None = None  # made for the loaded target
 
 
 def check_absent(options: argparse.Namespace, names: Iterable[str], needed: str) -> None:
@@ -49,8 +51,13 @@ def check_shapes(shape: str, draft_shape: str | None, *others: str) -> str:
     return draft_shape
 
 
-def read_trained(options: argparse.Namespace, max_prompts: int, largest_batch: int) -> Trained:
+def read_trained(
+    options: argparse.Namespace, max_prompts: int, largest_batch: int, *, features: bool = False
+) -> Trained:
     """`--model`, `--draft-model` if given, and the first prompts of `--data`.
+
+    Args:
+        features: whether the draft model may be a drafter that reads the target's hidden states.
 
     Raises:
         ValueError: missing data, bad records, a revision without its model, prompts that do not
@@ -58,8 +65,13 @@ def read_trained(options: argparse.Namespace, max_prompts: int, largest_batch: i
     """
     if options.data is None:
         raise ValueError("--model needs --data")
+    kind = None
     if options.draft_model is None:
         check_absent(options, ["draft_revision"], "--draft-model")
+    elif features:
+        kind = feature_drafter(options.draft_model, options.draft_revision)
+    else:
+        check_is_no_drafter(options.draft_model, options.draft_revision)
     records = Records(options.data, options.prompt_template)
     data = survey(records)
     tokenizer = load_tokenizer(options.model, options.revision, keep="last")
@@ -73,9 +85,13 @@ def read_trained(options: argparse.Namespace, max_prompts: int, largest_batch: i
         )
     check_prompts(prompts)
     numbers = NumberFormats(dtype_name(options.dtype), **number_formats(options))
-    load_draft = None
-    if options.draft_model is not None:
-        draft = (options.draft_model, options.draft_revision)
+    load_draft = make_drafter = None
+    draft = (options.draft_model, options.draft_revision)
+    if kind is not None:
+        check_target(*draft, config)
+        given = {"revision": draft[1], "max_draft_tokens": options.draft_tokens}
+        make_drafter = functools.partial(kind.from_pretrained, draft[0], **given)
+    elif options.draft_model is not None:
         load_draft = functools.partial(load, numbers.of_draft_model, *draft)
     describe = {
         "model": options.model,
@@ -89,7 +105,7 @@ def read_trained(options: argparse.Namespace, max_prompts: int, largest_batch: i
         "max_prompts": max_prompts,
     }
     target = functools.partial(load, numbers, options.model, options.revision)
-    return Trained([ids for _, ids in prompts], describe, target, load_draft)
+    return Trained([ids for _, ids in prompts], describe, target, load_draft, make_drafter)
 
 
 def load(numbers: NumberFormats, model: str, revision: str | None) -> Decoder:

@@ -13,6 +13,7 @@ from emsjax.distillation.draft_model import DraftModelStudent
 from emsjax.distillation.fresh import layer_config
 from emsjax.distillation.pruning import PROJECTED, num_parameters, pruned_config
 from emsjax.distillation.student import Student
+from emsjax.drafters.folders import check_is_no_drafter
 from emsjax.models.config import DecoderConfig
 from emsjax.models.decoder import Decoder
 from emsjax.models.pretrained import from_pretrained
@@ -99,6 +100,7 @@ class DraftModelKind(Kind):
                 raise ValueError(f"--{name}: --draft-model has its own")
         if options.start == "random":
             raise ValueError("--start random: training starts with --draft-model")
+        check_is_no_drafter(options.draft_model, options.draft_revision)
         draft = load_config(options.draft_model, options.draft_revision)
         for name in ("vocab_size", "max_position_embeddings"):
             sizes = [getattr(one, name) for one in (draft, config)]

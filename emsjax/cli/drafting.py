@@ -56,13 +56,22 @@ def load_models(
     from emsjax.tensor_parallel import first_mesh
 
     # A draft model is loaded first: it is small, and may turn out not to suit the target.
-    drafter = _load_drafter(options, target, tokenizer_size, positions, memory)
-    if is_mixed(options):
-        drafter = _mixed(options, drafter, chosen, memory)
+    kind = feature_drafter_of(options)
+    if kind is None:
+        drafter = _load_drafter(options, target, tokenizer_size, positions, memory)
+    else:
+        _check_feature_drafter(options, kind, target)
     given = {"dtype": options.dtype, "revision": options.revision}
     given["mesh"] = first_mesh(options.tensor_parallel)
     load = functools.partial(from_pretrained, options.model, **given)
     model = load(quantize=options.quantize)
+    if kind is not None:  # it may use arrays of the target
+        given = {"revision": options.draft_revision, "max_draft_tokens": options.max_draft_tokens}
+        if (options.branches or 1) > 1:
+            given["branches"] = options.branches
+        drafter = kind.from_pretrained(options.draft_model, model, **given)
+    if is_mixed(options):
+        drafter = _mixed(options, drafter, chosen, memory)
     if options.drafter != "self":
         return model, drafter
     from emsjax.drafters import SelfDraft
@@ -104,13 +113,42 @@ def _load_drafter(
     return drafter
 
 
+def feature_drafter_of(options: RunOptions | Namespace):
+    """The class of the --draft-model that reads the target's hidden states; None: it is none.
+
+    Raises:
+        ValueError: there is no such folder or repository.
+    """
+    if options.draft_model is None:
+        return None
+    from emsjax.drafters.folders import feature_drafter
+
+    return feature_drafter(options.draft_model, options.draft_revision)
+
+
+def _check_feature_drafter(options: RunOptions | Namespace, kind: type, target) -> None:
+    """Raises ValueError unless such a drafter suits the target and the options."""
+    from emsjax.drafters import BlockDrafter
+    from emsjax.drafters.folders import check_target
+
+    try:
+        check_target(options.draft_model, options.draft_revision, target)
+    except ValueError as error:
+        raise ValueError(f"--draft-model {options.draft_model}: {error}") from error
+    if kind is BlockDrafter and (options.branches or 1) > 1:
+        raise ValueError(
+            f"--branches must be 1 for --draft-model {options.draft_model}: a BlockDrafter drafts "
+            "chains"
+        )
+
+
 def is_mixed(options: RunOptions | Namespace) -> bool:
-    """Whether a draft model and a suffix drafter are used together."""
+    """Whether the --draft-model and a suffix drafter are used together."""
     return options.drafter == "auto" and options.draft_model is not None
 
 
 def _mixed(options: RunOptions | Namespace, draft_model, chosen: Mapping | None, memory):
-    """Suffix drafts, and those of the draft model where they bring more."""
+    """Suffix drafts, and those of the --draft-model where they bring more."""
     from emsjax.drafters import Mixed, SuffixDrafter
     from emsjax.policies import profiles as profile_store
 
@@ -149,15 +187,20 @@ def resolve(options: RunOptions, target, profile_path: Path | None) -> dict[str,
     from emsjax.models.numbers import NumberFormats
     from emsjax.policies import profiles as profile_store
 
-    draft_config = None
-    if options.draft_model is not None:
+    draft_config, request = None, options.draft_length
+    if feature_drafter_of(options) is not None:
+        if request == "goodput" or profile_path is not None:
+            raise ValueError(
+                f"no profile measures --draft-model {options.draft_model}, which reads the "
+                "target's hidden states: use --draft-length bass or a number"
+            )
+        request = "bass" if request == "auto" else request
+    elif options.draft_model is not None:
         draft_config = load_config(options.draft_model, options.draft_revision)
     numbers = NumberFormats(options.dtype, **number_formats(options))
     wanted = profile_store.subject(target, draft_config, numbers)
     advice = profile_command(options)
-    return {
-        "draft_length": profile_store.choose(options.draft_length, wanted, profile_path, advice)
-    }
+    return {"draft_length": profile_store.choose(request, wanted, profile_path, advice)}
 
 
 def profile_command(options: RunOptions) -> str:
@@ -179,7 +222,11 @@ def draft_policy(options: RunOptions, resolved: Mapping, resumed: bool, console:
         text = f"Draft lengths: as the drafter chooses, {chosen['why'].removeprefix('Goodput, ')}"
     if resumed:
         text += ", as when the run began"
-    elif options.draft_length == "auto" and chosen["policy"] == "bass":
+    elif (
+        options.draft_length == "auto"
+        and chosen["policy"] == "bass"
+        and feature_drafter_of(options) is None
+    ):
         text += f"; `{profile_command(options)}` measures this device for better ones"
     line(console, text)
     return policy

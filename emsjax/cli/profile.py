@@ -9,6 +9,7 @@ from rich.console import Console
 
 from emsjax.benchmarks.device_profile import fitting_measurement, measure_and_store
 from emsjax.device import dtype_name
+from emsjax.drafters.folders import check_is_no_drafter
 from emsjax.models.numbers import NumberFormats
 from emsjax.terminal.models import load_config
 from emsjax.terminal.options import number_formats
@@ -22,6 +23,8 @@ def run(options: argparse.Namespace, command: str) -> None:
         ValueError: models that cannot be measured, or a file that cannot be written.
     """
     check_writable("--output", options.output)
+    if options.draft_model is not None:
+        check_is_no_drafter(options.draft_model, options.draft_revision)
     draft_config = options.draft_model and load_config(options.draft_model, options.draft_revision)
     measurement = fitting_measurement(
         load_config(options.model, options.revision),

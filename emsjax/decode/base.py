@@ -134,10 +134,10 @@ class Drafter:
     The drafter may be a pytree (its arrays are then arguments of the compiled loop) or any other
     object (then it is a constant of it). Greedy output is identical to plain decoding for any
     drafter. Sampled output is identical under the same keys if `Draft.probs` is None; otherwise
-    `probs` must be the distributions that the tokens were really drawn from, or sampled output
-    has the wrong distribution, which no comparison of tokens can show. Proposals beyond a
-    sample's limit, outside the vocabulary, or after an end token are cut off before
-    verification.
+    `probs` must be the distributions that the tokens were really drawn from, and `counts` may
+    depend on the tokens that are kept alone, or sampled output has the wrong distribution, which
+    no comparison of tokens can show. Proposals beyond a sample's limit, outside the vocabulary,
+    or after an end token are cut off before verification.
 
     `init` and `propose` have to be written; everything else has a default.
 

@@ -16,7 +16,7 @@ from emsjax.decode.run import Run
 from emsjax.sampling import RandomBits, Sampling, draw, log_softmax, residual, softmax, warp
 from emsjax.sampling.processors import Processing
 from emsjax.trees import Tree
-from emsjax.verification import acceptance_probability, accepted_counts, first_end
+from emsjax.verification import accepted_counts, block_counts, first_end, prefix_probabilities
 from pallas_kernels.common.indexing import take, take_in_rows
 
 
@@ -84,7 +84,7 @@ def verify(
     process: Processing,
     tree: Tree | None = None,
 ) -> Verdict:
-    """Compare the drafts with the target, by equality or by rejection sampling.
+    """Compare the drafts with the target, by equality or as blocks.
 
     Args:
         state: the `DecodeState`.
@@ -134,7 +134,7 @@ def judge(
         top: number of likeliest tokens to return.
     """
     # After the last draft token a drafter may leave any number.
-    drafted = jnp.clip(rows.gather(_with_one_more(draft.tokens)), 0, logits.shape[1] - 1)
+    drafted = jnp.clip(rows.gather(jnp.pad(draft.tokens, ((0, 0), (0, 1)))), 0, logits.shape[1] - 1)
     # Tokens are chosen from logits, as rounding in the log-softmax could merge two candidates.
     if sampling is None:
         tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -146,7 +146,7 @@ def judge(
             tokens = draw(logits, sampling.temperature, rows.gather(bits.keys))
             accepted = tokens == drafted
         else:
-            accepted, tokens = _reject(logits, rows, draft, drafted, bits, sampling)
+            accepted, tokens = _verify_blocks(logits, rows, draft, drafted, bits, sampling)
     scores = log_softmax(logits)
     log_probs = take_in_rows(scores, tokens[:, None])[:, 0]
     top_logprobs, top_tokens = jax.lax.top_k(scores, top)
@@ -154,28 +154,26 @@ def judge(
     return RowVerdict(accepted, tokens, log_probs, top_tokens, top_logprobs)
 
 
-def _reject(logits, rows, draft: Draft, drafted, bits: RandomBits, sampling):
-    """Rejection sampling: whether each row's draft token is accepted, and the token to emit.
+def _verify_blocks(logits, rows, draft: Draft, drafted, bits: RandomBits, sampling):
+    """Block verification: whether each row's draft token is accepted, and the token to emit.
 
     Rows after the last draft token draw from the target's distribution itself.
     """
-    has_draft = jnp.arange(draft.tokens.shape[1]) < draft.counts[:, None]  # [b, k]
-    q = jnp.where(has_draft[..., None], draft.probs, 0)
-    missing = logits.shape[1] - q.shape[2]
-    q = rows.gather(jnp.pad(q, ((0, 0), (0, 1), (0, missing))))  # [r, v]
-    has_draft = rows.gather(_with_one_more(has_draft))
-    p = softmax(logits)
-    of_drafted = take_in_rows(acceptance_probability(p, q), drafted[:, None])[:, 0]
-    accepted = has_draft & (rows.gather(bits.uniforms) < of_drafted)
+    has_draft = (rows.within < take(draft.counts, rows.samples))[:, None]
+    missing = logits.shape[1] - draft.probs.shape[2]
+    q = jnp.pad(rows.gather(draft.probs), ((0, 0), (0, missing)))  # [r, v]
+    # Greedy tokens are certain.
+    greedy, likeliest = sampling.temperature[:, None] <= 0, jnp.argmax(logits, axis=-1)
+    certain = lambda tokens: jax.nn.one_hot(tokens, logits.shape[1])
+    p = jnp.where(greedy, certain(likeliest), softmax(logits))
+    q = jnp.where(has_draft, jnp.where(greedy, certain(drafted), q), 0)
 
-    instead = jnp.where(has_draft[:, None], jnp.log(residual(p, q)), logits)
+    of_drafts = [take_in_rows(probs, drafted[:, None])[:, 0] for probs in (p, q)]
+    prefix_probs = prefix_probabilities(*rows.scatter(of_drafts, draft.tokens.shape[1]))
+    left, masses = residual(rows.gather(prefix_probs)[:, None] * p, q)
+    masses = rows.scatter(masses, prefix_probs.shape[1])
+    num_accepted = block_counts(prefix_probs, masses, bits.uniforms, draft.counts)
+    accepted = rows.within < take(num_accepted, rows.samples)
+    instead = jnp.where(has_draft, left, logits)
     drawn = draw(instead, sampling.temperature, rows.gather(bits.keys))
-    greedy = sampling.temperature <= 0
-    likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    tokens = jnp.where(greedy, likeliest, jnp.where(accepted, drafted, drawn))
-    return jnp.where(greedy, likeliest == drafted, accepted), tokens
-
-
-def _with_one_more(blocks: Array) -> Array:
-    """Pads values of a draft's tokens [b, k] with an arbitrary one for the place after. [b, k1]"""
-    return jnp.pad(blocks, ((0, 0), (0, 1)))
+    return accepted, jnp.where(accepted, drafted, drawn)

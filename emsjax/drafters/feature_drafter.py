@@ -8,15 +8,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from emsjax.checks import MOST, check_at_least
+from emsjax.checks import MOST, check_at_least, check_instance
 from emsjax.decode.base import ModelConfig
 from emsjax.decode.cache import KVCache
 from emsjax.decode.kernels import Kernels, resolve_kernels
 from emsjax.decode.pack import AcceptedPath, PackedRows
 from emsjax.device import tree_bytes
-from emsjax.drafters.feature_network import FeatureNetwork
+from emsjax.drafters.feature_network import FeatureConfig, FeatureNetwork
 from emsjax.drafters.growing import GrowingDraft, GrowingDrafter, Randomness
 from emsjax.sampling import Sampling
 from pallas_kernels.common.indexing import take
@@ -57,6 +58,7 @@ class FeatureDrafter(GrowingDrafter):
     ):
         self.network, self.draft_ids = network, draft_ids
         self.shared = Shared() if shared is None else shared
+        check_instance("shared", self.shared, Shared, "emsjax.drafters.feature_drafter.Shared(...)")
         self.has_own_limit = has_own_limit
         self.max_draft_tokens = check_at_least("max_draft_tokens", max_draft_tokens, 1, MOST)
         resolve_kernels(attention_implementation)
@@ -67,7 +69,14 @@ class FeatureDrafter(GrowingDrafter):
         """Raises ValueError unless the arrays fit the network's config."""
         config = self.network.config
         width, vocab_size = config.architecture.width, config.architecture.vocab_size
-        ids = None if self.draft_ids is None else self.draft_ids.shape
+        ids = None
+        if self.draft_ids is not None:
+            is_array = isinstance(self.draft_ids, np.ndarray | Array)
+            if not (is_array and jnp.issubdtype(self.draft_ids.dtype, jnp.integer)):
+                raise ValueError(
+                    f"draft_ids must be an array of integers, not {type(self.draft_ids).__name__}"
+                )
+            ids = self.draft_ids.shape
         if ids is None and config.draft_vocab_size != vocab_size:
             raise ValueError(
                 f"draft_ids must be given, as {config.draft_vocab_size} of the target's "
@@ -113,26 +122,7 @@ class FeatureDrafter(GrowingDrafter):
 
     def check_target(self, config: ModelConfig, positions: int) -> None:
         """Raises ValueError if the target has another vocabulary or width, or too few layers."""
-        mine = self.network.config
-        mine_vocab = mine.architecture.vocab_size
-        if mine_vocab != config.vocab_size:
-            raise ValueError(
-                f"the drafter is for a vocabulary of {mine_vocab} ids, and the target has "
-                f"{config.vocab_size}"
-            )
-        theirs = getattr(config, "architecture", None)
-        if theirs is None:  # a user's own model
-            return
-        if theirs.width != mine.target_width:
-            raise ValueError(
-                f"the drafter reads hidden states of {mine.target_width} numbers, and the target's "
-                f"have {theirs.width}"
-            )
-        if max(self.taps) > len(theirs.layers):
-            raise ValueError(
-                f"the drafter reads the hidden states after layers {self.taps}, and the target has "
-                f"{len(theirs.layers)} layers"
-            )
+        check_fits(self.network.config, config)
 
     def state_bytes(self, max_len: int) -> int:
         """Bytes per sample for the state and the distributions of one step's drafts."""
@@ -166,6 +156,34 @@ class FeatureDrafter(GrowingDrafter):
             return logits
         none = jnp.full((logits.shape[0], self._vocab_size), -jnp.inf, logits.dtype)
         return none.at[:, self.draft_ids].set(logits, unique_indices=True)
+
+
+def check_fits(mine: FeatureConfig, config: ModelConfig) -> None:
+    """Raises ValueError unless a network of this config can draft for a target.
+
+    Args:
+        mine: the network's config.
+        config: the target's.
+    """
+    mine_vocab = mine.architecture.vocab_size
+    if mine_vocab != config.vocab_size:
+        raise ValueError(
+            f"the drafter is for a vocabulary of {mine_vocab} ids, and the target has "
+            f"{config.vocab_size}"
+        )
+    theirs = getattr(config, "architecture", None)
+    if theirs is None:  # a user's own model
+        return
+    if theirs.width != mine.target_width:
+        raise ValueError(
+            f"the drafter reads hidden states of {mine.target_width} numbers, and the target's "
+            f"have {theirs.width}"
+        )
+    if max(mine.taps) > len(theirs.layers):
+        raise ValueError(
+            f"the drafter reads the hidden states after layers {mine.taps}, and the target has "
+            f"{len(theirs.layers)} layers"
+        )
 
 
 def append(

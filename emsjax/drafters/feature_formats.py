@@ -20,11 +20,25 @@ DEEPSPEC_EAGLE3 = "Qwen3Eagle3Model"
 ZLAB_DFLASH, SPECFORGE_DSPARK, DEEPSPEC_BLOCK = (
     *("DFlashDraftModel", "DSparkDraftModel", "Qwen3DSparkModel"),
 )
+EAGLE3, BLOCK = "eagle3", "block"  # kinds of drafters
 SETTINGS = (  # of `BlockConfig`, by the same names in all formats
     *("block_size", "mask_token_id", "markov_rank", "markov_head_type"),
     *("enable_confidence_head", "confidence_head_with_markov"),
 )
 MAX_LAYER = 100_000
+
+
+def kind_of(contents: Mapping[str, Any]) -> str | None:
+    """The kind of drafter in a config.json: `EAGLE3` or `BLOCK`; None: another model."""
+    kind, architecture = contents.get(SPECULATORS), architecture_of(contents)
+    if kind is None and architecture in SPECFORGE_EAGLE3:
+        return EAGLE3 if "draft_vocab_size" in contents else None
+    if kind == "eagle3" or (kind is None and architecture == DEEPSPEC_EAGLE3):
+        return EAGLE3
+    blocks = (ZLAB_DFLASH, SPECFORGE_DSPARK, DEEPSPEC_BLOCK)
+    if kind in ("dflash", "dspark") or (kind is None and architecture in blocks):
+        return BLOCK
+    return None
 
 
 def eagle3_config(contents: Mapping[str, Any], target_layers: int | None) -> Eagle3Config:

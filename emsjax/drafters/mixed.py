@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32
 
-from emsjax.checks import MOST, check_at_least, check_number
+from emsjax.checks import MOST, check_at_least, check_number, is_per_prompt
 from emsjax.decode.base import Draft, Drafter, ModelConfig
 from emsjax.decode.row_counts import chunk_rows
 from emsjax.drafters.choice import NONE, Choice, Costs, Prices, Records
@@ -120,8 +120,7 @@ class Mixed(Drafter):
             )
         self.costs, self.draft_cost = costs, None
         if draft_cost is not None:
-            several = isinstance(draft_cost, Sequence) and not isinstance(draft_cost, str)
-            each = list(draft_cost) if several else [draft_cost] * len(drafters)
+            each = list(draft_cost) if is_per_prompt(draft_cost) else [draft_cost] * len(drafters)
             if len(each) != len(drafters):
                 raise ValueError(
                     f"draft_cost must be a number or one for each of {len(drafters)} drafters, "

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from emsjax.checks import check_at_least, check_choice
 from emsjax.decode.base import Drafter, Model
 from emsjax.drafters import DraftModel, PromptLookup
+from emsjax.drafters.folders import feature_drafter
 from emsjax.evaluation.options import GenerationOptions, cut_before, read_options
 from emsjax.generation import generate
 from emsjax.models.pretrained import from_pretrained
@@ -122,8 +123,8 @@ class EmsjaxLM(TemplateLM):
         if unknown := sorted(given.keys() - set(own)):
             raise ValueError(f"model_args: {', '.join(unknown)} is no argument of the model emsjax")
         given = {name: int(x) if name == "batch_size" else x for name, x in given.items()}
-        drafter = _load_drafter(dtype, **drafting)
         model = from_pretrained(path, dtype=dtype, revision=revision)
+        drafter = _load_drafter(model, **drafting)
         return cls(model, load_tokenizer(path, revision), drafter, **given)
 
     @property
@@ -312,7 +313,7 @@ class EmsjaxLM(TemplateLM):
 
 
 def _load_drafter(
-    dtype: Any,
+    model: Model,
     *,
     drafter: str | None = None,
     draft_model: str | None = None,
@@ -327,8 +328,10 @@ def _load_drafter(
     limit = {} if max_draft_tokens is None else {"max_draft_tokens": max_draft_tokens}
     if (drafter == "model") != (draft_model is not None):
         raise ValueError("drafter=model needs a draft_model, and no other drafter has one")
+    if drafter == "model" and (kind := feature_drafter(draft_model)) is not None:
+        return kind.from_pretrained(draft_model, model, **limit)
     if drafter == "model":
-        return DraftModel(from_pretrained(draft_model, dtype=dtype), **limit)
+        return DraftModel(from_pretrained(draft_model, dtype=model.dtype), **limit)
     if drafter == "prompt-lookup":
         return PromptLookup(**limit)
     if limit:

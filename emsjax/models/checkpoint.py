@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 from jax.sharding import Mesh
@@ -161,7 +162,11 @@ def check_weights_fit(model: nnx.Module, folder: Path, place: Placement) -> None
 def check_dtype(dtype) -> None:
     """Raises a ValueError unless models can have this dtype."""
     try:
-        name = jnp.dtype(dtype).name
+        name = (
+            repr(dtype)
+            if isinstance(dtype, np.ndarray | np.generic | Array)
+            else jnp.dtype(dtype).name
+        )
     except TypeError:
         name = repr(dtype)
     if name not in DTYPES:

@@ -14,6 +14,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from emsjax.checks import check_instance
 from emsjax.models.schema import shown
 from emsjax.models.weight_files import choose_format, read_index
 
@@ -41,8 +42,11 @@ def folder_of(
         weights: whether the weights and the tokenizer's files are needed as well as the configs.
 
     Raises:
-        ValueError: it is neither a folder nor a repository, or the repository lacks files.
+        ValueError: it is neither a folder nor a repository, the repository lacks files, or the
+            revision is no text.
     """
+    if revision is not None:
+        check_instance("revision", revision, str, "text")
     if os.path.isdir(path_or_repo_id):  # Path("") would be the current folder
         return Path(path_or_repo_id)
     if (

@@ -214,7 +214,7 @@ def acceptance_curves(stats: Any) -> tuple[Float[np.ndarray, "k1"], Float[np.nda
 
     Args:
         stats: `GenerateOutput.stats` of a run that drafted as many tokens as it could. A
-            shorter draft would have accepted the same tokens, up to its length.
+            shorter draft would have accepted as many, up to its length.
     """
     histogram = stats.accepted_histogram.sum(axis=0)
     length, steps = np.arange(len(histogram)), max(histogram.sum(), 1)

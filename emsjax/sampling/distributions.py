@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 import pallas_kernels
-from emsjax.verification import residual_distribution
 from pallas_kernels.common.numerics import is_invariant
 
 
@@ -27,13 +26,15 @@ def softmax(logits: Float[Array, "r v"]) -> Float[Array, "r v"]:
 
 def residual(
     target_probs: Float[Array, "r v"], draft_probs: Float[Array, "r v"]
-) -> Float[Array, "r v"]:
-    """The residual distribution, or numbers in proportion to it where numerics are invariant.
+) -> tuple[Float[Array, "r v"], Float[Array, "r"]]:
+    """Logits of the residual distribution, and its mass: the sum of max(0, p - q).
 
-    Drawing by the Gumbel-max trick needs no more: see `emsjax.verification.residual_distribution`.
-    The largest number tells whether there is a residual, as its bits depend on no other row.
+    If the mass is 0, the logits are those of p: see `emsjax.verification.residual_distribution`.
     """
-    if not is_invariant():
-        return residual_distribution(target_probs, draft_probs)
     excess = jnp.maximum(target_probs - draft_probs, 0)
-    return jnp.where(jnp.max(excess, axis=-1, keepdims=True) > 0, excess, target_probs)
+    logits = jnp.log(excess)
+    if is_invariant():
+        mass = jnp.exp(pallas_kernels.log_sum_exp(logits))
+    else:
+        mass = jnp.sum(excess, axis=-1)
+    return jnp.where(mass[:, None] > 0, logits, jnp.log(target_probs)), mass

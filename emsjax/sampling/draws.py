@@ -39,8 +39,8 @@ class RandomBits(NamedTuple):
     """Random bits for each position of a step's drafts, and for the position after each draft."""
 
     keys: Key[Array, "b k1"]  # keys of the tokens that the target draws
-    # A draft token is accepted if this is below its probability of acceptance. None: it is
-    # accepted if the target draws the same token.
+    # They decide how much of a drawn draft is accepted: see `emsjax.verification`. None: a token
+    # is accepted if the target draws the same one.
     uniforms: Float[Array, "b k1"] | None
 
 
@@ -53,13 +53,16 @@ def random_bits(
 ) -> RandomBits:
     """Random bits that depend only on (key, position, purpose), not on the rest of the batch.
 
+    The uniform numbers depend on the first position too. All of them decide how much of a draft is
+    accepted, so that those of rejected tokens tell something: every step has its own.
+
     Args:
         positions: of each sample's draft tokens, and of the token after them.
         counts: number of each sample's draft tokens.
-        drawn: whether draft tokens were drawn, so that they are verified by rejection sampling.
+        drawn: whether draft tokens were drawn, so that they are verified as a block.
     """
 
-    def keys_for(purpose):
+    def keys_for(purpose, keys=keys):
         of_column = lambda at, purpose: position_keys(keys, at, purpose)
         purposes = jnp.broadcast_to(jnp.asarray(purpose), positions.shape)
         return jax.vmap(of_column, in_axes=1, out_axes=1)(positions, purposes)
@@ -68,8 +71,9 @@ def random_bits(
         return RandomBits(keys_for(Purpose.TARGET), None)
     is_draft = jnp.arange(positions.shape[1]) < counts[:, None]
     purposes = jnp.where(is_draft, Purpose.RESIDUAL, Purpose.TARGET)
-    uniform = jax.vmap(jax.vmap(jax.random.uniform))
-    return RandomBits(keys_for(purposes), uniform(keys_for(Purpose.ACCEPTANCE)))
+    of_step = position_keys(keys, positions[:, 0], Purpose.ACCEPTANCE)
+    uniforms = jax.vmap(jax.vmap(jax.random.uniform))(keys_for(Purpose.ACCEPTANCE, of_step))
+    return RandomBits(keys_for(purposes), uniforms)
 
 
 def warp(logits: Float[Array, "r v"], sampling: Sampling) -> Float[Array, "r v"]:

@@ -147,5 +147,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", required=True, metavar="DIR_OR_ID", help="local folder or Hugging Face id")
     add("--revision", help="branch, tag or commit of a Hugging Face id")
     add("--dtype", choices=DTYPES, help=DEFAULT_DTYPE)
-    add("--draft-model", metavar="DIR_OR_ID", help="local folder or Hugging Face id")
-    add("--draft-revision", metavar="REVISION", help="branch, tag or commit of the draft model")
+    add(
+        "--draft-model",
+        metavar="DIR_OR_ID",
+        help="a draft model, or an EAGLE-3, DFlash or DSpark drafter of --model",
+    )
+    add("--draft-revision", metavar="REVISION", help="branch, tag or commit of --draft-model")

@@ -53,8 +53,9 @@ def assert_same_distribution(
 ) -> GenerateOutput:
     """Sample a prompt many times, and fail unless the tokens follow the target's distribution.
 
-    This is for drafters that draw their tokens: if their `Draft.probs` are wrong, so is the
-    distribution of the output, which a comparison of tokens cannot show. At each position the
+    This is for drafters that draw their tokens: if their `Draft.probs` are wrong, or drafts are cut
+    because of the tokens that they lose, so is the distribution of the output, which a comparison
+    of tokens cannot show. At each position the
     counts of tokens are compared with the target's float32 probabilities, summed over the sampled
     prefixes, by a chi-square test.
 
@@ -223,7 +224,7 @@ def _check_counts(observed: np.ndarray, expected: np.ndarray, position: int, lev
                 *told,
                 f"The probability of such counts is {chance:.2g}. Check Draft.probs: probs[s, i] "
                 "must be the distribution that tokens[s, i] was drawn from, given the preceding "
-                "draft tokens.",
+                "draft tokens. Draft.counts may depend on the tokens that are kept, not on others.",
             ]
         )
     )
