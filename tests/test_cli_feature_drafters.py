@@ -114,6 +114,27 @@ def test_commands_that_need_a_model_name_the_drafter(tiny_model, folders, tmp_pa
     assert_error(capsys, main(["profile", *models]), "must be a draft model here", "(Eagle3)")
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_benchmark_of_drafters_takes_them(tiny_model, folders, paths, monkeypatch, kind):
+    write_records(paths.input)
+    subjects = []
+
+    def measure(subject, *others):
+        subjects.append(subject)
+        raise ValueError("seen")
+
+    monkeypatch.setattr("emsjax.benchmarks.drafters.measure", measure)
+    options = ["--model", tiny_model, "--draft-model", folders / kind, "--data", paths.input]
+    options += ["--prompt-template", "{prompt}", "--max-prompt-tokens", 12, "--max-new-tokens", 8]
+    options += ["--batch-sizes", 2, "--output", paths.output, "--dtype", "float32"]
+    options += ["--draft-tokens", 2]
+    assert main(["bench", "drafters", *map(str, options)]) == 2
+    own, mixed = (subjects[0].drafters[name] for name in ("model", "mixed"))
+    assert type(own) is KINDS[kind]
+    assert own.max_draft_tokens == 2
+    assert own in mixed.sources
+
+
 def test_evaluation_takes_them(tiny_model, folders, monkeypatch):
     options = SimpleNamespace(
         model=str(tiny_model),
