@@ -30,12 +30,13 @@ from emsjax.benchmarks.registry import BENCHMARKS
 from emsjax.benchmarks.results import add_entry, begin
 from emsjax.benchmarks.runs import REPETITIONS, StepRun, random_model
 from emsjax.benchmarks.shapes import MODELS
+from emsjax.distillation.eagle3 import DRAFT_VOCABULARY
+from emsjax.distillation.fresh import evenly_spaced_taps, layer_config
 from emsjax.drafters import BlockDrafter, DraftModel, Eagle3, SuffixDrafter
 from emsjax.drafters.block_network import BlockConfig, BlockNetwork
 from emsjax.drafters.eagle3_network import Eagle3Config, Eagle3Network
 from emsjax.drafters.feature_network import FeatureConfig
 from emsjax.models.decoder import Decoder
-from emsjax.models.llama import LlamaConfig
 from emsjax.models.numbers import NumberFormats
 from emsjax.policies.lengths import FixedLength
 from emsjax.terminal.options import number_formats
@@ -50,7 +51,6 @@ SUFFIX, MODEL, EAGLE3, BLOCK, OBSERVED, TREE = SOURCES = (
 )
 DRAFT_TOKENS = {SUFFIX: 8, MODEL: 4, EAGLE3: 4, BLOCK: 7, OBSERVED: 0, TREE: 7}
 TREE_BRANCHES = 2
-DRAFT_VOCABULARY = 32_000
 TAPS = 3
 
 
@@ -87,22 +87,9 @@ class Sources:
     def config(self, kind: type[FeatureConfig], **fields) -> FeatureConfig:
         """The config of a network whose one layer has the target's sizes."""
         a = self.model.config.architecture
-        layer = LlamaConfig(
-            vocab_size=a.vocab_size,
-            hidden_size=a.width,
-            intermediate_size=a.ffn_size,
-            num_hidden_layers=1,
-            num_attention_heads=a.heads,
-            num_key_value_heads=a.kv_heads,
-            head_dim=a.head_dim,
-            max_position_embeddings=a.max_positions,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-        depth = len(a.layers)
         return kind(
-            layers=layer,
-            taps=tuple(depth * (i + 1) // (TAPS + 1) for i in range(TAPS)),
+            layers=layer_config(a, 1),
+            taps=evenly_spaced_taps(len(a.layers), TAPS),
             draft_vocab_size=min(DRAFT_VOCABULARY, a.vocab_size),
             **fields,
         )

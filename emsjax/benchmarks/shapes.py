@@ -20,8 +20,21 @@ def opt_shape(size: int, layers: int, heads: int) -> OPTConfig:
     )
 
 
-def llama_scaling(factor: float) -> RopeScaling:
-    return RopeScaling("llama3", factor, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
+def llama_shape(scaling: float, **sizes: int) -> LlamaConfig:
+    """A model of Llama 3; `scaling` is the factor of its rotary frequencies."""
+    return LlamaConfig(
+        vocab_size=128256,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+        rope_scaling=RopeScaling(
+            "llama3", scaling, 8192, low_freq_factor=1.0, high_freq_factor=4.0
+        ),
+        bos_token_id=128000,
+        eos_token_id=(128001, 128008, 128009),
+        **sizes,
+    )
 
 
 MODELS: dict[str, DecoderConfig] = {
@@ -32,44 +45,20 @@ MODELS: dict[str, DecoderConfig] = {
     "opt-13b": opt_shape(5120, 40, 40),
     "opt-30b": opt_shape(7168, 48, 56),
     "opt-66b": opt_shape(9216, 64, 72),
-    "llama-3.1-8b": LlamaConfig(
-        vocab_size=128256,
-        intermediate_size=14336,
-        num_key_value_heads=8,
-        max_position_embeddings=131072,
-        rms_norm_eps=1e-5,
-        rope_theta=500000.0,
-        rope_scaling=llama_scaling(8.0),
-        bos_token_id=128000,
-        eos_token_id=(128001, 128008, 128009),
-    ),
-    "llama-3.1-70b": LlamaConfig(
-        vocab_size=128256,
+    "llama-3.1-8b": llama_shape(intermediate_size=14336, scaling=8.0),
+    "llama-3.1-70b": llama_shape(
         hidden_size=8192,
         intermediate_size=28672,
         num_hidden_layers=80,
         num_attention_heads=64,
-        num_key_value_heads=8,
-        max_position_embeddings=131072,
-        rms_norm_eps=1e-5,
-        rope_theta=500000.0,
-        rope_scaling=llama_scaling(8.0),
-        bos_token_id=128000,
-        eos_token_id=(128001, 128008, 128009),
+        scaling=8.0,
     ),
-    "llama-3.2-1b": LlamaConfig(
-        vocab_size=128256,
+    "llama-3.2-1b": llama_shape(
         hidden_size=2048,
         intermediate_size=8192,
         num_hidden_layers=16,
-        num_key_value_heads=8,
-        max_position_embeddings=131072,
-        rms_norm_eps=1e-5,
-        rope_theta=500000.0,
-        rope_scaling=llama_scaling(32.0),
         tie_word_embeddings=True,
-        bos_token_id=128000,
-        eos_token_id=(128001, 128008, 128009),
+        scaling=32.0,
     ),
     "qwen3-0.6b": Qwen3Config(
         hidden_size=1024,
