@@ -26,7 +26,7 @@ cluster_utils = pytest.importorskip("ray.cluster_utils")
 psutil = pytest.importorskip("psutil")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-PROMPTS, NODES, NEW = 1500, 3, 4
+PROMPTS, NODES, NEW = 3000, 3, 4
 PATIENCE = 400  # seconds
 # Processes of Ray import the library from where this one has it.
 PLACE = {"PYTHONPATH": os.pathsep.join([os.path.dirname(emsjax.__path__[0]), *sys.path])}
@@ -134,7 +134,7 @@ def test_killed_actors_and_nodes_lose_nothing(tiny_model, paths, cluster):
     expected = whole(tiny_model, texts, max_new_tokens=NEW, **options)
     assert [line["tokens"] for line in results] == expected
     half = len(run.sizes) // 2
-    assert max(run.sizes[half:]) < max(run.sizes[:half]) + (24 << 20)
+    assert max(run.sizes[half:]) < max(run.sizes[:half]) + (64 << 20)
     print(f"driver: {run.sizes[0] >> 20} to {max(run.sizes) >> 20} MiB")
 
 
