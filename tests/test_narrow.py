@@ -72,9 +72,16 @@ def rounded_in_numpy(x, format, nudge=1.0):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("rows", "activation", "gated"), [(1, None, False), (21, "silu", True)])
 def test_products_equal_numpy(options, format, dtype, rows, activation, gated, monkeypatch):
-    monkeypatch.setattr(narrow_triton, "MAX_LANES", 16)  # so that rows have several tiles
-    x, weight = rows_with_large(rows, 384, dtype), weight_of(format, 384, 256)
-    bias = random(256, seed=2).astype(dtype)
+    monkeypatch.setattr(narrow_triton, "MAX_ROWS", 8)  # so that rows have several tiles
+    monkeypatch.setattr(narrow_triton, "FEWEST_BLOCKS", 2)  # and sums are left in shares
+    x, weight = rows_with_large(rows, 512, dtype), weight_of(format, 512, 256)
+    check_products(x, weight, activation, gated, options)
+
+
+def check_products(x, weight, activation, gated, options):
+    """Compares a product and its sums with numpy's, from rows that numpy rounds."""
+    dtype, format = str(x.dtype), weight.format
+    bias = random(weight.shape[1], seed=2).astype(dtype)
     exact, dense, near_ties = np.asarray(x, np.float64), np.asarray(weight.dense(), np.float64), 0
     if format in NAMES:
         rounded = functools.partial(rounded_in_numpy, np.asarray(x, np.float32), format)
@@ -83,10 +90,12 @@ def test_products_equal_numpy(options, format, dtype, rows, activation, gated, m
         near_ties = (abs(up - exact) + abs(down - exact)) @ abs(dense)
     product = exact @ dense
     sums = pallas_kernels.linear_sums(x, weight, **options)
-    assert sums.dtype == jnp.float32
+    in_shares = sums.ndim == 3
+    assert sums.dtype == (dtype if in_shares else jnp.float32)
     total = np.asarray(sums, np.float64)
-    total = total.sum(axis=0) if sums.ndim == 3 else total
-    close(total, np.clip(total, product - near_ties, product + near_ties), dtype, format)
+    total = total.sum(axis=0) if in_shares else total
+    nearest = np.clip(total, product - near_ties, product + near_ties)
+    close(total, nearest, dtype, format, rounded=in_shares)
     out = pallas_kernels.linear(x, weight, bias, activation=activation, gated=gated, **options)
     assert out.dtype == dtype
     expected = product + np.asarray(bias, np.float64)
@@ -241,8 +250,8 @@ def test_what_does_not_fit_is_an_error():
     weight = weight_of("int8", 100, 128)
     with pytest.raises(ValueError, match=r"multiples of \(128, 128\), not \(100, 128\)"):
         pallas_kernels.linear(jnp.ones((1, 100)), weight, **OPTIONS[1])
-    with pytest.raises(ValueError, match="one of 'triton', 'xla', not 'mosaic'"):
-        pallas_kernels.linear_sums(jnp.ones((1, 100)), weight, implementation="mosaic")
+    with pytest.raises(ValueError, match="one of 'mosaic', 'triton', 'xla', not 'cuda'"):
+        pallas_kernels.linear_sums(jnp.ones((1, 100)), weight, implementation="cuda")
     assert not narrow_triton.takes(weight)
     assert pallas_kernels.linear(jnp.ones((1, 100)), weight).shape == (1, 128)
     jax.block_until_ready(weight.values)

@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -57,10 +56,10 @@ def linear(
             approximation), or None.
         gated: whether the product is gated.
         implementation: "triton" (at most 128 rows; it reads the weights once), "mosaic"
-            (Pallas Mosaic GPU: 16-bit numbers, rows in multiples of 8, jax 0.11 and
-            compute capability 9.0), "xla", or None: Triton if the device runs it
-            and it is faster (few rows of 16-bit numbers, sizes that are multiples of its tiles),
-            otherwise XLA.
+            (Pallas Mosaic GPU: 16-bit numbers and rows in multiples of 8, or int8 and fp8
+            weights in fast numerics; jax 0.11 and compute capability 9.0), "xla", or None:
+            Triton if the device runs it and it is faster (few rows of 16-bit numbers, sizes that
+            are multiples of its tiles), otherwise XLA.
         numerics: "fast"; "invariant": the bits of a row depend on that row and the weight alone,
             not on the number of rows or the row's place among them; None: as in the context of
             `pallas_kernels.numerics`. If invariant, both kernels take any number of rows, and
@@ -87,13 +86,16 @@ def linear(
         raise ValueError(f"a gated product needs an even number of columns, not {weight.shape[1]}")
     invariant = is_invariant(numerics)
     if isinstance(weight, NarrowWeight):
-        kernel = _narrow_kernel(x, weight, implementation, interpret, split=False)
+        kind = {"invariant": invariant, "split": False}
+        kernel = _narrow_kernel(x, weight, implementation, interpret, **kind)
         epilogue = {"activation": activation, "gated": gated}
-        if kernel is not None and activation in (None, *FUSED):
-            return kernel(weight.ordered(x), weight, bias, dtype=x.dtype, **epilogue)
         if kernel is not None:
-            y = kernel(weight.ordered(x), weight, bias, dtype=x.dtype)
-            return xla.activate(y, activation, gated)
+            module, tiling = kernel
+            options = {"tiling": tiling, "dtype": x.dtype, "interpret": interpret}
+            product = functools.partial(module.launch, weight.ordered(x), weight, bias, **options)
+            if activation not in (None, *FUSED) or (gated and not module.GATES):
+                return xla.activate(product(), activation, gated)
+            return product(**epilogue) if module.GATES else product(activation=activation)
         product = functools.partial(narrow.linear, **epilogue)
         return (xla.in_row_blocks(product) if invariant else product)(x, weight, bias)
     kernel = _kernel_for(x, weight, implementation, interpret, invariant=invariant)
@@ -143,9 +145,12 @@ def linear_sums(
     """
     invariant = is_invariant(numerics)
     if isinstance(weight, NarrowWeight):
-        kernel = _narrow_kernel(x, weight, implementation, interpret, split=True)
+        kind = {"invariant": invariant, "split": True}
+        kernel = _narrow_kernel(x, weight, implementation, interpret, **kind)
         if kernel is not None:
-            return kernel(weight.ordered(x), weight, None, dtype=jnp.float32)
+            module, tiling = kernel
+            options = {"dtype": xla.sums_dtype(x.dtype, tiling.splits), "interpret": interpret}
+            return module.launch(weight.ordered(x), weight, None, tiling=tiling, **options)
         return (xla.in_row_blocks(narrow.dot) if invariant else narrow.dot)(x, weight)
     kind = {"invariant": invariant, "transposed": transposed, "split": not transposed}
     kernel = _kernel_for(x, weight, implementation, interpret, **kind)
@@ -167,25 +172,28 @@ def linear_sums(
 
 
 def _narrow_kernel(
-    x, weight: NarrowWeight, implementation, interpret: bool, *, split: bool
-) -> Callable[..., Array] | None:
-    """The launch of the kernel for narrow weights; None: XLA.
+    x, weight: NarrowWeight, implementation, interpret: bool, **kind: bool
+) -> tuple[ModuleType, Any] | None:
+    """The module of the kernel for narrow weights and the sizes of its launch; None: XLA.
+
+    Args:
+        kind: `split` and `invariant`, as the kernels' `tiling_for` takes them.
 
     Raises:
         ValueError: see `linear`.
     """
-    if choose(implementation, ("triton", "xla"), interpret) == "xla":
+    name = choose(implementation, (*KERNELS, "xla"), interpret)
+    if name == "xla":
         return None
-    kernel = _module("narrow_triton")
-    if not kernel.takes(weight):
+    module = _module(f"narrow_{name}")
+    if not module.takes(weight):
         if implementation is None:
             return None
         raise ValueError(
-            f"implementation 'triton' takes narrow weights whose sizes are multiples of "
-            f"{kernel.MULTIPLES}, not {weight.shape}"
+            f"implementation {name!r} takes {module.TAKES} whose sizes are multiples of "
+            f"{module.MULTIPLES}, not {weight.shape} of {weight.format}"
         )
-    tiling = kernel.tiling_for(x.shape[0], *weight.shape, weight.kind, split=split)
-    return functools.partial(kernel.launch, tiling=tiling, interpret=interpret)
+    return module, module.tiling_for(x.shape[0], *weight.shape, weight.kind, **kind)
 
 
 def launch(kernel: tuple[ModuleType, Any], x, weight, bias, **options) -> Array:

@@ -48,7 +48,7 @@ def launch(
     """[rows, outputs], or shares [splits, rows, outputs]: see `pallas_kernels.linear`."""
     (rows, inputs), outputs = x.shape, weight.shape[0 if transposed else 1]
     shares = (tiling.splits,) if tiling.splits > 1 else ()
-    row_clusters, column_clusters = _clusters(rows, outputs, tiling)
+    row_clusters, column_clusters = clusters(rows, outputs, tiling)
     return plgpu.kernel(
         functools.partial(
             _kernel,
@@ -83,7 +83,7 @@ def _kernel(
     bias_ref, out_ref = refs if biased else (None, *refs)
     share = x_ref.shape[1] // tiling.splits
     split = lax.axis_index("split")
-    first_row, first_column = _place(x_ref.shape[0], out_ref.shape[-1], tiling)
+    first_row, first_column = place(x_ref.shape[0], out_ref.shape[-1], tiling)
     warpgroup, swapped = lax.axis_index("warpgroup"), tiling.swapped
     # A warpgroup multiplies some of the tile's rows, or of its columns if operands are swapped.
     own = (tiling.columns if swapped else tiling.rows) // tiling.warpgroups
@@ -91,7 +91,6 @@ def _kernel(
     own_part = pl.ds(skipped, own)
     own_rows, own_columns = (tiling.rows, own) if swapped else (own, tiling.columns)
     sums_shape = (own_columns, own_rows) if swapped else (own_rows, own_columns)
-    pieces = _pieces(own_rows, own_columns, out_ref.dtype)
 
     def multiply(_, x_block, weight_block, sums):
         if swapped:
@@ -116,28 +115,18 @@ def _kernel(
         if activation is not None:
             values = IN_KERNELS[activation](values)
         values = values.astype(out_ref.dtype)
-        for rows, columns in pieces:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            if swapped:
-                staged.at[warpgroup].transpose((1, 0))[...] = values[columns, rows]
-            else:
-                staged[warpgroup] = values[rows, columns]
-            plgpu.commit_smem()
-            write(rows.start, columns.start, staged)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    def write(row, column, staged):
-        row, column = (row, column + skipped) if swapped else (row + skipped, column)
-        piece = staged.at[warpgroup]
-        # The copy leaves out rows and columns beyond the last.
-        at = (
-            pl.ds(first_row + row, piece.shape[0]),
-            pl.ds(first_column + column, piece.shape[1]),
+        own_out = out_ref.at[split] if tiling.splits > 1 else out_ref
+        first = (0, skipped) if swapped else (skipped, 0)
+        write(
+            values,
+            own_out,
+            staged.at[warpgroup],
+            first_row + first[0],
+            first_column + first[1],
+            swapped=swapped,
         )
-        out = out_ref.at[split] if tiling.splits > 1 else out_ref
-        plgpu.copy_smem_to_gmem(piece, out.at[at])
 
-    lines = _swizzled(DEPTH if transposed else tiling.columns, x_ref.dtype)  # of both factors
+    lines = swizzled(DEPTH if transposed else tiling.columns, x_ref.dtype)  # of both factors
     neighbours = ("neighbour",) if tiling.cluster > 1 else ()
 
     def blocks_of(shape, index, *, shared):
@@ -186,24 +175,51 @@ def _kernel(
 
     nothing = lambda *_: None
     blocks = pipeline(nothing, compute_context=nothing).get_allocations(*factors)
-    rows, columns = (of.stop - of.start for of in pieces[0])
-    staged = plgpu.SMEM(
-        (tiling.warpgroups, rows, columns),
-        out_ref.dtype,
-        transforms=_swizzled(columns, out_ref.dtype),
-    )
+    staged = staging(own_rows, own_columns, tiling.warpgroups, out_ref.dtype)
     pl.run_scoped(run, blocks, staged, collective_axes="warpgroup")
 
 
-def _clusters(rows: int, outputs: int, tiling: Tiling) -> tuple[int, int]:
+def staging(rows: int, columns: int, warpgroups: int, dtype) -> plgpu.SMEM:
+    """Shared memory for one piece of each warpgroup's part [rows, columns] of the output."""
+    piece = tuple(of.stop - of.start for of in _pieces(rows, columns, dtype)[0])
+    return plgpu.SMEM((warpgroups, *piece), dtype, transforms=swizzled(piece[1], dtype))
+
+
+def write(values, out_ref, staged, first_row, first_column, *, swapped: bool = False) -> None:
+    """Copies a warpgroup's part of the output to its place, piece by piece.
+
+    Rows and columns beyond the last are left out.
+
+    Args:
+        values: [rows, columns], or [columns, rows] if `swapped`.
+        out_ref: [rows, outputs].
+        staged: the warpgroup's part of what `staging` describes.
+    """
+    height, width = values.shape[::-1] if swapped else values.shape
+    for rows, columns in _pieces(height, width, out_ref.dtype):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        if swapped:
+            staged.transpose((1, 0))[...] = values[columns, rows]
+        else:
+            staged[...] = values[rows, columns]
+        plgpu.commit_smem()
+        at = (
+            pl.ds(first_row + rows.start, staged.shape[0]),
+            pl.ds(first_column + columns.start, staged.shape[1]),
+        )
+        plgpu.copy_smem_to_gmem(staged, out_ref.at[at])
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def clusters(rows: int, outputs: int, tiling: Tiling) -> tuple[int, int]:
     """Clusters along the rows and along the columns."""
     high, wide = (tiling.cluster, 1) if tiling.shares_weights else (1, tiling.cluster)
     return pl.cdiv(rows, tiling.rows * high), pl.cdiv(outputs, tiling.columns * wide)
 
 
-def _place(rows: int, outputs: int, tiling: Tiling) -> tuple[Array, Array]:
+def place(rows: int, outputs: int, tiling: Tiling) -> tuple[Array, Array]:
     """The first row and the first column of a thread block's tile."""
-    row_clusters, _ = _clusters(rows, outputs, tiling)
+    row_clusters, _ = clusters(rows, outputs, tiling)
     cluster, neighbour = lax.axis_index("tile"), lax.axis_index("neighbour")
     row, column = cluster % row_clusters, cluster // row_clusters
     if tiling.shares_weights:
@@ -223,7 +239,7 @@ def _pieces(rows: int, columns: int, dtype) -> list[tuple[slice, slice]]:
     ]
 
 
-def _swizzled(columns: int, dtype) -> tuple:
+def swizzled(columns: int, dtype) -> tuple:
     """Transforms of a block in shared memory, whose lines divide this many columns."""
     line = _line(columns, dtype)
     bytes_of_line = line * jnp.dtype(dtype).itemsize

@@ -1,0 +1,218 @@
+"""Products of many rows with narrow weights as a Pallas Mosaic GPU kernel, for capability 9.0.
+
+Rows are rounded by a launch of their own, as for the Triton kernel. A tile's product of one block
+of GROUP inputs has sums of its own, which are scaled by the rows' scales of that block and added up
+in float32. Blocks with second terms come after all others: a small launch lists them, so that
+those without are neither fetched nor multiplied again.
+
+Tiles, their order and the way to the output are those of `mosaic`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import triton as triton_gpu
+
+from pallas_kernels.matmul import mosaic, narrow_tiles, narrow_triton
+from pallas_kernels.matmul.activations import IN_KERNELS
+from pallas_kernels.matmul.mosaic_tiles import FETCHING_REGISTERS, Tiling
+from pallas_kernels.matmul.narrow import GROUP, Format, NarrowWeight
+
+MULTIPLES = narrow_tiles.MULTIPLES
+GATES, TAKES = False, "weights of formats that round rows (int8, fp8),"
+
+
+def tiling_for(
+    rows: int, inputs: int, outputs: int, kind: Format, *, split: bool, invariant: bool = False
+) -> Tiling:
+    """See `narrow_tiles.tiling_for`; numerics are never invariant here, and all formats alike.
+
+    Raises:
+        ValueError: `invariant` is set.
+    """
+    del kind
+    if invariant:
+        raise ValueError("implementation 'mosaic' has no invariant numerics with narrow weights")
+    return narrow_tiles.tiling_for(rows, inputs, outputs, split=split)
+
+
+def takes(weight: NarrowWeight) -> bool:
+    """Whether the kernel takes a weight of these sizes and this format."""
+    fits = all(size % unit == 0 for size, unit in zip(weight.shape, MULTIPLES, strict=True))
+    return fits and weight.kind.rounds_rows
+
+
+@functools.partial(jax.jit, static_argnames=("tiling", "activation", "dtype", "interpret"))
+def launch(
+    x: Array,  # [rows, inputs]
+    weight: NarrowWeight,  # [inputs, outputs]
+    bias: Array | None,  # [outputs]
+    *,
+    tiling: Tiling,
+    activation: str | None = None,
+    dtype: jnp.dtype,
+    interpret: bool,
+) -> Array:
+    """[rows, outputs], or shares [splits, rows, outputs]: see `pallas_kernels.linear`."""
+    (rows, inputs), outputs, kind = x.shape, weight.shape[1], weight.kind
+    row_clusters, column_clusters = mosaic.clusters(rows, outputs, tiling)
+    padded = row_clusters * tiling.rows
+    values, scales, second = narrow_triton.round_rows(x, kind, padded=padded, interpret=interpret)
+    numbers, counts = list_second(second, tiling.splits, interpret=interpret)
+    shares = (tiling.splits,) if tiling.splits > 1 else ()
+    optional = () if bias is None else (bias,)
+    return plgpu.kernel(
+        functools.partial(_kernel, tiling=tiling, kind=kind, activation=activation),
+        out_type=jax.ShapeDtypeStruct((*shares, rows, outputs), dtype),
+        grid=(tiling.splits, row_clusters * column_clusters),
+        grid_names=("split", "tile"),
+        cluster=(tiling.cluster,),
+        cluster_names=("neighbour",),
+        num_threads=tiling.warpgroups + 1,
+        thread_name="warpgroup",
+        kernel_name=f"narrow_linear_{inputs}x{outputs}",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        interpret=plgpu.InterpretGPUParams() if interpret else None,
+    )(
+        values.reshape(2 * padded, inputs),
+        scales.reshape(-1, padded),
+        numbers,
+        counts,
+        weight.values,
+        weight.scales.reshape(outputs).astype(jnp.float32),
+        *optional,
+    )
+
+
+def list_second(second: Array, splits: int, *, interpret: bool) -> tuple[Array, Array]:
+    """Which blocks have second terms in any row.
+
+    Args:
+        second: where they are, int32 [groups of rows, blocks].
+        splits: shares of the blocks.
+
+    Returns:
+        The numbers of those blocks within each share, int32 [splits, blocks / splits], of which
+        the first are set, and how many there are, int32 [splits].
+    """
+    blocks = second.shape[1] // splits
+    return pl.pallas_call(
+        functools.partial(_list_kernel, blocks=blocks),
+        grid=(splits,),
+        out_shape=(
+            jax.ShapeDtypeStruct((splits, blocks), jnp.int32),
+            jax.ShapeDtypeStruct((splits,), jnp.int32),
+        ),
+        compiler_params=triton_gpu.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="list_second_terms",
+    )(second)
+
+
+def _list_kernel(second_ref, numbers_ref, counts_ref, *, blocks: int):
+    split, groups = pl.program_id(0), second_ref.shape[0]
+    group = jnp.arange(pl.next_power_of_2(groups))
+    number = jnp.arange(pl.next_power_of_2(blocks))
+    mask = (group < groups)[:, None] & (number < blocks)[None, :]
+    place = split * blocks + number
+    flags = triton_gpu.load(second_ref.at[group[:, None], place[None, :]], mask=mask, other=0)
+    flag = jnp.max(flags, axis=0)
+    before = (number[None, :] < number[:, None]) & (flag > 0)[None, :]
+    rank = jnp.sum(before.astype(jnp.int32), axis=1)
+    triton_gpu.store(numbers_ref.at[split, rank], number, mask=flag > 0)
+    counts_ref[split] = jnp.sum(flag)
+
+
+def _kernel(
+    rounded_ref,  # [2 * padded, inputs]: first terms, second terms
+    rounded_scales_ref,  # [2 * blocks, padded]
+    numbers_ref,  # blocks of a share that have second terms, [splits, blocks / splits]
+    counts_ref,  # how many they are, [splits]
+    values_ref,  # [outputs, inputs]
+    scales_ref,  # [outputs]
+    *refs,  # bias [outputs], or nothing; out [rows, outputs], or [splits, rows, outputs]
+    tiling: Tiling,
+    kind: Format,
+    activation: str | None,
+):
+    bias_ref, out_ref = refs if len(refs) == 2 else (None, *refs)
+    split, warpgroup = lax.axis_index("split"), lax.axis_index("warpgroup")
+    padded, every_block = rounded_scales_ref.shape[1], rounded_scales_ref.shape[0] // 2
+    blocks, row_tiles = every_block // tiling.splits, padded // tiling.rows
+    first_row, first_column = mosaic.place(out_ref.shape[-2], out_ref.shape[-1], tiling)
+    own = tiling.rows // tiling.warpgroups
+    own_part, sums_shape = pl.ds(warpgroup * own, own), (own, tiling.columns)
+    product_dtype = jnp.float32 if kind.dtype == jnp.float8_e4m3fn else jnp.int32
+
+    def multiply(_, rows_block, scales_block, weight_block, sums):
+        def product(of_block):
+            plgpu.wgmma(of_block, rows_block.at[own_part], weight_block.transpose((1, 0)))
+            return of_block[...]
+
+        found = pl.run_scoped(product, plgpu.ACC(sums_shape, product_dtype))
+        scales = plgpu.load(scales_block.at[0, own_part], optimized=False)
+        return sums + found.astype(jnp.float32) * lax.broadcast_in_dim(scales, sums_shape, (0,))
+
+    def finish(sums, staged):
+        of_columns = lambda ref: lax.broadcast_in_dim(
+            plgpu.load(ref.at[pl.ds(first_column, tiling.columns)], optimized=False).astype(
+                jnp.float32
+            ),
+            sums_shape,
+            (1,),
+        )
+        out = sums * of_columns(scales_ref)
+        out = out if bias_ref is None else out + of_columns(bias_ref)
+        out = out if activation is None else IN_KERNELS[activation](out)
+        out = out.astype(out_ref.dtype)
+        own_out = out_ref.at[split] if tiling.splits > 1 else out_ref
+        mosaic.write(out, own_out, staged.at[warpgroup], first_row + warpgroup * own, first_column)
+
+    def term_and_block(step):
+        """Of a step of the pipeline: 0 or 1, and the block's number within the share."""
+        later = lambda: (jnp.int32(1), numbers_ref[split, step - blocks])
+        return lax.cond(step < blocks, lambda: (jnp.int32(0), step), later)
+
+    def of_rows(step):
+        term, block = term_and_block(step)
+        return term * row_tiles + first_row // tiling.rows, split * blocks + block
+
+    def of_scales(step):
+        term, block = term_and_block(step)
+        return term * every_block + split * blocks + block, first_row // tiling.rows
+
+    def of_weight(step):
+        return first_column // tiling.columns, split * blocks + term_and_block(step)[1]
+
+    neighbours = ("neighbour",) if tiling.cluster > 1 else ()
+    block_of = functools.partial(plgpu.BlockSpec, memory_space=plgpu.SMEM)
+    lines = mosaic.swizzled(GROUP, kind.dtype)
+    pipeline = functools.partial(
+        plgpu.emit_pipeline_warp_specialized,
+        grid=(blocks + counts_ref[split],),
+        memory_registers=FETCHING_REGISTERS,
+        in_specs=[
+            block_of((tiling.rows, GROUP), of_rows, transforms=lines, collective_axes=neighbours),
+            block_of((1, tiling.rows), of_scales),
+            block_of((tiling.columns, GROUP), of_weight, transforms=lines),
+        ],
+        wg_axis="warpgroup",
+        num_compute_wgs=tiling.warpgroups,
+        max_concurrent_steps=tiling.stages,
+    )
+    factors = rounded_ref, rounded_scales_ref, values_ref
+
+    def run(stages, staged):
+        def context(multiply_all):
+            finish(multiply_all(jnp.zeros(sums_shape, jnp.float32)), staged)
+
+        pipeline(multiply, compute_context=context)(*factors, allocations=stages)
+
+    nothing = lambda *_: None
+    stages = pipeline(nothing, compute_context=nothing).get_allocations(*factors)
+    staged = mosaic.staging(own, tiling.columns, tiling.warpgroups, out_ref.dtype)
+    pl.run_scoped(run, stages, staged, collective_axes="warpgroup")

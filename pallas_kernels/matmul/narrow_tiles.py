@@ -1,0 +1,88 @@
+"""The tiles of the Mosaic GPU product with narrow weights."""
+
+import itertools
+from collections.abc import Iterator
+
+from jax.experimental import pallas as pl
+
+from pallas_kernels.matmul.mosaic_tiles import (
+    CLUSTERS,
+    FETCHING_REGISTERS,
+    FEWEST_STAGES,
+    L2_BYTES_PER_CLOCK,
+    LINE,
+    MOST_REGISTERS,
+    MOST_STAGES,
+    MULTIPROCESSORS,
+    OTHER_REGISTERS,
+    REGISTERS,
+    SHARED_BYTES,
+    SPLITS,
+    TILE_CLOCKS,
+    UNIT,
+    WARPGROUP_THREADS,
+    Tiling,
+    instruction_fits,
+)
+from pallas_kernels.matmul.narrow import GROUP
+
+ROWS = {64: 1, 128: 2, 192: 3, 256: 2}  # of a tile, and the warpgroups that multiply
+COLUMNS = (128, 96, 192, 64)  # in order of preference
+MULTIPLES = (GROUP, UNIT)  # of inputs and outputs
+FEWEST_BLOCKS = 8  # of a share
+# Of all threads of a multiprocessor, in a clock. A sum is converted (integers), scaled and added.
+PRODUCTS_PER_CLOCK = 4096
+SCALED_PER_CLOCK = 64
+
+
+def tiling_for(rows: int, inputs: int, outputs: int, *, split: bool) -> Tiling:
+    """The tiling that takes the fewest clocks; `split`: whether sums may be left in shares."""
+    fitting = (
+        tiling
+        for tiling in tilings(SPLITS if split else SPLITS[:1])
+        if inputs // GROUP % tiling.splits == 0
+        and (tiling.splits == 1 or inputs // GROUP // tiling.splits >= FEWEST_BLOCKS)
+        and outputs % (tiling.columns * tiling.cluster) == 0
+    )
+    smallest = Tiling(UNIT, UNIT, 1, 1, 1, MOST_STAGES, depth=GROUP)
+    return min(fitting, key=lambda tiling: clocks(rows, inputs, outputs, tiling), default=smallest)
+
+
+def tilings(every_splits: tuple[int, ...]) -> Iterator[Tiling]:
+    """Every tiling that fits on a multiprocessor."""
+    for (rows, warpgroups), columns, cluster, splits in itertools.product(
+        ROWS.items(), COLUMNS, CLUSTERS, every_splits
+    ):
+        stages = stages_that_fit(rows, columns, warpgroups)
+        if sums_fit(rows, columns, warpgroups) and stages >= FEWEST_STAGES:
+            yield Tiling(rows, columns, splits, cluster, warpgroups, stages, depth=GROUP)
+
+
+def sums_fit(rows: int, columns: int, warpgroups: int) -> bool:
+    """Whether a thread's registers hold its sums, those of one block and those of all."""
+    of_thread = min(MOST_REGISTERS, (REGISTERS - FETCHING_REGISTERS) // warpgroups)
+    sums = 2 * rows * columns // warpgroups // WARPGROUP_THREADS
+    return sums + OTHER_REGISTERS <= of_thread and instruction_fits(columns, warpgroups)
+
+
+def stages_that_fit(rows: int, columns: int, warpgroups: int) -> int:
+    """Blocks of 8-bit numbers that fit in shared memory, with the rows' scales, beside the staged
+    part of the output."""
+    staged = warpgroups * UNIT * LINE
+    of_stage = GROUP * (rows + columns) + 4 * rows
+    return min(MOST_STAGES, (SHARED_BYTES - staged) // of_stage)
+
+
+def clocks(rows: int, inputs: int, outputs: int, tiling: Tiling) -> float:
+    """An estimate of a launch's clocks; not measured yet.
+
+    A block takes as long as the slower of two: its products with half of the scaling, as one
+    warpgroup multiplies while another scales, and reading it from the L2 cache.
+    """
+    tiles = pl.cdiv(rows, tiling.rows) * (outputs // tiling.columns) * tiling.splits
+    size = tiling.rows * tiling.columns
+    computing = size * GROUP / PRODUCTS_PER_CLOCK + size / SCALED_PER_CLOCK / 2
+    own = tiling.rows / tiling.cluster + tiling.columns
+    fetching = GROUP * min(tiles, MULTIPROCESSORS) * own / L2_BYTES_PER_CLOCK
+    steps, waves = inputs // GROUP // tiling.splits, pl.cdiv(tiles, MULTIPROCESSORS)
+    return waves * (steps * max(computing, fetching) + TILE_CLOCKS)

@@ -1,0 +1,94 @@
+"""Products with narrow weights as a Mosaic GPU kernel, interpreted and lowered."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_cases import lower_for_cuda
+from test_linear import random
+from test_linear_mosaic import IS_OLD, MOSAIC, needs_new_jax
+from test_narrow import ROUNDING, check_products, close, rows_with_large, weight_of
+
+import pallas_kernels
+from pallas_kernels.matmul import mosaic_tiles, narrow, narrow_mosaic, narrow_tiles
+from pallas_kernels.matmul.narrow import FORMATS, GROUP
+
+
+@needs_new_jax
+@pytest.mark.parametrize(
+    ("format", "rows", "activation", "gated"),
+    [("int8", 70, None, False), ("fp8", 9, "silu", True)],
+)
+def test_products_equal_numpy(format, rows, activation, gated, monkeypatch):
+    monkeypatch.setattr(narrow_tiles, "FEWEST_BLOCKS", 2)  # so that sums are left in shares
+    x, weight = rows_with_large(rows, 512, "bfloat16"), weight_of(format, 512, 128)
+    check_products(x, weight, activation, gated, MOSAIC)
+
+
+# Rows, columns, cluster, warpgroups.
+TILES = [(64, 64, 1, 1), (192, 96, 2, 3), (256, 64, 1, 2), (128, 192, 1, 2)]
+
+
+@needs_new_jax
+@pytest.mark.parametrize(("number", "tile"), list(enumerate(TILES)))
+def test_every_tile_gives_the_same_product(number, tile):
+    rows, columns, cluster, warpgroups = tile
+    format, splits = ROUNDING[number % 2], 1 + number // 2
+    x, weight = rows_with_large(70, 256), weight_of(format, 256, columns * cluster)
+    tiling = mosaic_tiles.Tiling(rows, columns, splits, cluster, warpgroups, 3, depth=GROUP)
+    options = {"tiling": tiling, "dtype": jnp.float32, "interpret": True}
+    out = np.asarray(narrow_mosaic.launch(x, weight, None, **options), np.float64)
+    total = out if splits == 1 else out.sum(axis=0)
+    close(total, narrow.dot(x, weight), "float32", format)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_blocks_with_second_terms_are_listed(splits):
+    second = np.random.default_rng(0).random((5, 12)) < 0.1
+    second[:, 6:] &= splits == 1  # a share may have none
+    arguments = (jnp.asarray(second, jnp.int32), splits)
+    numbers, counts = narrow_mosaic.list_second(*arguments, interpret=True)
+    for share, flags in enumerate(np.split(second.any(axis=0), splits)):
+        assert numbers[share, : counts[share]].tolist() == np.flatnonzero(flags).tolist()
+
+
+@pytest.mark.skipif(IS_OLD, reason="jax 0.11 is the first to lower it")
+@pytest.mark.parametrize("format", ROUNDING)
+@pytest.mark.parametrize("rows", [64, 192])
+def test_the_kernel_lowers_for_cuda(format, rows):
+    kind = FORMATS[format]
+    tiling = narrow_mosaic.tiling_for(rows, 512, 1024, kind, split=True)
+
+    def product(x, values, scales):
+        weight = narrow.NarrowWeight(values, scales, format=format, inputs=512)
+        options = {"tiling": tiling, "dtype": jnp.float32, "interpret": False}
+        return narrow_mosaic.launch(x, weight, None, **options)
+
+    shapes = (rows, 512, jnp.bfloat16), (1024, 512, kind.dtype), (1, 1024, jnp.float32)
+    lower_for_cuda(product, *shapes, backend="mosaic_gpu")
+
+
+@pytest.mark.parametrize("rows", [8, 64, 192, 512])
+@pytest.mark.parametrize(("inputs", "outputs"), [(4096, 12288), (16384, 4096), (128, 64)])
+@pytest.mark.parametrize("split", [True, False])
+def test_tiles_cover_the_product_and_fit_on_the_device(rows, inputs, outputs, split):
+    tiling = narrow_tiles.tiling_for(rows, inputs, outputs, split=split)
+    assert inputs % (tiling.splits * GROUP) == outputs % (tiling.columns * tiling.cluster) == 0
+    assert split or tiling.splits == 1
+    if inputs > GROUP:
+        assert narrow_tiles.sums_fit(tiling.rows, tiling.columns, tiling.warpgroups)
+        own_rows = tiling.rows // tiling.warpgroups
+        assert own_rows % mosaic_tiles.UNIT == 0
+        stage = GROUP * (tiling.rows + tiling.columns) + 4 * tiling.rows
+        staged = tiling.warpgroups * mosaic_tiles.UNIT * mosaic_tiles.LINE
+        assert tiling.stages * stage + staged <= mosaic_tiles.SHARED_BYTES
+
+
+@needs_new_jax
+@pytest.mark.parametrize(
+    ("format", "numerics", "error"),
+    [("int4", "fast", "formats that round rows"), ("int8", "invariant", "no invariant numerics")],
+)
+def test_what_the_kernel_does_not_take_raises_an_error(format, numerics, error):
+    x, weight = random(64, 256), weight_of(format, 256, 128)
+    with pytest.raises(ValueError, match=error):
+        pallas_kernels.linear(x, weight, numerics=numerics, **MOSAIC)
