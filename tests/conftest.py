@@ -69,8 +69,8 @@ COMMANDS = re.compile(
 # loop, random bits, memory and devices, and which objects are pytrees.
 DEPEND_ON_JAX = re.compile(
     "test_(cache_update|device|generation|implementations|indexing|invariant_products|kernels"
-    "|linear|linear_mosaic|log_sum_exp|memory|narrow|narrow_mosaic|own_drafter|own_policy|packing|prefill"
-    "|rotary|sampling|sampling_cutoff|step|tensor_parallel)"
+    "|linear|linear_mosaic|log_sum_exp|memory|narrow|narrow_mosaic|own_drafter|own_policy|packing"
+    "|prefill|rotary|sampling|sampling_cutoff|step|tensor_parallel)"
 )
 jaxtyping.install_import_hook([f"emsjax.{name}" for name in CHECKED], "beartype.beartype")
 
