@@ -184,11 +184,9 @@ def path_of(draft, s, text):
     return len(path) - 1, max(len(one) - 1 for one in every if path[-1] in one)
 
 
-@pytest.mark.parametrize("is_free", [True, False])
-def test_an_unused_tree_counts_the_path_that_the_text_took(is_free):
+def test_an_unused_tree_counts_the_path_that_the_text_took():
     rng, tokens, lengths, trees = texts(2)
-    other = emsjax.SuffixDrafter(7) if is_free else emsjax.DraftModel(another_model(), 2)
-    drafter = emsjax.Mixed(other, trees, draft_cost=0.0)
+    drafter = emsjax.Mixed(emsjax.DraftModel(another_model(), 2), trees, draft_cost=0.0)
     limits = jnp.asarray(rng.integers(0, K + 1, BATCH), jnp.int32)
     state = begun(drafter, tokens, lengths)
     _, first = proposed(emsjax.Mixed.propose, drafter, state, tokens, lengths, limits)
@@ -217,15 +215,26 @@ def test_an_unused_tree_counts_the_path_that_the_text_took(is_free):
     assert {(True, True), (False, True), (False, False)} <= kinds
 
 
-def test_a_chain_agrees_as_the_tree_that_it_is():
-    _, tokens, lengths, _ = texts(3)
-    emitted = jnp.arange(BATCH, dtype=jnp.int32) % 6
-    drafted = jax.random.randint(jax.random.key(0), (BATCH, K), 0, 2)
-    draft = dataclasses.replace(no_draft(BATCH, K), tokens=drafted, counts=lengths % (K + 1))
-    chain, tree = (agreement(draft, x, tokens, lengths, emitted) for x in (False, True))
-    np.testing.assert_array_equal(chain[0], tree[0])
-    np.testing.assert_array_equal(chain[1], tree[1])
-    assert chain[0].max() > 1
+def test_a_draft_agrees_with_a_text_as_far_as_one_of_its_paths():
+    rng, tokens, lengths, trees = texts(3)
+    emitted = jnp.asarray(rng.integers(0, 6, BATCH), jnp.int32)
+    chains = dataclasses.replace(trees.draft, parents=no_draft(BATCH, K).parents)
+    found = [
+        [np.asarray(x) for x in agreement(draft, is_tree, tokens, lengths, emitted)]
+        for draft, is_tree in ((trees.draft, True), (chains, True), (chains, False))
+    ]
+    dead_ends = 0
+    for s in range(BATCH):
+        at = int(lengths[s])
+        text = np.asarray(tokens[s, at : at + int(emitted[s])])
+        right, most = path_of(trees.draft, s, text)
+        assert (right, most) == (found[0][0][s], found[0][1][s])
+        dead_ends += 0 < right == most < max(map(len, paths_of(trees.draft, s)))
+        right, _ = path_of(chains, s, text)
+        for number, longest in found[1:]:
+            assert number[s] == right
+            assert longest[s] == chains.counts[s]
+    assert dead_ends > 0
 
 
 def test_the_depth_of_the_deepest_source_is_the_limit():
