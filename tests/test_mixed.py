@@ -13,7 +13,9 @@ from toy import CARELESS, NEARLY_GREEDY, VOCAB, ragged_prompts, script_of, shall
 
 import emsjax
 from emsjax.decode.base import Drafter
+from emsjax.drafters.block_network import BlockConfig, BlockNetwork
 from emsjax.drafters.choice import NONE, Offers, Prices, Records, hoped_tokens
+from emsjax.drafters.eagle3_network import Eagle3Config, Eagle3Network
 from emsjax.sampling import Purpose, position_keys
 from emsjax.testing import assert_lossless, assert_same_distribution
 
@@ -430,6 +432,43 @@ def test_limits_references_and_processing_reach_the_sources():
     wrong.vocab_size = VOCAB + 9
     with pytest.raises(ValueError, match="at most the target's"):
         emsjax.generate(shallow_model(), PROMPTS, emsjax.Mixed(lookup, wrong), max_new_tokens=3)
+
+
+def feature_drafter(kind, network_kind, config_kind, **options):
+    """An untrained drafter that reads hidden states, with a vocabulary of its own."""
+    sizes = {"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1}
+    layers = emsjax.LlamaConfig(vocab_size=VOCAB, num_attention_heads=2, **sizes)
+    config = config_kind(layers=layers, taps=(1,), **options)
+    return kind(network_kind(config, rngs=nnx.Rngs(0), dtype="float32"))
+
+
+DRAWING = {
+    "model": lambda: emsjax.DraftModel(small_model(), 2),
+    "fewer ids": lambda: emsjax.DraftModel(small_model(), 2, vocab_size=VOCAB - 9),
+    "eagle3": lambda: feature_drafter(emsjax.Eagle3, Eagle3Network, Eagle3Config),
+    "block": lambda: feature_drafter(
+        emsjax.BlockDrafter, BlockNetwork, BlockConfig, block_size=4, mask_token_id=0
+    ),
+    "tree": lambda: emsjax.DraftModel(small_model(), 4, branches=2),
+}
+
+
+@pytest.mark.parametrize("kind", DRAWING)
+def test_the_memory_plan_has_the_merged_distributions(kind):
+    source, lookup = DRAWING[kind](), emsjax.PromptLookup(1, 9)
+    tokens, lengths = jnp.zeros((2, 20), jnp.int32), jnp.full(2, 5)
+    sampling = jax.tree.map(lambda x: jnp.full(2, x), emsjax.Sampling(0.9))
+    keys = jax.random.split(jax.random.key(0), 2)
+    arguments = (tokens, lengths, lengths, keys, sampling)
+    drafted = lambda: source.propose(source.init(tokens, lengths, 20), *arguments)[0].probs
+    probs = jax.eval_shape(drafted)
+    width = 0 if probs is None else probs.shape[2]
+    assert source.drawn_vocab_size == width
+    mixed = emsjax.Mixed(lookup, source, emsjax.PromptLookup(1, 2))
+    assert mixed.drawn_vocab_size == width
+    more = mixed.state_bytes(20) - source.state_bytes(20)
+    merged = mixed.max_draft_tokens * width * 4
+    assert merged <= more <= 2 * merged + 200  # and the records
 
 
 PLAIN = emsjax.PromptLookup()

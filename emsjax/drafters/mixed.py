@@ -14,7 +14,8 @@ from emsjax.checks import MOST, check_at_least, check_number, is_per_prompt
 from emsjax.decode.base import Draft, Drafter, ModelConfig
 from emsjax.decode.row_counts import chunk_rows
 from emsjax.drafters.choice import Choice, Costs, Prices, Records
-from emsjax.drafters.draft_model import CATCH_UP_ROWS, DraftModel
+from emsjax.drafters.draft_model import CATCH_UP_ROWS
+from emsjax.drafters.growing import probs_bytes
 from emsjax.drafters.offers import (
     agreement,
     expected_offer,
@@ -79,6 +80,9 @@ class Mixed(Drafter):
     steps. Choices use past tokens and no random numbers: a token that is drawn in a step never
     decides whether its own source is used.
 
+    Sources may draft trees. Each of their tokens is a row, while only a path is accepted, and a
+    draft model takes a draft step for each token of it.
+
     Greedy output is identical to plain decoding. So is sampled output under the same keys, if no
     source draws its tokens; otherwise it has the target's distribution. As choices look at the
     whole batch, a sequence that is sampled with a draft model depends on the batch then.
@@ -97,7 +101,8 @@ class Mixed(Drafter):
     Raises:
         ValueError: there are fewer than two drafters, an argument is not a drafter, a drafter
             shares the target's cache, more than four are not free, or the costs are wrong. When
-            decoding begins: a source cannot draft for the target, or drafts a tree.
+            decoding begins: a source cannot draft for the target, or one draws its tokens and
+            another one drafts trees.
     """
 
     def __init__(
@@ -179,6 +184,11 @@ class Mixed(Drafter):
         return tuple(sorted({layer for source in self.sources for layer in source.taps}))
 
     @property
+    def drawn_vocab_size(self) -> int:
+        """The largest one of the sources."""
+        return max(source.drawn_vocab_size for source in self.sources)
+
+    @property
     def fork(self):
         """Sources without `fork` repeat their state's arrays whose first axis is the slots'."""
         return None if all(source.fork is None for source in self.sources) else self._fork
@@ -203,8 +213,7 @@ class Mixed(Drafter):
     def state_bytes(self, max_len: int) -> int:
         """Bytes per sample for the states of the sources, and their merged distributions."""
         k = self.max_draft_tokens
-        models = [s.draft_model for s in self.sources if isinstance(s, DraftModel)]
-        merged = max((2 * k * model.config.vocab_size * 4 for model in models), default=0)
+        merged = probs_bytes(k, self.drawn_vocab_size)
         records = 8 * len(self.sources) * (k.bit_length() + 1)
         return sum(source.state_bytes(max_len) for source in self.sources) + merged + records
 
