@@ -85,7 +85,7 @@ class Mixed(Drafter):
 
     Greedy output is identical to plain decoding. So is sampled output under the same keys, if no
     source draws its tokens; otherwise it has the target's distribution. As choices look at the
-    whole batch, a sequence that is sampled with a draft model depends on the batch then.
+    whole batch, a sequence that is sampled with one that does depends on the batch then.
 
     A draft-length policy is asked before the drafts unless all sources are free. `Goodput` takes
     every draft token for one of a draft model then: give `costs` here instead.
@@ -305,15 +305,13 @@ class Mixed(Drafter):
         state = MixedState(tuple(states), records, choice, lengths, offers.depths, unused)
         return draft, state
 
-    def _learnt(
-        self, state: MixedState, drafts: Sequence[Draft | None], tokens, lengths
-    ) -> Records:
+    def _learnt(self, state: MixedState, drafts: Sequence[Any], tokens, lengths) -> Records:
         """The records with the last step's unused drafts, compared with the tokens that followed.
 
         They are past tokens by now: this is not known in `commit`.
 
         Args:
-            drafts: those of this step, which are trees or chains as those of the last one.
+            drafts: those of free sources in this step, trees or chains as those of the last one.
         """
         records, emitted = state.records, lengths - state.lengths
         for i, (unused, draft) in enumerate(zip(state.unused, drafts, strict=True)):
