@@ -75,10 +75,7 @@ class Tree:
         return dataclasses.replace(rows, positions=rows.positions + moved, ancestors=ancestors)
 
     def accepted(self, draft: Any, verdict: Any) -> tuple[Any, Array, Array]:
-        """Follows each sample's path from the root to the last draft token that is accepted.
-
-        A draft token is accepted if its parent is and if it equals the token that the target emits
-        there; the first of two equal candidates is taken.
+        """The path from the root to the last draft token that is accepted, of each sample.
 
         Args:
             draft: the `Draft`.
@@ -89,20 +86,34 @@ class Tree:
             the number of accepted draft tokens [b]; and the place of each row on the path, or -1
             for a row that is not on it [b, k1].
         """
-        tokens, valid = draft.tokens, jnp.isfinite(verdict.logprobs)
-        index = jnp.arange(tokens.shape[1])
-        exists = index < draft.counts[:, None]
-        same = (self.parents[:, :, None] == self.parents[:, None]) & (index < index[:, None])
-        same &= tokens[:, :, None] == tokens[:, None]
-        right = exists & (take_in_rows(verdict.tokens, self.parents) == tokens)
-        right &= take_in_rows(valid, self.parents) & ~jnp.any(same, axis=2)
-        right = jnp.pad(right, ((0, 0), (1, 0)), constant_values=True)
-        on_path = jnp.all(~self.ancestors | right[:, None], axis=2)
+        on_path = self.followed(draft, verdict.tokens, jnp.isfinite(verdict.logprobs))
         ranks = jnp.where(on_path, self.depths, -1)
-        rows = jnp.argmax(ranks[:, None] == jnp.arange(right.shape[1])[:, None], axis=2)
+        rows = jnp.argmax(ranks[:, None] == jnp.arange(on_path.shape[1])[:, None], axis=2)
         sample = jnp.arange(len(rows))[:, None]
         verdict = jax.tree.map(lambda x: take(x, sample, rows), verdict)
         return verdict, jnp.sum(on_path, axis=1, dtype=jnp.int32) - 1, ranks
+
+    def followed(
+        self, draft: Any, following: Int32[Array, "b k1"], exists: Bool[Array, "b k1"]
+    ) -> Bool[Array, "b k1"]:
+        """Which rows are on the path that each sample's text takes through its draft.
+
+        The root is. A draft token is if its parent is and if it equals the token that follows
+        there; the first of two equal candidates is taken.
+
+        Args:
+            draft: the `Draft`.
+            following: the token that follows each row.
+            exists: whether there is such a token.
+        """
+        tokens, index = draft.tokens, jnp.arange(draft.tokens.shape[1])
+        same = (self.parents[:, :, None] == self.parents[:, None]) & (index < index[:, None])
+        same &= tokens[:, :, None] == tokens[:, None]
+        drafted = index < draft.counts[:, None]
+        right = drafted & (take_in_rows(following, self.parents) == tokens)
+        right &= take_in_rows(exists, self.parents) & ~jnp.any(same, axis=2)
+        right = jnp.pad(right, ((0, 0), (1, 0)), constant_values=True)
+        return jnp.all(~self.ancestors | right[:, None], axis=2)
 
     def paths(self, tokens: Int32[Array, "b k"]) -> Int32[Array, "b k1 k"]:
         """The draft tokens on the path to each row, in order; arbitrary ones behind them."""
@@ -146,7 +157,11 @@ def chosen_nodes(
         return dataclasses.replace(draft, counts=counts)
     view = view._replace(available=counts, drafted=True, tree=Tree.of(draft.parents))
     kept = policy.nodes(policy_state, view)
-    kept &= jnp.arange(draft.tokens.shape[1]) < counts[:, None]
+    return with_nodes(draft, kept & (jnp.arange(draft.tokens.shape[1]) < counts[:, None]))
+
+
+def with_nodes(draft: Any, kept: Bool[Array, "b k"]) -> Any:
+    """The draft with some of its tokens alone, parents included, in their order."""
     order = jnp.argsort(~kept, axis=1, stable=True)
     tokens, parents = reordered(order, draft.tokens, draft.parents)
     counts = jnp.sum(kept, axis=1, dtype=jnp.int32)

@@ -363,6 +363,8 @@ def test_a_token_outside_the_vocabulary_names_its_record(paths, fake, tiny_model
         (["--seed", str(2**32)], ["--seed", "0..4294967295", "4294967296"]),
         (["--match-length", "2"], ["--match-length", "prompt-lookup"]),
         (["--branches", "2"], ["--branches", "prompt-lookup, suffix, self or model"]),
+        (["--min-confidence", "1.5"], ["--min-confidence", "0..1", "1.5"]),
+        (["--min-confidence", "0.5"], ["--min-confidence", "--drafter auto or model"]),
         (["--match-length", "2", "--drafter", "model"], ["--match-length", "prompt-lookup"]),
         (["--search-generated", "--drafter", "model"], ["--search-generated", "prompt-lookup"]),
         (["--output", "no/such/folder/out.jsonl"], ["--output", "no/such/folder"]),

@@ -15,7 +15,8 @@ from emsjax.drafters.eagle3_network import Eagle3Config, Eagle3Network
 from emsjax.drafters.feature_drafter import Shared
 from emsjax.drafters.folders import feature_drafter
 
-KINDS = {"eagle3": emsjax.Eagle3, "block": emsjax.BlockDrafter}
+KINDS = {"eagle3": emsjax.Eagle3, "block": emsjax.BlockDrafter, "dspark": emsjax.BlockDrafter}
+CONFIDENCE = ["--min-confidence", 0.5]
 
 
 def save_drafters(folder, vocab_size, width):
@@ -32,7 +33,9 @@ def save_drafters(folder, vocab_size, width):
     eagle3 = Eagle3Network(Eagle3Config(**common), rngs=nnx.Rngs(1), dtype="float32")
     block = BlockConfig(**common, block_size=4, mask_token_id=0)
     block = BlockNetwork(block, rngs=nnx.Rngs(2), dtype="float32")
-    for name, network in (("eagle3", eagle3), ("block", block)):
+    sure = BlockConfig(**common, block_size=4, mask_token_id=0, enable_confidence_head=True)
+    sure = BlockNetwork(sure, rngs=nnx.Rngs(2), dtype="float32")
+    for name, network in (("eagle3", eagle3), ("block", block), ("dspark", sure)):
         KINDS[name](network, shared=Shared(table, table)).save_pretrained(folder / name)
     return folder
 
@@ -45,14 +48,15 @@ def folders(tmp_path_factory):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_folder_tells_the_drafter(tiny_model, folders, paths, fake, capsys, kind):
     write_records(paths.input)
-    branches = ["--branches", 2] if kind == "eagle3" else []
-    options = ["--draft-model", folders / kind, "--max-draft-tokens", 2, *branches]
+    own = {"eagle3": ["--branches", 2], "block": ["--min-confidence", 0], "dspark": CONFIDENCE}
+    options = ["--draft-model", folders / kind, "--max-draft-tokens", 2, *own[kind]]
     options = ["--drafter", "model", *options]
     assert main(command(tiny_model, paths, *options)) == 0
     (drafter,) = {id(call.drafter): call.drafter for call in fake.calls}.values()
     assert type(drafter) is KINDS[kind]
     assert (drafter.max_draft_tokens, drafter.network.dtype) == (2, "float32")
-    assert drafter.branches == (2 if branches else 1)
+    assert drafter.branches == (2 if kind == "eagle3" else 1)
+    assert getattr(drafter, "min_confidence", 0) == (0.5 if kind == "dspark" else 0)
     told = capsys.readouterr().err
     assert "Draft lengths: BASS heuristic" in told
     assert "emsjax profile" not in told  # it measures no such drafter
@@ -71,16 +75,19 @@ def test_output_is_that_of_plain_decoding(tiny_model, folders, paths):
 
 def test_by_default_they_are_mixed_with_suffix_drafts(tiny_model, folders, paths, fake):
     write_records(paths.input)
-    options = ["--drafter", "auto", "--draft-model", folders / "block"]
+    options = ["--drafter", "auto", "--draft-model", folders / "dspark", *CONFIDENCE]
     assert main(command(tiny_model, paths, *options)) == 0
     kinds = [type(source) for source in fake.calls[0].drafter.sources]
     assert kinds == [emsjax.SuffixDrafter, emsjax.BlockDrafter]
+    assert fake.calls[0].drafter.sources[1].min_confidence == 0.5
 
 
 @pytest.mark.parametrize(
     ("kind", "options", "error"),
     [
         ("block", ["--branches", 2], "--branches must be 1 for --draft-model"),
+        ("block", CONFIDENCE, "--min-confidence needs a DSpark drafter with a confidence head"),
+        ("eagle3", CONFIDENCE, "--min-confidence needs a DSpark drafter with a confidence head"),
         ("eagle3", ["--draft-length", "goodput"], "no profile measures --draft-model"),
         ("eagle3", ["--profile", "p.json"], "no profile measures --draft-model"),
     ],
@@ -114,7 +121,16 @@ def test_commands_that_need_a_model_name_the_drafter(tiny_model, folders, tmp_pa
     assert_error(capsys, main(["profile", *models]), "must be a draft model here", "(Eagle3)")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def test_a_confidence_that_no_draft_model_predicts_is_refused(tiny_model, paths, capsys):
+    write_records(paths.input)
+    drafter = ["--drafter", "model", "--draft-model", tiny_model, *CONFIDENCE]
+    code = main(command(tiny_model, paths, *drafter))
+    assert_error(capsys, code, "--min-confidence needs a DSpark drafter", str(tiny_model))
+    code = main(command(tiny_model, paths, "--drafter", "auto", *CONFIDENCE))
+    assert_error(capsys, code, "--min-confidence needs --draft-model")
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "block"])
 def test_the_benchmark_of_drafters_takes_them(tiny_model, folders, paths, monkeypatch, kind):
     write_records(paths.input)
     subjects = []
@@ -142,14 +158,16 @@ def test_evaluation_takes_them(tiny_model, folders, monkeypatch):
         dtype="float32",
         quantize=None,
         drafter="model",
-        draft_model=str(folders / "block"),
+        draft_model=str(folders / "dspark"),
         draft_revision=None,
         max_draft_tokens=None,
         branches=None,
+        min_confidence=0.5,
         tensor_parallel=None,
     )
     _, _, drafter = load(options)
     assert type(drafter) is emsjax.BlockDrafter
+    assert drafter.min_confidence == 0.5
 
 
 @pytest.mark.parametrize(

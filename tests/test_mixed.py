@@ -13,7 +13,9 @@ from toy import CARELESS, NEARLY_GREEDY, VOCAB, ragged_prompts, script_of, shall
 
 import emsjax
 from emsjax.decode.base import Drafter
-from emsjax.drafters.choice import NONE, Prices, Records, hoped_tokens
+from emsjax.drafters.block_network import BlockConfig, BlockNetwork
+from emsjax.drafters.choice import NONE, Offers, Prices, Records, hoped_tokens
+from emsjax.drafters.eagle3_network import Eagle3Config, Eagle3Network
 from emsjax.sampling import Purpose, position_keys
 from emsjax.testing import assert_lossless, assert_same_distribution
 
@@ -150,24 +152,27 @@ def test_a_source_that_fails_the_whole_batch_is_left_after_a_step():
     assert (accepted[1:] == 3).all()
 
 
+def choose(records, lengths, limit, prices, free):
+    """The choice among chains of these lengths."""
+    usable = jnp.minimum(lengths, limit)
+    active = jnp.full(len(lengths), limit > 0)
+    return records.choose(Offers(lengths, usable, usable), active, prices, free)
+
+
 def test_an_offer_is_worth_what_offers_of_its_length_brought():
     records = Records.init(2, 2, 16)
     free = (True, True)
     prices = Prices(jnp.float32(1), jnp.float32(0), jnp.zeros(2), jnp.zeros(2))
-    limits, long, short = (
-        jnp.full(2, 16),
-        jnp.array([[16, 3], [16, 3]]),
-        jnp.array([[2, 3], [2, 3]]),
-    )
+    long, short = jnp.array([[16, 3], [16, 3]]), jnp.array([[2, 3], [2, 3]])
     for _ in range(5):  # whole long offers of the first source are right, short ones wrong
-        choice = records.choose(long.at[:, 1].set(0), limits, prices, free)
+        choice = choose(records, long.at[:, 1].set(0), 16, prices, free)
         records = records.update(choice, jnp.full(2, 17))
-        choice = records.choose(short.at[:, 1].set(0), limits, prices, free)
+        choice = choose(records, short.at[:, 1].set(0), 16, prices, free)
         records = records.update(choice, jnp.full(2, 1))
-        choice = records.choose(long.at[:, 0].set(0), limits, prices, free)
+        choice = choose(records, long.at[:, 0].set(0), 16, prices, free)
         records = records.update(choice, jnp.full(2, 3))
-    assert records.choose(long, limits, prices, free).source.tolist() == [0, 0]
-    assert records.choose(short, limits, prices, free).source.tolist() == [1, 1]
+    assert choose(records, long, 16, prices, free).source.tolist() == [0, 0]
+    assert choose(records, short, 16, prices, free).source.tolist() == [1, 1]
 
 
 def test_a_free_source_is_judged_by_drafts_that_were_not_used():
@@ -187,8 +192,8 @@ def test_a_free_source_is_judged_by_drafts_that_were_not_used():
 def test_unused_offers_count_what_is_known_of_them():
     records = Records.init(4, 1, 4)
     two = lambda *values: jnp.array(values, jnp.int32)
-    offers, limits = two(4, 4, 4, 0), two(4, 4, 4, 4)
-    learnt = records.learn(0, offers, limits, two(1, 2, 3, 0), two(3, 2, 0, 2))
+    offers = two(4, 4, 4, 0)
+    learnt = records.learn(0, offers, offers, two(1, 2, 3, 0), two(3, 2, 0, 2))
     mean = hoped_tokens(np.array([4]))[0]
     expected = [1, min(2 + mean, 4), 0, 0]  # one differs, one is cut, two say nothing
     np.testing.assert_allclose(learnt.accepted[:, 0, 2], expected, rtol=1e-6)
@@ -197,15 +202,14 @@ def test_unused_offers_count_what_is_known_of_them():
 
 
 def test_rows_that_cost_more_than_they_bring_are_not_drafted():
-    free, limits, offers = (True, True), jnp.full(3, 8), jnp.array([[8, 2], [8, 0], [0, 0]])
-    choose = lambda row: Records.init(3, 2, 8).choose(
-        offers, limits, Prices(jnp.float32(1), jnp.float32(row), jnp.zeros(2), jnp.zeros(2)), free
-    )
-    assert choose(0).source.tolist() == [0, 0, NONE]
+    records, offers = Records.init(3, 2, 8), jnp.array([[8, 2], [8, 0], [0, 0]])
+    prices = lambda row: Prices(jnp.float32(1), jnp.float32(row), jnp.zeros(2), jnp.zeros(2))
+    at = lambda row: choose(records, offers, 8, prices(row), (True, True))
+    assert at(0).source.tolist() == [0, 0, NONE]
     # Tokens of long offers are less likely to be accepted, here only those of the short one pay.
     rate, (two, eight) = 3, hoped_tokens(np.array([2, 8]))
     between = (eight / 8 + two / 2) / 2 / rate
-    assert choose(between).source.tolist() == [1, NONE, NONE]
+    assert at(between).source.tolist() == [1, NONE, NONE]
 
 
 def test_a_model_that_does_not_pay_is_switched_off_and_tried_again():
@@ -220,12 +224,12 @@ def test_a_model_that_does_not_pay_is_switched_off_and_tried_again():
     assert not drafted[-4:].any()
     asked = np.array([state.sources[0] for state in states])
     assert (asked[-1] == asked[-4]).all()  # not even its `propose` is asked for tokens
-    records, choose = states[-1].records, jax.jit(Records.choose, static_argnums=4)
+    records, again = states[-1].records, jax.jit(choose, static_argnums=(2, 4))
     prices = Prices(*map(jnp.float32, (1.0, 0.0)), jnp.array([0.5, 0]), jnp.array([0.5, 0]))
     nothing = jax.jit(lambda r, c: r.update(c, jnp.ones(4, jnp.int32)))
-    offers, limits, tries = jnp.array([[3, 0]] * 4), jnp.full(4, 3), []
+    offers, tries = jnp.array([[3, 0]] * 4), []
     for step in range(3000):
-        choice = choose(records, offers, limits, prices, (False, True))
+        choice = again(records, offers, 3, prices, (False, True))
         if choice.asked.any():
             tries.append(step)
         records = nothing(records, choice)
@@ -243,7 +247,7 @@ def test_a_model_runs_if_its_gain_over_the_whole_batch_is_worth_its_time():
         # A step's time is worth one token of each of two samples, whatever the batch.
         records = dataclasses.replace(records, tokens=jnp.float32(1e6), time=jnp.float32(1e6))
         offers = jnp.tile(jnp.array([[2, 4]]), (batch, 1))
-        choice = records.choose(offers, jnp.full(batch, 4), prices, (True, False))
+        choice = choose(records, offers, 4, prices, (True, False))
         assert (batch * gain > 4 * 0.5) == expected
         assert choice.source.tolist() == [expected] * batch
 
@@ -378,13 +382,12 @@ def test_sampled_tokens_have_the_targets_distribution(sources):
 
 @jax.tree_util.register_pytree_node_class
 class Peeking(emsjax.Mixed):
-    """Drops the draft of a sample for another source's, if its drawn token is not a likely one."""
+    """Drops the draft of a sample if its first token, which was drawn, is not a likely one."""
 
-    def _merged(self, drafts, choice):
-        unlikely = drafts[0].tokens[:, 0] != 0
-        source = jnp.where(unlikely & (choice.source == 0), NONE, choice.source)
-        counts = jnp.where(source == NONE, 0, choice.counts)
-        return super()._merged(drafts, dataclasses.replace(choice, source=source, counts=counts))
+    def propose(self, *arguments):
+        draft, state = super().propose(*arguments)
+        unlikely = (state.choice.source == 0) & (draft.tokens[:, 0] != 0)
+        return dataclasses.replace(draft, counts=jnp.where(unlikely, 0, draft.counts)), state
 
 
 def test_a_choice_that_looks_at_drawn_tokens_is_found():
@@ -431,6 +434,43 @@ def test_limits_references_and_processing_reach_the_sources():
         emsjax.generate(shallow_model(), PROMPTS, emsjax.Mixed(lookup, wrong), max_new_tokens=3)
 
 
+def feature_drafter(kind, network_kind, config_kind, **options):
+    """An untrained drafter that reads hidden states, with a vocabulary of its own."""
+    sizes = {"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1}
+    layers = emsjax.LlamaConfig(vocab_size=VOCAB, num_attention_heads=2, **sizes)
+    config = config_kind(layers=layers, taps=(1,), **options)
+    return kind(network_kind(config, rngs=nnx.Rngs(0), dtype="float32"))
+
+
+DRAWING = {
+    "model": lambda: emsjax.DraftModel(small_model(), 2),
+    "fewer ids": lambda: emsjax.DraftModel(small_model(), 2, vocab_size=VOCAB - 9),
+    "eagle3": lambda: feature_drafter(emsjax.Eagle3, Eagle3Network, Eagle3Config),
+    "block": lambda: feature_drafter(
+        emsjax.BlockDrafter, BlockNetwork, BlockConfig, block_size=4, mask_token_id=0
+    ),
+    "tree": lambda: emsjax.DraftModel(small_model(), 4, branches=2),
+}
+
+
+@pytest.mark.parametrize("kind", DRAWING)
+def test_the_memory_plan_has_the_merged_distributions(kind):
+    source, lookup = DRAWING[kind](), emsjax.PromptLookup(1, 9)
+    tokens, lengths = jnp.zeros((2, 20), jnp.int32), jnp.full(2, 5)
+    sampling = jax.tree.map(lambda x: jnp.full(2, x), emsjax.Sampling(0.9))
+    keys = jax.random.split(jax.random.key(0), 2)
+    arguments = (tokens, lengths, lengths, keys, sampling)
+    drafted = lambda: source.propose(source.init(tokens, lengths, 20), *arguments)[0].probs
+    probs = jax.eval_shape(drafted)
+    width = 0 if probs is None else probs.shape[2]
+    assert source.drawn_vocab_size == width
+    mixed = emsjax.Mixed(lookup, source, emsjax.PromptLookup(1, 2))
+    assert mixed.drawn_vocab_size == width
+    more = mixed.state_bytes(20) - source.state_bytes(20)
+    merged = mixed.max_draft_tokens * width * 4
+    assert merged <= more <= 2 * merged + 200  # and the records
+
+
 PLAIN = emsjax.PromptLookup()
 INVALID = {
     "one": (lambda: emsjax.Mixed(PLAIN), "two or more drafters, not 1"),
@@ -464,9 +504,6 @@ def test_sources_that_break_the_protocol_are_named():
     generate = lambda *sources, **options: emsjax.generate(
         shallow_model(), PROMPTS, emsjax.Mixed(*sources), max_new_tokens=4, **options
     )
-    tree = emsjax.SuffixDrafter(3, branches=2)
-    with pytest.raises(ValueError, match=r"drafters\[1\] of Mixed drafts trees"):
-        generate(PLAIN, tree)
 
     class Free(Drawing):
         free = True

@@ -58,6 +58,7 @@ def load_models(
     # A draft model is loaded first: it is small, and may turn out not to suit the target.
     kind = feature_drafter_of(options)
     if kind is None:
+        _check_confidence(options, has_head=False)
         drafter = _load_drafter(options, target, tokenizer_size, positions, memory)
     else:
         _check_feature_drafter(options, kind, target)
@@ -69,6 +70,8 @@ def load_models(
         given = {"revision": options.draft_revision, "max_draft_tokens": options.max_draft_tokens}
         if (options.branches or 1) > 1:
             given["branches"] = options.branches
+        if options.min_confidence:
+            given["min_confidence"] = options.min_confidence
         drafter = kind.from_pretrained(options.draft_model, model, **given)
     if is_mixed(options):
         drafter = _mixed(options, drafter, chosen, memory)
@@ -132,13 +135,23 @@ def _check_feature_drafter(options: RunOptions | Namespace, kind: type, target) 
     from emsjax.drafters.folders import check_target
 
     try:
-        check_target(options.draft_model, options.draft_revision, target)
+        config = check_target(options.draft_model, options.draft_revision, target)
     except ValueError as error:
         raise ValueError(f"--draft-model {options.draft_model}: {error}") from error
     if kind is BlockDrafter and (options.branches or 1) > 1:
         raise ValueError(
             f"--branches must be 1 for --draft-model {options.draft_model}: a BlockDrafter drafts "
             "chains"
+        )
+    _check_confidence(options, has_head=getattr(config, "enable_confidence_head", False))
+
+
+def _check_confidence(options: RunOptions | Namespace, has_head: bool) -> None:
+    """Raises ValueError if --min-confidence needs a head that the --draft-model has not."""
+    if options.min_confidence and not has_head:
+        raise ValueError(
+            f"--min-confidence needs a DSpark drafter with a confidence head, and --draft-model "
+            f"{options.draft_model} has none"
         )
 
 

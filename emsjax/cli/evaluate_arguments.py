@@ -5,6 +5,7 @@ from pathlib import Path
 
 from emsjax.cli.generate_arguments import DRAFTER_OPTIONS
 from emsjax.terminal.options import (
+    add_min_confidence,
     add_model_arguments,
     add_numerics,
     add_quantize,
@@ -30,6 +31,7 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
         help="source of draft tokens for generated answers (default: %(default)s)",
     )
     add("--max-draft-tokens", type=positive_int, metavar="N", help="the longest draft")
+    add_min_confidence(parser)
     add(
         "--batch-size",
         type=positive_int,

@@ -8,6 +8,7 @@ from typing import Any
 
 from emsjax.cli.sampling_arguments import add_sampling_arguments, check_sampling
 from emsjax.terminal.options import (
+    add_min_confidence,
     add_model_arguments,
     add_number_formats,
     add_numerics,
@@ -24,6 +25,7 @@ DRAFTER_OPTIONS = {  # the options of each drafter, with their defaults
     "auto": {  # suffix and, with a draft model, both
         "draft_model": None,
         "draft_revision": None,
+        "min_confidence": 0.0,
         "max_draft_tokens": None,
         "memory": None,
         **OWN_POLICY,
@@ -40,6 +42,7 @@ DRAFTER_OPTIONS = {  # the options of each drafter, with their defaults
     "model": {
         "draft_model": None,
         "draft_revision": None,
+        "min_confidence": 0.0,
         "max_draft_tokens": None,  # the policy's limit
         "branches": 1,
         **OWN_POLICY,
@@ -66,6 +69,7 @@ class RunOptions:
     branches: int | None
     draft_model: str | None
     draft_revision: str | None
+    min_confidence: float | None
     temperature: float
     top_k: int
     top_p: float
@@ -205,6 +209,7 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         help="candidates for each token, or occurrences to copy from: drafts become trees "
         "(default: 1)",
     )
+    add_min_confidence(parser)
     add(
         "--memory",
         type=Path,
@@ -282,8 +287,9 @@ def complete_drafter_options(given: dict[str, Any]) -> None:
         given[name] = given[name] or default
     if given["drafter"] == "model" and given["draft_model"] is None:
         raise ValueError("--drafter model needs --draft-model")
-    if given["draft_revision"] is not None and given["draft_model"] is None:
-        raise ValueError("--draft-revision needs --draft-model")
+    for name in ("draft_revision", "min_confidence"):
+        if given[name] and given["draft_model"] is None:
+            raise ValueError(f"{flag(name)} needs --draft-model")
     if given["drafter"] == "self" and given["draft_length"] in ("auto", "goodput"):
         raise ValueError(
             f"--draft-length {given['draft_length']} needs a profile, and none measures --drafter "

@@ -144,6 +144,7 @@ class Drafter:
     Attributes:
         max_draft_tokens: static upper limit k of tokens per sample and step.
         max_depth: static; the most tokens on a path of its trees; None: `max_draft_tokens`.
+        drawn_vocab_size: static; numbers per token in its `Draft.probs`; 0: it draws no tokens.
         free: whether proposing costs next to nothing and draws no tokens. A draft-length policy
             is then asked after `propose` and chooses among the tokens that were found.
         taps: static; the layers of the target whose hidden states `observe` wants: see `Model`.
@@ -155,6 +156,7 @@ class Drafter:
 
     max_draft_tokens: int
     max_depth: int | None = None
+    drawn_vocab_size: int = 0
     free = False
     taps: tuple[int, ...] = ()
     shares_cache = False

@@ -186,7 +186,7 @@ class BlockDrafter(FeatureDrafter):
         batch = tokens.shape[0]
         wanted = jnp.clip(draft_lengths, 0, self.max_draft_tokens)
         last = take(tokens, jnp.arange(batch), jnp.maximum(lengths - 1, 0))
-        begun, randomness = self._begin(wanted, sampling), Randomness(keys, sampling)
+        begun, randomness = self.begin(wanted, sampling), Randomness(keys, sampling)
 
         def draft():
             hidden = self._run(state, last, wanted > 0)

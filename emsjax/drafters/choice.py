@@ -49,13 +49,29 @@ class Prices(NamedTuple):
     catch_up: Float[Array, "n"]
 
 
+class Offers(NamedTuple):
+    """Sizes of what sources offer in a step, of one source or of all of them.
+
+    A chain has as many tokens as it is deep; a tree has more, each of which is a row.
+
+    Attributes:
+        depths: tokens on the longest path.
+        usable: those of them within the step's limit: so many can be accepted.
+        rows: draft tokens to verify within the limit.
+    """
+
+    depths: Int32[Array, "b *n"]
+    usable: Int32[Array, "b *n"]
+    rows: Int32[Array, "b *n"]
+
+
 @pytree
 class Choice:
     """What a step drafts, as decided from the tokens and the records before it.
 
     Attributes:
         source: the source of each sample; `NONE`: nothing is drafted.
-        counts: the most draft tokens of each sample.
+        depths: tokens on the longest path of each sample's draft, at most.
         classes: class of each sample's offer.
         asked: samples for which each source drafts.
         returned: whether a sample comes back to each source after steps without it.
@@ -63,7 +79,7 @@ class Choice:
     """
 
     source: Int32[Array, "b"]
-    counts: Int32[Array, "b"]
+    depths: Int32[Array, "b"]
     classes: Int32[Array, "b"]
     asked: Bool[Array, "b n"]
     returned: Bool[Array, "n"]
@@ -116,8 +132,8 @@ class Records:
         every = (zeros(n, c), zeros(n, c), zeros(n), zeros(n))
         return cls(zeros(batch, n, c), zeros(batch, n, c), *every, away, zeros(), zeros())
 
-    def expected(self, offers: Int32[Array, "b n"]) -> Float[Array, "b n"]:
-        """Expected accepted tokens of each source's offer, by its length in tokens.
+    def expected(self, depths: Int32[Array, "b n"]) -> Float[Array, "b n"]:
+        """Expected accepted tokens of each source's offer, by the length of its longest path.
 
         The mean of all samples' steps with offers of that class, times the ratio of the tokens
         that the source has brought to this sample to what it would have brought to others in the
@@ -126,9 +142,9 @@ class Records:
         means = self._means
         own, usual = jnp.sum(self.accepted, axis=2), jnp.sum(self.steps * means, axis=2)
         ratio = (own + OWN_TOKENS) / (usual + OWN_TOKENS)
-        sources = jnp.arange(offers.shape[1])
-        found = take(means, jnp.broadcast_to(sources, offers.shape), classes_of(offers))
-        return jnp.minimum(found * ratio, offers.astype(jnp.float32))
+        sources = jnp.arange(depths.shape[1])
+        found = take(means, jnp.broadcast_to(sources, depths.shape), classes_of(depths))
+        return jnp.minimum(found * ratio, depths.astype(jnp.float32))
 
     @property
     def _means(self) -> Float[Array, "n c"]:
@@ -137,35 +153,35 @@ class Records:
 
     def choose(
         self,
-        offers: Int32[Array, "b n"],
-        limits: Int32[Array, "b"],
+        offers: Offers,
+        active: Bool[Array, "b"],
         prices: Prices,
         free: Sequence[bool],
     ) -> Choice:
         """Chooses a source for each sample, and which sources that are not free run at all.
 
         A sample takes the source with the most expected tokens, less the time of their rows. A
-        draft step reads a model's weights once for all samples. So the model drafts if what it
-        adds over all samples is worth its draft steps. The worth of time is the tokens that the
-        batch has emitted in it lately.
+        draft step reads a model's weights once for all samples, and adds a token to every path. So
+        the model drafts if what it adds over all samples is worth its draft steps. The worth of
+        time is the tokens that the batch has emitted in it lately.
 
         Args:
-            offers: tokens that each source offers.
-            limits: the most draft tokens of each sample.
+            offers: what each source offers to each sample.
+            active: samples that may draft.
             free: whether each source has drafted already.
         """
-        counts = jnp.minimum(offers, limits[:, None])
-        num_active = jnp.maximum(jnp.sum(limits > 0), 1).astype(jnp.float32)
+        num_active = jnp.maximum(jnp.sum(active), 1).astype(jnp.float32)
         rate = (self.tokens + num_active) / (self.time + prices.step)  # tokens per time
-        many = counts.astype(jnp.float32)
-        gains = jnp.minimum(self.expected(offers), many) - rate * prices.row * many
-        gains = jnp.where(counts > 0, gains, -jnp.inf)
+        as_float = lambda x: x.astype(jnp.float32)
+        expected = jnp.minimum(self.expected(offers.depths), as_float(offers.usable))
+        gains = expected - rate * prices.row * as_float(offers.rows)
+        gains = jnp.where(offers.usable > 0, gains, -jnp.inf)
 
         runs = _subsets(free)[:, None]  # [m, 1, n]
         usable = jnp.where(runs, gains, -jnp.inf)  # [m, b, n]
         source = jnp.where(jnp.max(usable, axis=2) > 0, jnp.argmax(usable, axis=2), NONE)
         asked = source[..., None] == jnp.arange(len(free))
-        longest = jnp.max(jnp.where(asked, counts, 0), axis=1).astype(jnp.float32)  # [m, n]
+        longest = as_float(jnp.max(jnp.where(asked, offers.usable, 0), axis=1))  # [m, n]
         # A sample that comes back stays for a while: its share of catching up is that of the past.
         share = self.returns / (self.uses + 1)
         catch_up = jnp.where(longest > 0, prices.catch_up * share, 0)
@@ -176,18 +192,20 @@ class Records:
         source, asked = take(source, best).astype(jnp.int32), take(asked, best)
         at = jnp.maximum(source, 0)[:, None]
         of_source = lambda x: jnp.where(source >= 0, take_in_rows(x, at)[:, 0], 0)
-        drafted, returned = of_source(counts), jnp.any(asked & self.away, axis=0)
-        time = prices.step + prices.row * jnp.sum(drafted, dtype=jnp.float32)
+        classes, returned = classes_of(offers.depths), jnp.any(asked & self.away, axis=0)
+        rows = jnp.sum(of_source(offers.rows), dtype=jnp.float32)
+        time = prices.step + prices.row * rows
         catch_up = jnp.where(returned, prices.catch_up, 0)
         time += jnp.sum(prices.draft * take(longest, best) + catch_up)
-        return Choice(source, drafted, of_source(classes_of(offers)), asked, returned, time)
+        depths = of_source(offers.usable)
+        return Choice(source, depths, of_source(classes), asked, returned, time)
 
     def update(self, choice: Choice, emitted: Int32[Array, "b"]) -> "Records":
         """The records after a step, in which each sample emitted this many tokens."""
         stepped = emitted > 0
         kept = jnp.where(jnp.any(stepped), MEMORY, 1.0)
-        accepted = jnp.clip(emitted - 1, 0, choice.counts)
-        counted = choice.asked & (stepped & (choice.counts > 0))[:, None]
+        accepted = jnp.clip(emitted - 1, 0, choice.depths)
+        counted = choice.asked & (stepped & (choice.depths > 0))[:, None]
         is_class = choice.classes[:, None] == jnp.arange(self.all_steps.shape[1])
         steps = (counted[..., None] & is_class[:, None]).astype(jnp.float32)
         tokens = steps * accepted[:, None, None].astype(jnp.float32)
@@ -208,8 +226,8 @@ class Records:
     def learn(
         self,
         source: int,
-        offers: Int32[Array, "b"],
-        limits: Int32[Array, "b"],
+        depths: Int32[Array, "b"],
+        most: Int32[Array, "b"],
         right: Int32[Array, "b"],
         emitted: Int32[Array, "b"],
     ) -> "Records":
@@ -219,18 +237,18 @@ class Records:
         more as such offers bring on average.
 
         Args:
-            offers: tokens that the source offered, by which they are classed; 0: no comparison.
-            limits: the most tokens of each that could have been used.
+            depths: tokens on the longest path of each offer, by which they are classed.
+            most: the most tokens of each that could have been accepted; 0: no comparison.
             right: tokens of each offer that agree with the emitted ones, before any that differs.
             emitted: tokens that were emitted.
         """
-        classes = classes_of(offers)
-        compared = (limits > 0) & (offers > 0) & (emitted > 0)
+        classes = classes_of(depths)
+        compared = (most > 0) & (emitted > 0)
         right = right.astype(jnp.float32)
         more = jnp.where(
             right >= emitted.astype(jnp.float32), take(self._means[source], classes), 0
         )
-        brought = jnp.minimum(right + more, jnp.minimum(offers, limits).astype(jnp.float32))
+        brought = jnp.minimum(right + more, most.astype(jnp.float32))
         is_class = classes[:, None] == jnp.arange(self.all_steps.shape[1])
         steps = (compared[:, None] & is_class).astype(jnp.float32)
         tokens = steps * brought[:, None]
@@ -256,7 +274,7 @@ def hoped_tokens(offers: Int[np.ndarray, "n"]) -> Float32[np.ndarray, "n"]:
 
 
 def classes_of(offers: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
-    """The class of an offer: 0 for 1 token, 1 for 2 or 3, 2 for 4 to 7, and so on.
+    """The class of an offer by its depth: 0 for 1 token, 1 for 2 or 3, 2 for 4 to 7, and so on.
 
     >>> print(classes_of(jnp.array([0, 1, 2, 3, 4, 16])))
     [0 0 1 1 2 4]

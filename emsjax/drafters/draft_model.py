@@ -131,8 +131,7 @@ class DraftModel(GrowingDrafter):
     ) -> tuple[Draft, KVCache]:
         batch, randomness = tokens.shape[0], Randomness(keys, sampling)
         draft_lengths = jnp.minimum(draft_lengths, self.max_depth)
-        vocab_size = self.vocab_size or self.draft_model.config.vocab_size
-        begun = self.begin(draft_lengths, vocab_size, sampling)
+        begun = self.begin(draft_lengths, sampling)
         start = (jnp.zeros((), jnp.int32), begun, tokens, state)
 
         def unfinished(carry):
@@ -181,9 +180,9 @@ class DraftModel(GrowingDrafter):
         return tree_bytes(jax.eval_shape(leaves)) // devices + self.probs_bytes
 
     @property
-    def probs_bytes(self) -> int:
-        """Bytes per sample for the distributions of one step's drafts."""
-        return self.probs_bytes_of(self.draft_model.config.vocab_size)
+    def probs_width(self) -> int:
+        """The ids that may be drafted."""
+        return self.vocab_size or self.draft_model.config.vocab_size
 
     def _forward(self, cache: KVCache, tokens, counts) -> tuple[Array, KVCache]:
         """Feeds each sample's next `counts` tokens; float32 logits [b, v] after the last one."""

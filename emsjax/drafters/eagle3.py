@@ -232,7 +232,7 @@ class Eagle3(FeatureDrafter):
             token = lax.dynamic_index_in_dim(draft.tokens, step, axis=1, keepdims=False)
             return step + 1, draft, token, feature, cache
 
-        begun = self._begin(wanted, sampling)
+        begun = self.begin(wanted, sampling)
         start = (jnp.zeros((), jnp.int32), begun, last, state.feature, state.cache)
         _, draft, _, _, cache = lax.while_loop(unfinished, advance, start)
         # The keys and values of drafts are left behind the committed ones, and written over.

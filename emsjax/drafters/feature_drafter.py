@@ -19,7 +19,6 @@ from emsjax.decode.pack import AcceptedPath, PackedRows
 from emsjax.device import tree_bytes
 from emsjax.drafters.feature_network import FeatureConfig, FeatureNetwork
 from emsjax.drafters.growing import GrowingDraft, GrowingDrafter, Randomness
-from emsjax.sampling import Sampling
 from pallas_kernels.common.indexing import take
 
 
@@ -128,15 +127,12 @@ class FeatureDrafter(GrowingDrafter):
         """Bytes per sample for the state and the distributions of one step's drafts."""
         prompts, lengths = jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32)
         leaves = lambda: jax.tree.leaves(self.init(prompts, lengths, max_len))
-        return tree_bytes(jax.eval_shape(leaves)) + self.probs_bytes_of(self._vocab_size)
+        return tree_bytes(jax.eval_shape(leaves)) + self.probs_bytes
 
     @property
-    def _vocab_size(self) -> int:
+    def probs_width(self) -> int:
+        """The size of the target's vocabulary."""
         return self.network.config.architecture.vocab_size
-
-    def _begin(self, counts: Int32[Array, "b"], sampling: Sampling | None) -> GrowingDraft:
-        """A draft without tokens, of which sample s wants counts[s]."""
-        return self.begin(counts, self._vocab_size, sampling)
 
     def _extend(
         self,
@@ -154,7 +150,7 @@ class FeatureDrafter(GrowingDrafter):
         """The logits of all of the target's tokens, -inf for those that cannot be drafted."""
         if self.draft_ids is None:
             return logits
-        none = jnp.full((logits.shape[0], self._vocab_size), -jnp.inf, logits.dtype)
+        none = jnp.full((logits.shape[0], self.probs_width), -jnp.inf, logits.dtype)
         return none.at[:, self.draft_ids].set(logits, unique_indices=True)
 
 

@@ -9,6 +9,7 @@ from emsjax.drafters import block_drafter, eagle3
 from emsjax.drafters.feature_drafter import FeatureDrafter, check_fits
 from emsjax.drafters.feature_files import DrafterFormat
 from emsjax.drafters.feature_formats import BLOCK, EAGLE3, kind_of
+from emsjax.drafters.feature_network import FeatureConfig
 from emsjax.models.hub import CONFIG, folder_of
 from emsjax.models.stored import read_json
 
@@ -32,11 +33,14 @@ def feature_drafter(
 
 def check_target(
     path_or_repo_id: str | PathLike, revision: str | None, config: ModelConfig
-) -> None:
+) -> FeatureConfig:
     """Checks the drafter in a folder against a target before either is loaded.
 
     Args:
         config: the target's configuration.
+
+    Returns:
+        The drafter's.
 
     Raises:
         ValueError: it is for another target, or its config.json is not supported.
@@ -44,7 +48,9 @@ def check_target(
     contents = _contents(path_or_repo_id, revision)
     _, form = KINDS[kind_of(contents)]
     theirs = getattr(config, "architecture", None)
-    check_fits(form.parse(contents, None if theirs is None else len(theirs.layers)), config)
+    mine = form.parse(contents, None if theirs is None else len(theirs.layers))
+    check_fits(mine, config)
+    return mine
 
 
 def check_is_no_drafter(path_or_repo_id: str | PathLike, revision: str | None) -> None:

@@ -55,6 +55,16 @@ class GrowingDrafter(Drafter):
         return self.tree_unflatten(tuple(sorted((dict(own) | settings).items())), children)
 
     @property
+    def probs_width(self) -> int:
+        """Numbers in the distribution from which a token is chosen."""
+        raise NotImplementedError
+
+    @property
+    def drawn_vocab_size(self) -> int:
+        """See `Drafter`; the candidates of trees are not drawn."""
+        return self.probs_width if self.branches == 1 else 0
+
+    @property
     def max_depth(self) -> int:
         """The most tokens on a path of the draft."""
         return max(1, self.max_draft_tokens // self.branches)
@@ -67,19 +77,23 @@ class GrowingDrafter(Drafter):
         """Returns the drafter for one step, whose logits pass through `process` first."""
         return self._with(process=process)
 
-    def begin(
-        self, counts: Int32[Array, "b"], vocab_size: int, sampling: Sampling | None
-    ) -> "GrowingDraft":
+    def begin(self, counts: Int32[Array, "b"], sampling: Sampling | None) -> "GrowingDraft":
         """A draft without tokens, of which sample s wants counts[s]."""
         block = (counts.shape[0], self.max_depth)
-        probs = None if sampling is None else jnp.zeros((*block, vocab_size), jnp.float32)
+        probs = None if sampling is None else jnp.zeros((*block, self.probs_width), jnp.float32)
         if self.branches > 1:
             probs = Candidates.none(*block, self.branches)
         return GrowingDraft(jnp.zeros(block, jnp.int32), counts, probs)
 
-    def probs_bytes_of(self, vocab_size: int) -> int:
+    @property
+    def probs_bytes(self) -> int:
         """Bytes per sample for the distributions of one step's drafts; a tree has none."""
-        return 2 * self.max_draft_tokens * vocab_size * 4 if self.branches == 1 else 0
+        return probs_bytes(self.max_draft_tokens, self.drawn_vocab_size)
+
+
+def probs_bytes(max_draft_tokens: int, drawn_vocab_size: int) -> int:
+    """Bytes per sample for the distributions of drafts of this length, while they are made."""
+    return 2 * max_draft_tokens * drawn_vocab_size * 4
 
 
 class Candidates(NamedTuple):

@@ -13,13 +13,21 @@ from jaxtyping import Array, Bool, Int32
 from emsjax.checks import MOST, check_at_least, check_number, is_per_prompt
 from emsjax.decode.base import Draft, Drafter, ModelConfig
 from emsjax.decode.row_counts import chunk_rows
-from emsjax.drafters.choice import NONE, Choice, Costs, Prices, Records
-from emsjax.drafters.draft_model import CATCH_UP_ROWS, DraftModel
+from emsjax.drafters.choice import Choice, Costs, Prices, Records
+from emsjax.drafters.draft_model import CATCH_UP_ROWS
+from emsjax.drafters.growing import probs_bytes
+from emsjax.drafters.offers import (
+    agreement,
+    expected_offer,
+    merged_draft,
+    no_draft,
+    unused_draft,
+    usable_draft,
+)
 from emsjax.engine.adapt import as_drafter, unwrapped
 from emsjax.returned import check_state, checked_proposal
 from emsjax.values import pytree
-from emsjax.verification import leading
-from pallas_kernels.common.indexing import take, take_in_rows
+from pallas_kernels.common.indexing import take
 
 DRAFT_COST = 0.1  # of a step of the target: a draft model has about a tenth of its weights
 MOST_MODELS = 4  # every set of them is compared in each step
@@ -34,15 +42,16 @@ class MixedState:
         records: what the sources have brought so far.
         choice: the choice of the last `propose`.
         lengths: tokens of each sample before that step.
-        limits: the most draft tokens of that step.
-        unused: what free sources drafted in it for samples that used others; None for the others.
+        depths: tokens on the longest path of what each source offered in it.
+        unused: what the step could have used of the drafts of free sources, with parents, for
+            samples that used others; None for the other sources.
     """
 
     sources: tuple[Any, ...]
     records: Records
     choice: Choice
     lengths: Int32[Array, "b"]
-    limits: Int32[Array, "b"]
+    depths: Int32[Array, "b n"]
     unused: tuple[Draft | None, ...]
 
 
@@ -71,9 +80,12 @@ class Mixed(Drafter):
     steps. Choices use past tokens and no random numbers: a token that is drawn in a step never
     decides whether its own source is used.
 
+    Sources may draft trees. Each of their tokens is a row, while only a path is accepted, and a
+    draft model takes a draft step for each token of it.
+
     Greedy output is identical to plain decoding. So is sampled output under the same keys, if no
     source draws its tokens; otherwise it has the target's distribution. As choices look at the
-    whole batch, a sequence that is sampled with a draft model depends on the batch then.
+    whole batch, a sequence that is sampled with one that does depends on the batch then.
 
     A draft-length policy is asked before the drafts unless all sources are free. `Goodput` takes
     every draft token for one of a draft model then: give `costs` here instead.
@@ -89,7 +101,8 @@ class Mixed(Drafter):
     Raises:
         ValueError: there are fewer than two drafters, an argument is not a drafter, a drafter
             shares the target's cache, more than four are not free, or the costs are wrong. When
-            decoding begins: a source cannot draft for the target, or drafts a tree.
+            decoding begins: a source cannot draft for the target, or one draws its tokens and
+            another one drafts trees.
     """
 
     def __init__(
@@ -151,6 +164,12 @@ class Mixed(Drafter):
         return max(source.max_draft_tokens for source in self.sources)
 
     @property
+    def max_depth(self) -> int | None:
+        """The most tokens on a path of any source; None: as many as `max_draft_tokens`."""
+        deepest = max(source.max_depth or source.max_draft_tokens for source in self.sources)
+        return None if deepest == self.max_draft_tokens else deepest
+
+    @property
     def free(self) -> bool:
         """Whether all sources are free."""
         return all(self._are_free)
@@ -163,6 +182,11 @@ class Mixed(Drafter):
     def taps(self) -> tuple[int, ...]:
         """The layers that any source observes, ascending."""
         return tuple(sorted({layer for source in self.sources for layer in source.taps}))
+
+    @property
+    def drawn_vocab_size(self) -> int:
+        """The largest one of the sources."""
+        return max(source.drawn_vocab_size for source in self.sources)
 
     @property
     def fork(self):
@@ -189,8 +213,7 @@ class Mixed(Drafter):
     def state_bytes(self, max_len: int) -> int:
         """Bytes per sample for the states of the sources, and their merged distributions."""
         k = self.max_draft_tokens
-        models = [s.draft_model for s in self.sources if isinstance(s, DraftModel)]
-        merged = max((2 * k * model.config.vocab_size * 4 for model in models), default=0)
+        merged = probs_bytes(k, self.drawn_vocab_size)
         records = 8 * len(self.sources) * (k.bit_length() + 1)
         return sum(source.state_bytes(max_len) for source in self.sources) + merged + records
 
@@ -200,11 +223,13 @@ class Mixed(Drafter):
 
     def _begun(self, states: tuple[Any, ...], lengths: Int32[Array, "b"]) -> MixedState:
         """The state before the first step."""
-        batch, n, none = len(lengths), len(self.sources), jnp.zeros_like(lengths)
+        batch, n = len(lengths), len(self.sources)
         records = Records.init(batch, n, self.max_draft_tokens)
-        empty = lambda k: Draft(jnp.zeros((batch, k), jnp.int32), none)
-        unused = tuple(empty(s.max_draft_tokens) if s.free else None for s in self.sources)
-        return MixedState(states, records, Choice.none(batch, n), lengths, none, unused)
+        unused = tuple(
+            no_draft(batch, s.max_draft_tokens) if s.free else None for s in self.sources
+        )
+        depths = jnp.zeros((batch, n), jnp.int32)
+        return MixedState(states, records, Choice.none(batch, n), lengths, depths, unused)
 
     def _fork(self, state: MixedState, samples: Int32[Array, "n"]) -> MixedState:
         def repeated(source: Drafter, held: Any) -> Any:
@@ -244,71 +269,72 @@ class Mixed(Drafter):
         return tuple(found)
 
     def propose(self, state: MixedState, tokens, lengths, draft_lengths, keys, sampling):
-        states, drafts, offers = list(state.sources), [None] * len(self.sources), []
+        states, drafts, found = list(state.sources), [None] * len(self.sources), []
 
-        def ask(i: int, counts: Int32[Array, "b"]) -> None:
+        def ask(i: int, limits: Int32[Array, "b"]) -> Draft:
             held, rules = _Held(states[i]), {"kind": Draft, "vocab_size": MOST}
-            arguments = (tokens, lengths, counts, keys, sampling)
-            drafts[i], states[i], _ = checked_proposal(self.sources[i], held, *arguments, **rules)
-            if drafts[i].parents is not None:
-                raise ValueError(f"drafters[{i}] of Mixed drafts trees (Draft.parents)")
+            arguments = (tokens, lengths, limits, keys, sampling)
+            draft, states[i], _ = checked_proposal(self.sources[i], held, *arguments, **rules)
+            return draft
 
-        for i, source in enumerate(self.sources):
-            # A free source is asked for all it has: the length of what it finds tells its worth.
-            most = jnp.where(draft_lengths > 0, source.max_draft_tokens, 0)
-            if source.free:
-                ask(i, most)
-                if drafts[i].probs is not None:
-                    raise ValueError(
-                        f"drafters[{i}] draws its tokens (Draft.probs) and so cannot be `free`"
-                    )
-                offers.append(jnp.clip(drafts[i].counts, 0, most))
-            else:
-                offers.append(jnp.minimum(draft_lengths, most))
-        # From here on nothing is known of the tokens that a source draws in this step.
-        prices = self._prices(tokens, lengths, draft_lengths, offers)
-        records = self._learnt(state, tokens, lengths)
-        choice = records.choose(jnp.stack(offers, axis=1), draft_lengths, prices, self._are_free)
         for i, source in enumerate(self.sources):
             if not source.free:
-                ask(i, jnp.where(choice.source == i, choice.counts, 0))
-        draft = self._merged(drafts, choice)
+                found.append(expected_offer(source, draft_lengths))
+                continue
+            # A free source is asked for all it has: the length of what it finds tells its worth.
+            draft = ask(i, jnp.where(draft_lengths > 0, source.max_draft_tokens, 0))
+            if draft.probs is not None:
+                raise ValueError(
+                    f"drafters[{i}] draws its tokens (Draft.probs) and so cannot be `free`"
+                )
+            drafts[i], sizes = usable_draft(draft, draft_lengths, of_depth=not self.free)
+            found.append(sizes)
+        # From here on nothing is known of the tokens that a source draws in this step.
+        offers = jax.tree.map(lambda *each: jnp.stack(each, axis=1), *found)
+        prices = self._prices(tokens, lengths, draft_lengths, offers.rows)
+        records = self._learnt(state, drafts, tokens, lengths)
+        choice = records.choose(offers, draft_lengths > 0, prices, self._are_free)
         unused = tuple(
-            Draft(drafts[i].tokens, jnp.where(choice.source == i, 0, offers[i]))
-            if source.free
-            else None
-            for i, source in enumerate(self.sources)
+            unused_draft(draft, old, choice.source == i) if draft is not None else None
+            for i, (draft, old) in enumerate(zip(drafts, state.unused, strict=True))
         )
-        return draft, MixedState(tuple(states), records, choice, lengths, draft_lengths, unused)
+        for i, source in enumerate(self.sources):
+            if not source.free:
+                drafts[i] = ask(i, jnp.where(choice.source == i, choice.depths, 0))
+        draft = merged_draft(drafts, choice, self.max_draft_tokens)
+        state = MixedState(tuple(states), records, choice, lengths, offers.depths, unused)
+        return draft, state
 
-    def _learnt(self, state: MixedState, tokens, lengths) -> Records:
+    def _learnt(self, state: MixedState, drafts: Sequence[Any], tokens, lengths) -> Records:
         """The records with the last step's unused drafts, compared with the tokens that followed.
 
         They are past tokens by now: this is not known in `commit`.
+
+        Args:
+            drafts: those of free sources in this step, trees or chains as those of the last one.
         """
         records, emitted = state.records, lengths - state.lengths
-        for i, unused in enumerate(state.unused):
+        for i, (unused, draft) in enumerate(zip(state.unused, drafts, strict=True)):
             if unused is not None:
-                place = jnp.arange(unused.tokens.shape[1])
-                at = jnp.minimum(state.lengths[:, None] + place, tokens.shape[1] - 1)
-                same = take_in_rows(tokens, at) == unused.tokens
-                right = leading(same & (place < jnp.minimum(emitted, unused.counts)[:, None]))
-                records = records.learn(i, unused.counts, state.limits, right, emitted)
+                is_tree = draft.parents is not None
+                right, most = agreement(unused, is_tree, tokens, state.lengths, emitted)
+                records = records.learn(i, state.depths[:, i], most, right, emitted)
         return records
 
-    def _prices(
-        self, tokens, lengths, draft_lengths, offers: Sequence[Int32[Array, "b"]]
-    ) -> Prices:
-        """The time of the parts of this step, in ms with `costs`, otherwise in target steps."""
+    def _prices(self, tokens, lengths, draft_lengths, drafted: Int32[Array, "b n"]) -> Prices:
+        """The time of the parts of this step, in ms with `costs`, otherwise in target steps.
+
+        Args:
+            drafted: rows that each source offers.
+        """
         batch, as_float = len(lengths), lambda x: x.astype(jnp.float32)
         is_model = ~np.array(self._are_free)
         step, row = jnp.float32(1), jnp.float32(0)
         if self.costs is not None:
             active = draft_lengths > 0
             cached = as_float(jnp.sum(jnp.where(active, lengths - 1, 0)))
-            largest = jnp.minimum(jnp.max(jnp.stack(offers), axis=0), draft_lengths)
             rows = as_float(jnp.maximum(jnp.sum(active), 1))
-            more = as_float(jnp.maximum(jnp.sum(largest), 1))
+            more = as_float(jnp.maximum(jnp.sum(jnp.max(drafted, axis=1)), 1))
             both = self.costs.step_ms(jnp.stack([rows, rows + more]), cached)
             step, row = both[0], jnp.maximum(both[1] - both[0], 0) / more
         if self.costs is not None and self.draft_cost is None:
@@ -320,29 +346,3 @@ class Mixed(Drafter):
             draft = catch_up = step * share
         of_models = lambda ms: jnp.where(is_model, ms, 0.0).astype(jnp.float32)
         return Prices(step, row, of_models(draft), of_models(catch_up))
-
-    def _merged(self, drafts: Sequence[Draft], choice: Choice) -> Draft:
-        """The draft in which each sample has its source's tokens."""
-        k, batch = self.max_draft_tokens, len(choice.source)
-        widened = lambda x: jnp.pad(x, [(0, 0), (0, k - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
-        tokens, counts = jnp.zeros((batch, k), jnp.int32), jnp.zeros(batch, jnp.int32)
-        for i, draft in enumerate(drafts):
-            mine = choice.source == i
-            tokens = jnp.where(mine[:, None], widened(draft.tokens), tokens)
-            counts = jnp.where(mine, jnp.minimum(draft.counts, choice.counts), counts)
-        drawn = [draft.probs for draft in drafts if draft.probs is not None]
-        if not drawn:
-            return Draft(tokens, counts)
-        width = max(probs.shape[2] for probs in drawn)
-        # Tokens that were not drawn were certain. Those beyond the drawn ones' vocabulary end them.
-        probs, is_certain = jax.nn.one_hot(tokens, width, dtype=jnp.float32), choice.source != NONE
-        for i, draft in enumerate(drafts):
-            if draft.probs is not None:
-                mine = choice.source == i
-                own = draft.probs.astype(jnp.float32)
-                own = widened(jnp.pad(own, ((0, 0), (0, 0), (0, width - own.shape[2]))))
-                probs = jnp.where(mine[:, None, None], own, probs)
-                is_certain &= ~mine
-        known = leading((tokens >= 0) & (tokens < width))
-        counts = jnp.where(is_certain, jnp.minimum(counts, known), counts)
-        return Draft(tokens, counts, probs)

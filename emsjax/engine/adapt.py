@@ -71,6 +71,7 @@ class _AdaptedDrafter(_Adapted, Drafter):
     for name in (
         "state_bytes",
         "max_depth",
+        "drawn_vocab_size",
         "free",
         "taps",
         "shares_cache",

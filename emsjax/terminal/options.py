@@ -55,8 +55,16 @@ def positive_float(text: str) -> float:
     return number
 
 
+def probability(text: str) -> float:
+    """0 to 1."""
+    number = float(text)
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"must be in 0..1, not {text}")
+    return number
+
+
 positive_int.__name__ = count.__name__ = "integer"  # argparse: "invalid integer value"
-positive_float.__name__ = "number"
+positive_float.__name__ = probability.__name__ = "number"
 
 
 def positive_ints(text: str) -> tuple[int, ...]:
@@ -140,6 +148,17 @@ def number_formats(options: argparse.Namespace) -> dict[str, Any]:
     names = ("quantize", "kv_dtype", "tensor_parallel")
     given = {name: getattr(options, name, None) for name in names}
     return {name: value for name, value in given.items() if value is not None}
+
+
+def add_min_confidence(parser: argparse.ArgumentParser) -> None:
+    """Adds the option for drafters that predict which of their tokens are accepted."""
+    parser.add_argument(
+        "--min-confidence",
+        type=probability,
+        metavar="P",
+        help="a DSpark drafter ends its draft before a token that it expects to be accepted with "
+        "a lower probability (default: 0, never)",
+    )
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
