@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from toy import VOCAB, Asking, ScriptedDrafter, ragged_prompts, script_of, shallow_model
+from toy import (
+    VOCAB,
+    Asking,
+    ScriptedDrafter,
+    compiled_step,
+    ragged_prompts,
+    script_of,
+    shallow_model,
+)
 
 import emsjax
 from emsjax.decode.base import StepView
@@ -259,11 +267,6 @@ def small() -> emsjax.OPT:
     return shallow_model()
 
 
-@jax.jit
-def step(model, drafter, state, policy):
-    return emsjax.step(model, drafter, state, draft_length=policy)
-
-
 def drafted_by_step(drafted, script, policy, steps) -> np.ndarray:
     """Verified draft tokens [n, b] if `drafted` is proposed and `script` is the target's text."""
     drafter = ScriptedDrafter(drafted % VOCAB, 7)
@@ -271,7 +274,7 @@ def drafted_by_step(drafted, script, policy, steps) -> np.ndarray:
     state = emsjax.init_state(small(), drafter, PROMPTS, **options)
     counts = []
     for _ in range(steps):
-        state, info = step(small(), drafter, state, policy)
+        state, info = compiled_step(small(), drafter, state, policy)
         counts.append(info.num_drafted)
     for tokens, expected, length in zip(state.tokens, script, state.lengths, strict=True):
         np.testing.assert_array_equal(tokens[:length], expected[:length])

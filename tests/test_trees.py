@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 from test_controls import MIXED, NoTokenTwice
 from test_generation import stepped
-from toy import VOCAB, ScriptedTrees, ragged_prompts, script_of, shallow_model, tiny_model
+from toy import (
+    VOCAB,
+    ScriptedTrees,
+    compiled_step,
+    ragged_prompts,
+    script_of,
+    shallow_model,
+    tiny_model,
+)
 
 import emsjax
 from emsjax import vanilla
@@ -139,12 +147,12 @@ def test_the_longest_right_path_of_a_tree_is_accepted(policy):
     model, prompts = tiny_model(), ragged_prompts([17, 1, 30, 6])
     drafter = scripted(model, prompts)
     state = emsjax.init_state(model, drafter, prompts, max_new_tokens=NEW, draft_length=policy)
-    script, branched = np.asarray(drafter.script), 0
+    script, branched, propose = np.asarray(drafter.script), 0, jax.jit(ScriptedTrees.propose)
     while bool(state.active.any()):
         lengths, active = np.asarray(state.lengths), np.asarray(state.active)
         limits = np.minimum(np.asarray(state.length_limits) - lengths - 1, K)
-        proposed, _ = drafter.propose((), state.tokens, state.lengths, limits, None, None)
-        state, info = emsjax.step(model, drafter, state, draft_length=policy)
+        proposed, _ = propose(drafter, (), state.tokens, state.lengths, limits, None, None)
+        state, info = compiled_step(model, drafter, state, policy)
         for s in np.flatnonzero(active):
             parents = np.asarray(proposed.parents[s])
             count = min(int(proposed.counts[s]), limits[s])
@@ -367,7 +375,7 @@ def test_a_draft_model_proposes_what_it_would_after_a_fresh_prefill():
             for name in ("tokens", "parents"):
                 mine, theirs = (np.asarray(getattr(x, name)[s, :count]) for x in (kept, expected))
                 np.testing.assert_array_equal(mine, theirs)
-        state, info = emsjax.step(model, drafter, state)
+        state, info = compiled_step(model, drafter, state)
         # The candidate beside the likeliest token was accepted: its keys and values are missing.
         chain = np.asarray(expected.tokens[:, 0])
         beside += int(np.sum((np.asarray(info.num_accepted) > 0) & (info.tokens[:, 0] != chain)))
@@ -436,6 +444,6 @@ def test_a_policy_expects_no_deeper_draft_than_a_tree_can_be():
     model, prompts = shallow_model(), ragged_prompts([17, 1])
     drafter = emsjax.DraftModel(shallow_model(), 6, branches=2)
     state = emsjax.init_state(model, drafter, prompts, draft_length=Told(), max_new_tokens=9)
-    emsjax.step(model, drafter, state, draft_length=Told())
+    compiled_step(model, drafter, state, Told())
     jax.effects_barrier()
     assert asked == [[3, 3]]
