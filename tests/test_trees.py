@@ -39,6 +39,15 @@ class Verdict(NamedTuple):
     logprobs: jax.Array
 
 
+tree_of, paths_of, product_of = map(jax.jit, (Tree.of, Tree.paths, Tree.product))
+merged_rows = jax.jit(merged, static_argnums=(2, 3))
+
+
+@jax.jit
+def accepted_path(draft, verdict):
+    return Tree.of(draft.parents).accepted(draft, verdict)
+
+
 def random_parents(rng, batch, k):
     return np.array([[rng.integers(-1, j) if j else -1 for j in range(k)] for _ in range(batch)])
 
@@ -52,10 +61,10 @@ def path_to(parents, j):
 def test_the_structure_of_a_tree_is_that_of_its_paths(k):
     rng = np.random.default_rng(k)
     parents = random_parents(rng, 4, k)
-    tree = Tree.of(jnp.asarray(parents, jnp.int32))
+    tree = tree_of(jnp.asarray(parents, jnp.int32))
     tokens, factors = rng.integers(0, 99, (4, k)), rng.uniform(0.5, 1, (4, k)).astype(np.float32)
-    paths = tree.paths(jnp.asarray(tokens, jnp.int32))
-    products = tree.product(jnp.asarray(factors))
+    paths = paths_of(tree, jnp.asarray(tokens, jnp.int32))
+    products = product_of(tree, jnp.asarray(factors))
     for s in range(4):
         assert tree.parents[s].tolist() == [p + 1 for p in parents[s]]
         for j in range(-1, k):
@@ -79,7 +88,7 @@ def test_the_accepted_path_is_the_longest_that_the_target_emits(seed):
     as_ints = lambda x: jnp.asarray(x, jnp.int32)
     draft = emsjax.Draft(as_ints(tokens), as_ints(counts), parents=as_ints(parents))
     verdict = Verdict(as_ints(emitted), jnp.asarray(logprobs))
-    found, num_accepted, ranks = Tree.of(draft.parents).accepted(draft, verdict)
+    found, num_accepted, ranks = accepted_path(draft, verdict)
     for s in range(batch):
         path, row = [0], 0
         while not np.isnan(logprobs[s, row]):
@@ -288,7 +297,7 @@ def test_continuations_that_begin_alike_are_merged(seed, branches):
     b, o, n, k = 12, 5, 4, 7
     tokens, counts = rng.integers(0, 3, (b, o, n)), rng.integers(0, n + 1, (b, o))
     as_ints = lambda x: jnp.asarray(x, jnp.int32)
-    found = merged(as_ints(tokens), as_ints(counts), branches, k)
+    found = merged_rows(as_ints(tokens), as_ints(counts), branches, k)
     for s in range(b):
         rows = [tuple(row[:count]) for row, count in zip(tokens[s], counts[s], strict=True)]
         expected, votes = trie_of(rows, branches, k)
@@ -298,7 +307,7 @@ def test_continuations_that_begin_alike_are_merged(seed, branches):
         assert on_rows[:number].tolist() == [votes[path] for path in expected]
     if branches == 1:
         full = as_ints(np.full((b, o), n))
-        drafted, parents, number, _ = merged(as_ints(tokens), full, 1, n)
+        drafted, parents, number, _ = merged_rows(as_ints(tokens), full, 1, n)
         np.testing.assert_array_equal(drafted, suffix.vote(as_ints(tokens), full > 0)[0])
         np.testing.assert_array_equal(parents, np.tile(np.arange(-1, n - 1), (b, 1)))
         assert number.tolist() == [n] * b
@@ -404,7 +413,7 @@ def test_goodput_chooses_the_nodes_with_the_highest_value(monkeypatch):
 
     for seed in range(4):
         parents = random_parents(rng, 2, 4)
-        tree = Tree.of(jnp.asarray(parents, jnp.int32))
+        tree = tree_of(jnp.asarray(parents, jnp.int32))
         costs = emsjax.StepCosts.of({2: 1.0, 4: 1.1, 10: float(rng.uniform(1.2, 3))}, 0.0, 0.0)
         policy, active = Goodput(costs, least_gain=0.0), jnp.array([True, True])
         state = policy.init(2, 4)
