@@ -6,18 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy import Asking, ScriptedDrafter, ragged_prompts, script_of, shallow_model
+from toy import Asking, ScriptedDrafter, compiled_step, ragged_prompts, script_of, shallow_model
 
 import emsjax
 from emsjax.decode.base import StepView
 from emsjax.decode.step import decode_loop
 
 PROMPTS = ragged_prompts([9, 2, 17])
-
-
-@jax.jit
-def step(model, drafter, state, policy):
-    return emsjax.step(model, drafter, state, draft_length=policy)
 
 
 def view_of(active, available=32) -> StepView:
@@ -255,7 +250,7 @@ def test_a_step_in_a_users_own_loop_sets_it_too():
     state = emsjax.init_state(model, drafter, PROMPTS, max_new_tokens=40, draft_length=policy)
     drafted = []
     for _ in range(2):
-        state, info = step(model, drafter, state, policy)
+        state, info = compiled_step(model, drafter, state, policy)
         drafted.append(info.num_drafted.tolist())
     assert drafted == [[5] * 3, [6] * 3]
 
@@ -274,7 +269,7 @@ def test_a_draft_model_with_length_0_does_not_run(policy):
     drafter = emsjax.DraftModel(model, 2)
     state = emsjax.init_state(model, drafter, PROMPTS, draft_length=policy, max_new_tokens=9)
     for _ in range(3):
-        state, info = step(model, drafter, state, policy)
+        state, info = compiled_step(model, drafter, state, policy)
         assert info.num_emitted.tolist() == [1, 1, 1]
     assert state.drafter_state.lengths.tolist() == [8, 1, 16]
 

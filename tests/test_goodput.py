@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from toy import VOCAB, Asking, ScriptedDrafter, ragged_prompts, script_of, shallow_model
+from toy import (
+    VOCAB,
+    Asking,
+    ScriptedDrafter,
+    compiled_step,
+    ragged_prompts,
+    script_of,
+    shallow_model,
+)
 
 import emsjax
 from emsjax.decode.base import StepView
@@ -59,6 +67,11 @@ survival_of = jax.jit(AcceptanceCounts.survival)
 @functools.partial(jax.jit, static_argnames="drafted")
 def lengths_of(policy, state, view, drafted):
     return policy.lengths(state, view._replace(drafted=drafted))
+
+
+@functools.partial(jax.jit, static_argnames="drafted")
+def updated(policy, state, view, drafted, counts, accepted):
+    return policy.update(state, view._replace(drafted=drafted), counts, accepted)
 
 
 class Problem:
@@ -160,7 +173,7 @@ def test_a_policy_is_capped_before_caches_are_read_again_if_that_costs_more(rere
     view = StepView(jnp.ones(1, bool), jnp.array([101]), jnp.array([20]), drafted=True)
     # 15 draft tokens give 11.2 tokens in 2 ms; 20 give 13.2 in 2 ms, or in 3 ms.
     policy = emsjax.CostCapped(emsjax.FixedLength(20), costs)
-    assert policy.lengths(((), counts), view).tolist() == [length]
+    assert lengths_of(policy, ((), counts), view, True).tolist() == [length]
 
 
 @pytest.mark.parametrize("limit", [7, 32])
@@ -173,8 +186,8 @@ def test_a_policy_is_not_updated_after_its_lengths_were_capped(limit):
         jnp.ones(4, bool), jnp.full(4, 9, jnp.int32), jnp.full(4, 7, jnp.int32), drafted=True
     )
     for _ in range(9):
-        lengths.append(policy.lengths(state, view))
-        state = policy.update(state, view, lengths[-1], lengths[-1])  # all of them are accepted
+        lengths.append(lengths_of(policy, state, view, True))
+        state = updated(policy, state, view, True, lengths[-1], lengths[-1])  # all are accepted
     drafted = [counts.tolist() for counts in lengths]
     assert drafted[0] == [3] * 4  # nothing is known yet
     assert drafted[-1] == [7] * 4
@@ -186,10 +199,11 @@ def test_a_policy_that_was_not_capped_learns_from_drafts_shorter_than_asked_for(
     state = policy.init(2, 7)
     limits = jnp.full(2, 7, jnp.int32)
     view = StepView(jnp.ones(2, bool), jnp.full(2, 9, jnp.int32), limits, drafted=False)
-    lengths = policy.lengths(state, view)
+    lengths = lengths_of(policy, state, view, False)
     none = jnp.zeros_like(lengths)
-    inner, _ = policy.update(state, view, lengths - 1, none)
-    expected = emsjax.BassHeuristic(initial=3).update(state[0], view, lengths - 1, none)
+    inner, _ = updated(policy, state, view, False, lengths - 1, none)
+    alone = emsjax.BassHeuristic(initial=3)
+    expected = updated(alone, state[0], view, False, lengths - 1, none)
     assert jax.tree.map(int, inner) == jax.tree.map(int, expected) != jax.tree.map(int, state[0])
 
 
@@ -227,7 +241,7 @@ def test_the_longest_draft_and_the_bucket_are_chosen_together(monkeypatch):
     view = StepView(jnp.ones(2, bool), many, many, drafted=False)
     # The choice gives 4.45 tokens in 1.7 ms. A third token of the first sample is worth more than
     # the second's first, but takes another draft step: 4.71 in 1.9 ms. One each: 3.55 in 1.4 ms.
-    assert emsjax.Goodput(costs).lengths(counts, view).tolist() == [2, 1]
+    assert lengths_of(emsjax.Goodput(costs), counts, view, False).tolist() == [2, 1]
 
 
 @pytest.mark.parametrize("drafted", [False, True])
@@ -235,7 +249,7 @@ def test_goodput_respects_its_limit(drafted):
     policy = emsjax.Goodput(emsjax.StepCosts.of({1: 1.0}), limit=2)
     many = jnp.array([1, 5], jnp.int32)
     view = StepView(jnp.ones(2, bool), many, many, drafted)
-    assert policy.lengths(policy.init(2, 5), view).tolist() == [1, 2]
+    assert lengths_of(policy, policy.init(2, 5), view, drafted).tolist() == [1, 2]
 
 
 @settings(max_examples=60)
@@ -259,11 +273,6 @@ def small() -> emsjax.OPT:
     return shallow_model()
 
 
-@jax.jit
-def step(model, drafter, state, policy):
-    return emsjax.step(model, drafter, state, draft_length=policy)
-
-
 def drafted_by_step(drafted, script, policy, steps) -> np.ndarray:
     """Verified draft tokens [n, b] if `drafted` is proposed and `script` is the target's text."""
     drafter = ScriptedDrafter(drafted % VOCAB, 7)
@@ -271,7 +280,7 @@ def drafted_by_step(drafted, script, policy, steps) -> np.ndarray:
     state = emsjax.init_state(small(), drafter, PROMPTS, **options)
     counts = []
     for _ in range(steps):
-        state, info = step(small(), drafter, state, policy)
+        state, info = compiled_step(small(), drafter, state, policy)
         counts.append(info.num_drafted)
     for tokens, expected, length in zip(state.tokens, script, state.lengths, strict=True):
         np.testing.assert_array_equal(tokens[:length], expected[:length])

@@ -9,7 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from toy import CARELESS, NEARLY_GREEDY, VOCAB, ragged_prompts, script_of, shallow_model
+from toy import (
+    CARELESS,
+    NEARLY_GREEDY,
+    VOCAB,
+    compiled_step,
+    ragged_prompts,
+    script_of,
+    shallow_model,
+)
 
 import emsjax
 from emsjax.decode.base import Drafter
@@ -312,7 +320,7 @@ def test_each_source_observes_its_own_layers_in_its_own_order():
     model = shallow_model()
     own = emsjax.init_state(model, first, PROMPTS, max_new_tokens=40, eos_token_ids=())
     for _ in range(3):
-        own, _ = emsjax.step(model, first, own)
+        own, _ = compiled_step(model, first, own)
     np.testing.assert_allclose(own.drafter_state, (one, zero), rtol=1e-4)
     assert emsjax.Mixed(first, second).taps == (0, 1)
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernel_cases import COMPILED
-from toy import ragged_prompts, shallow_model, tiny_model
+from toy import compiled_step, ragged_prompts, shallow_model, tiny_model
 
 import emsjax
 import pallas_kernels
@@ -132,7 +132,7 @@ def test_every_entry_takes_a_cache_in_8_bits():
     state = emsjax.init_state(model, None, prompts, **options)
     assert state.cache.layers[0].keys.values.dtype == jnp.int8
     for _ in range(5):
-        state, _ = emsjax.step(model, None, state)
+        state, _ = compiled_step(model, None, state)
     for i, prompt in enumerate(prompts):
         tokens = expected.tokens[i, : expected.lengths[i]]
         np.testing.assert_array_equal(streamed[i], tokens)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy import ragged_prompts, tiny_model
+from toy import compiled_step, ragged_prompts, tiny_model
 
 import emsjax
 from emsjax.decode.cache import KVCache
@@ -69,7 +69,7 @@ def test_the_cache_in_front_of_the_drafts_is_left_alone():
     assert state.drafter_state == ()
     before = jax.tree.map(jnp.copy, state.cache)
     lengths = np.asarray(before.lengths)
-    after, info = emsjax.step(model, drafter, state)
+    after, info = compiled_step(model, drafter, state)
     assert np.any(np.asarray(info.num_drafted) > 0)
     for old, new in zip(before.layers, after.cache.layers, strict=True):
         for sample, length in enumerate(lengths):
@@ -78,7 +78,7 @@ def test_the_cache_in_front_of_the_drafts_is_left_alone():
     # What is committed is the target's own.
     plain = emsjax.init_state(model, None, PROMPTS, max_new_tokens=6)
     for _ in range(4):
-        plain, _ = emsjax.step(model, None, plain)
+        plain, _ = compiled_step(model, None, plain)
     for sample, length in enumerate(np.asarray(after.cache.lengths)):
         got, want = (of.cache.layers[1].keys[sample, :length] for of in (after, plain))
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)

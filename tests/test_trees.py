@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 from test_controls import MIXED, NoTokenTwice
 from test_generation import stepped
-from toy import VOCAB, ScriptedTrees, ragged_prompts, script_of, shallow_model, tiny_model
+from toy import (
+    VOCAB,
+    ScriptedTrees,
+    compiled_step,
+    ragged_prompts,
+    script_of,
+    shallow_model,
+    tiny_model,
+)
 
 import emsjax
 from emsjax import vanilla
@@ -31,6 +39,15 @@ class Verdict(NamedTuple):
     logprobs: jax.Array
 
 
+tree_of, paths_of, product_of = map(jax.jit, (Tree.of, Tree.paths, Tree.product))
+merged_rows = jax.jit(merged, static_argnums=(2, 3))
+
+
+@jax.jit
+def accepted_path(draft, verdict):
+    return Tree.of(draft.parents).accepted(draft, verdict)
+
+
 def random_parents(rng, batch, k):
     return np.array([[rng.integers(-1, j) if j else -1 for j in range(k)] for _ in range(batch)])
 
@@ -44,10 +61,10 @@ def path_to(parents, j):
 def test_the_structure_of_a_tree_is_that_of_its_paths(k):
     rng = np.random.default_rng(k)
     parents = random_parents(rng, 4, k)
-    tree = Tree.of(jnp.asarray(parents, jnp.int32))
+    tree = tree_of(jnp.asarray(parents, jnp.int32))
     tokens, factors = rng.integers(0, 99, (4, k)), rng.uniform(0.5, 1, (4, k)).astype(np.float32)
-    paths = tree.paths(jnp.asarray(tokens, jnp.int32))
-    products = tree.product(jnp.asarray(factors))
+    paths = paths_of(tree, jnp.asarray(tokens, jnp.int32))
+    products = product_of(tree, jnp.asarray(factors))
     for s in range(4):
         assert tree.parents[s].tolist() == [p + 1 for p in parents[s]]
         for j in range(-1, k):
@@ -71,7 +88,7 @@ def test_the_accepted_path_is_the_longest_that_the_target_emits(seed):
     as_ints = lambda x: jnp.asarray(x, jnp.int32)
     draft = emsjax.Draft(as_ints(tokens), as_ints(counts), parents=as_ints(parents))
     verdict = Verdict(as_ints(emitted), jnp.asarray(logprobs))
-    found, num_accepted, ranks = Tree.of(draft.parents).accepted(draft, verdict)
+    found, num_accepted, ranks = accepted_path(draft, verdict)
     for s in range(batch):
         path, row = [0], 0
         while not np.isnan(logprobs[s, row]):
@@ -139,12 +156,12 @@ def test_the_longest_right_path_of_a_tree_is_accepted(policy):
     model, prompts = tiny_model(), ragged_prompts([17, 1, 30, 6])
     drafter = scripted(model, prompts)
     state = emsjax.init_state(model, drafter, prompts, max_new_tokens=NEW, draft_length=policy)
-    script, branched = np.asarray(drafter.script), 0
+    script, branched, propose = np.asarray(drafter.script), 0, jax.jit(ScriptedTrees.propose)
     while bool(state.active.any()):
         lengths, active = np.asarray(state.lengths), np.asarray(state.active)
         limits = np.minimum(np.asarray(state.length_limits) - lengths - 1, K)
-        proposed, _ = drafter.propose((), state.tokens, state.lengths, limits, None, None)
-        state, info = emsjax.step(model, drafter, state, draft_length=policy)
+        proposed, _ = propose(drafter, (), state.tokens, state.lengths, limits, None, None)
+        state, info = compiled_step(model, drafter, state, policy)
         for s in np.flatnonzero(active):
             parents = np.asarray(proposed.parents[s])
             count = min(int(proposed.counts[s]), limits[s])
@@ -280,7 +297,7 @@ def test_continuations_that_begin_alike_are_merged(seed, branches):
     b, o, n, k = 12, 5, 4, 7
     tokens, counts = rng.integers(0, 3, (b, o, n)), rng.integers(0, n + 1, (b, o))
     as_ints = lambda x: jnp.asarray(x, jnp.int32)
-    found = merged(as_ints(tokens), as_ints(counts), branches, k)
+    found = merged_rows(as_ints(tokens), as_ints(counts), branches, k)
     for s in range(b):
         rows = [tuple(row[:count]) for row, count in zip(tokens[s], counts[s], strict=True)]
         expected, votes = trie_of(rows, branches, k)
@@ -290,7 +307,7 @@ def test_continuations_that_begin_alike_are_merged(seed, branches):
         assert on_rows[:number].tolist() == [votes[path] for path in expected]
     if branches == 1:
         full = as_ints(np.full((b, o), n))
-        drafted, parents, number, _ = merged(as_ints(tokens), full, 1, n)
+        drafted, parents, number, _ = merged_rows(as_ints(tokens), full, 1, n)
         np.testing.assert_array_equal(drafted, suffix.vote(as_ints(tokens), full > 0)[0])
         np.testing.assert_array_equal(parents, np.tile(np.arange(-1, n - 1), (b, 1)))
         assert number.tolist() == [n] * b
@@ -367,7 +384,7 @@ def test_a_draft_model_proposes_what_it_would_after_a_fresh_prefill():
             for name in ("tokens", "parents"):
                 mine, theirs = (np.asarray(getattr(x, name)[s, :count]) for x in (kept, expected))
                 np.testing.assert_array_equal(mine, theirs)
-        state, info = emsjax.step(model, drafter, state)
+        state, info = compiled_step(model, drafter, state)
         # The candidate beside the likeliest token was accepted: its keys and values are missing.
         chain = np.asarray(expected.tokens[:, 0])
         beside += int(np.sum((np.asarray(info.num_accepted) > 0) & (info.tokens[:, 0] != chain)))
@@ -396,7 +413,7 @@ def test_goodput_chooses_the_nodes_with_the_highest_value(monkeypatch):
 
     for seed in range(4):
         parents = random_parents(rng, 2, 4)
-        tree = Tree.of(jnp.asarray(parents, jnp.int32))
+        tree = tree_of(jnp.asarray(parents, jnp.int32))
         costs = emsjax.StepCosts.of({2: 1.0, 4: 1.1, 10: float(rng.uniform(1.2, 3))}, 0.0, 0.0)
         policy, active = Goodput(costs, least_gain=0.0), jnp.array([True, True])
         state = policy.init(2, 4)
@@ -436,6 +453,6 @@ def test_a_policy_expects_no_deeper_draft_than_a_tree_can_be():
     model, prompts = shallow_model(), ragged_prompts([17, 1])
     drafter = emsjax.DraftModel(shallow_model(), 6, branches=2)
     state = emsjax.init_state(model, drafter, prompts, draft_length=Told(), max_new_tokens=9)
-    emsjax.step(model, drafter, state, draft_length=Told())
+    compiled_step(model, drafter, state, Told())
     jax.effects_barrier()
     assert asked == [[3, 3]]

@@ -41,6 +41,12 @@ def shallow_model(**overrides) -> emsjax.OPT:
     return tiny_model(num_hidden_layers=1, **overrides)
 
 
+@jax.jit
+def compiled_step(model, drafter, state, policy=None):
+    """`emsjax.step` as one function: by itself, each of its operations is compiled alone."""
+    return emsjax.step(model, drafter, state, draft_length=policy)
+
+
 def ragged_prompts(lengths, seed=0) -> list[np.ndarray]:
     rng = np.random.default_rng(seed)
     return [rng.integers(3, VOCAB, length) for length in lengths]
