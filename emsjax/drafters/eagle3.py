@@ -20,10 +20,9 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from emsjax.checks import check_at_least
 from emsjax.decode.base import Draft, ObservedRows
-from emsjax.decode.cache import KVCache
-from emsjax.decode.pack import AcceptedPath, PackedRows, pack
+from emsjax.decode.cache import KVCache, with_rows
 from emsjax.drafters.eagle3_network import Eagle3Network, PairOutput
-from emsjax.drafters.feature_drafter import FeatureDrafter, Shared, append
+from emsjax.drafters.feature_drafter import BlockRows, FeatureDrafter, Shared, append
 from emsjax.drafters.feature_files import DrafterFormat, load_drafter, save
 from emsjax.drafters.feature_formats import eagle3_config, eagle3_json
 from emsjax.drafters.feature_network import embed, head_logits
@@ -219,36 +218,39 @@ class Eagle3(FeatureDrafter):
             return step < jnp.max(draft.counts)
 
         def advance(carry):
-            step, draft, token, feature, cache = carry
+            step, draft, token, feature, layers = carry
             active = step < draft.counts
-            rows = pack(cache.lengths, active.astype(jnp.int32), batch)
-            out, cache = self._run(
-                cache, take(token, rows.samples), take(feature, rows.samples), rows
+            cache = dataclasses.replace(
+                state.cache, layers=layers, lengths=state.cache.lengths + step
             )
-            of_samples = jnp.clip(rows.offsets, 0, batch - 1)
-            logits = head_logits(self.head, take(out.normed, of_samples))
-            draft = self._extend(draft, step, logits, lengths, randomness)
-            feature = take(out.feature, of_samples)
-            token = lax.dynamic_index_in_dim(draft.tokens, step, axis=1, keepdims=False)
-            return step + 1, draft, token, feature, cache
+            out = self._run(cache, token, feature, active)
+            logits = head_logits(self.head, out.normed)
+            draft, token = self._extend(draft, step, logits, lengths, randomness)
+            # No token is negative. But the rows are so written after attention, which reads the
+            # cache before it changes: otherwise the compiler copies it.
+            samples = jnp.where(active & (token >= 0), jnp.arange(batch, dtype=jnp.int32), batch)
+            layers = with_rows(cache, (out.qkv,), samples, cache.lengths, self.kernels.update)
+            return step + 1, draft, token, out.feature, layers
 
         begun = self._begin(wanted, sampling)
-        start = (jnp.zeros((), jnp.int32), begun, last, state.feature, state.cache)
-        _, draft, _, _, cache = lax.while_loop(unfinished, advance, start)
+        start = (jnp.zeros((), jnp.int32), begun, last, state.feature, state.cache.layers)
+        _, draft, _, _, layers = lax.while_loop(unfinished, advance, start)
         # The keys and values of drafts are left behind the committed ones, and written over.
-        cache = dataclasses.replace(cache, lengths=state.cache.lengths)
+        cache = dataclasses.replace(state.cache, layers=layers)
         return draft.finished(self.max_draft_tokens), dataclasses.replace(state, cache=cache)
 
     def _run(
-        self, cache: KVCache, token_ids, features, rows: PackedRows
-    ) -> tuple[PairOutput, KVCache]:
-        """The output for one pair of every sample, whose keys and values are committed."""
-        kernels, (cached,) = self.kernels, cache.layers
+        self,
+        cache: KVCache,
+        token_ids: Int32[Array, "b"],
+        features: Float[Array, "b e"],
+        active: Bool[Array, "b"],
+    ) -> PairOutput:
+        """The output for one pair of every sample; that of a sample that drafts nothing is lost."""
+        (rows, visible), (cached,) = BlockRows.behind(cache.lengths, active, 1), cache.layers
 
         def see(qkv, kind):
             options = {"max_rows_per_sample": 1}
-            return attend(kernels.attention, qkv, cached, rows, cache.visible, **options)
+            return attend(self.kernels.attention, qkv, cached, rows, visible, **options)
 
-        out = self.network.run(features, embed(self.embeddings, token_ids), rows.positions, see)
-        path = AcceptedPath.prefix(rows, rows.counts)
-        return out, cache.commit((out.qkv,), rows, path, kernels.update)
+        return self.network.run(features, embed(self.embeddings, token_ids), rows.positions, see)
