@@ -20,13 +20,13 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from emsjax.checks import check_at_least
 from emsjax.decode.base import Draft, ObservedRows
-from emsjax.decode.cache import KVCache, with_rows
+from emsjax.decode.cache import KVCache
 from emsjax.drafters.eagle3_network import Eagle3Network, PairOutput
 from emsjax.drafters.feature_drafter import BlockRows, FeatureDrafter, Shared, append
 from emsjax.drafters.feature_files import DrafterFormat, load_drafter, save
 from emsjax.drafters.feature_formats import eagle3_config, eagle3_json
 from emsjax.drafters.feature_network import embed, head_logits
-from emsjax.drafters.growing import Randomness
+from emsjax.drafters.growing import Randomness, put
 from emsjax.models.attention import attend
 from emsjax.models.rotary import angles
 from emsjax.values import pytree
@@ -213,44 +213,53 @@ class Eagle3(FeatureDrafter):
         last = take(tokens, jnp.arange(batch), jnp.maximum(lengths - 1, 0))
         randomness = Randomness(keys, sampling)
 
+        # The cache is read alone. Pairs of drafts lie beside it, in rows that have a place from the
+        # first step on: what attention needs to know of the rows is the same in all steps.
+        a, depth = self.network.architecture, self.max_depth
+        seen = BlockRows.behind(state.cache.lengths, wanted > 0, depth)
+        fresh = jnp.zeros((batch, depth, a.heads + 2 * a.kv_heads, a.head_dim), self.network.dtype)
+
         def unfinished(carry):
             step, draft, *_ = carry
             return step < jnp.max(draft.counts)
 
         def advance(carry):
-            step, draft, token, feature, layers = carry
-            active = step < draft.counts
-            cache = dataclasses.replace(
-                state.cache, layers=layers, lengths=state.cache.lengths + step
-            )
-            out = self._run(cache, token, feature, active)
+            step, draft, token, feature, fresh = carry
+            out = self._run(state.cache, seen, fresh, step, (feature, token))
             logits = head_logits(self.head, out.normed)
             draft, token = self._extend(draft, step, logits, lengths, randomness)
-            # No token is negative. But the rows are so written after attention, which reads the
-            # cache before it changes: otherwise the compiler copies it.
-            samples = jnp.where(active & (token >= 0), jnp.arange(batch, dtype=jnp.int32), batch)
-            layers = with_rows(cache, (out.qkv,), samples, cache.lengths, self.kernels.update)
-            return step + 1, draft, token, out.feature, layers
+            return step + 1, draft, token, out.feature, put(fresh, out.qkv, step)
 
         begun = self._begin(wanted, sampling)
-        start = (jnp.zeros((), jnp.int32), begun, last, state.feature, state.cache.layers)
-        _, draft, _, _, layers = lax.while_loop(unfinished, advance, start)
-        # The keys and values of drafts are left behind the committed ones, and written over.
-        cache = dataclasses.replace(state.cache, layers=layers)
-        return draft.finished(self.max_draft_tokens), dataclasses.replace(state, cache=cache)
+        start = (jnp.zeros((), jnp.int32), begun, last, state.feature, fresh)
+        _, draft, *_ = lax.while_loop(unfinished, advance, start)
+        return draft.finished(self.max_draft_tokens), state
 
     def _run(
         self,
         cache: KVCache,
-        token_ids: Int32[Array, "b"],
-        features: Float[Array, "b e"],
-        active: Bool[Array, "b"],
+        seen: BlockRows,
+        fresh: Float[Array, "b k h d"],
+        step: Int32[Array, ""],
+        pairs: tuple[Float[Array, "b e"], Int32[Array, "b"]],
     ) -> PairOutput:
-        """The output for one pair of every sample; that of a sample that drafts nothing is lost."""
-        (rows, visible), (cached,) = BlockRows.behind(cache.lengths, active, 1), cache.layers
+        """The output for the pair at place `step` of every sample's draft.
+
+        Args:
+            seen: the rows of all pairs of the draft.
+            fresh: the queries, keys and values of the pairs before.
+            pairs: features and tokens.
+        """
+        features, token_ids = pairs
+        batch, depth = fresh.shape[:2]
 
         def see(qkv, kind):
-            options = {"max_rows_per_sample": 1}
-            return attend(self.kernels.attention, qkv, cached, rows, visible, **options)
+            packed = put(fresh, qkv, step).reshape(batch * depth, *qkv.shape[1:])
+            options = {"max_rows_per_sample": depth}
+            (cached,), attention = cache.layers, self.kernels.attention
+            out = attend(attention, packed, cached, seen.rows, seen.visible, **options)
+            out = out.reshape(batch, depth, *out.shape[1:])
+            return lax.dynamic_index_in_dim(out, step, axis=1, keepdims=False)
 
-        return self.network.run(features, embed(self.embeddings, token_ids), rows.positions, see)
+        embeddings = embed(self.embeddings, token_ids)
+        return self.network.run(features, embeddings, seen.visible.lengths + step, see)
