@@ -117,6 +117,7 @@ class BlockDrafter(FeatureDrafter):
         *,
         dtype: DTypeLike | None = None,
         revision: str | None = None,
+        quantize: str | None = None,
         max_draft_tokens: int | None = None,
         min_confidence: float = 0.0,
         attention_implementation: str | Callable | None = None,
@@ -131,6 +132,8 @@ class BlockDrafter(FeatureDrafter):
             dtype: bfloat16, float16 or float32; None: the target's, or without a target what suits
                 the device. It must be the target's where arrays are shared.
             revision: a branch, tag or commit of the repository.
+            quantize: the format of the weights of the draft layers and of the product of hidden
+                states, which are rounded: see `emsjax.from_pretrained`. None: they have the dtype.
             max_draft_tokens, min_confidence, attention_implementation: see `BlockDrafter`.
 
         Raises:
@@ -143,6 +146,7 @@ class BlockDrafter(FeatureDrafter):
             target,
             dtype=dtype,
             revision=revision,
+            quantize=quantize,
             max_draft_tokens=max_draft_tokens,
             min_confidence=min_confidence,
             attention_implementation=attention_implementation,
@@ -152,7 +156,7 @@ class BlockDrafter(FeatureDrafter):
         """Writes a folder in the format of speculators, without arrays of the target.
 
         Raises:
-            ValueError: `path` is a file.
+            ValueError: `path` is a file, or the weights are narrow.
         """
         save(FORMAT, self, path, block_json(self.network.config))
 

@@ -116,6 +116,7 @@ class Eagle3(FeatureDrafter):
         *,
         dtype: DTypeLike | None = None,
         revision: str | None = None,
+        quantize: str | None = None,
         max_draft_tokens: int | None = None,
         branches: int = 1,
         attention_implementation: str | Callable | None = None,
@@ -130,13 +131,16 @@ class Eagle3(FeatureDrafter):
             dtype: bfloat16, float16 or float32; None: the target's, or without a target what suits
                 the device. It must be the target's where arrays are shared.
             revision: a branch, tag or commit of the repository.
+            quantize: the format of the weights of the draft layers and of the product of hidden
+                states, which are rounded: see `emsjax.from_pretrained`. None: they have the dtype.
             max_draft_tokens, branches, attention_implementation: see `Eagle3`.
 
         Raises:
-            ValueError: the format is another one or has parts that are not supported; there is no
-                config.json or there are no weights; a file is malformed, or does not fit the
-                config; weights are not finite; draft tokens are mapped to ids outside of the
-                target's vocabulary, or several to one; the target is needed, or does not fit.
+            ValueError: the format is another one or has parts that are not supported; `quantize`
+                is unknown; there is no config.json or there are no weights; a file is malformed, or
+                does not fit the config; weights are not finite; draft tokens are mapped to ids
+                outside of the target's vocabulary, or several to one; the target is needed, or does
+                not fit.
         """
         return load_drafter(
             cls,
@@ -145,6 +149,7 @@ class Eagle3(FeatureDrafter):
             target,
             dtype=dtype,
             revision=revision,
+            quantize=quantize,
             max_draft_tokens=max_draft_tokens,
             branches=branches,
             attention_implementation=attention_implementation,
@@ -154,7 +159,7 @@ class Eagle3(FeatureDrafter):
         """Writes a folder in the format of speculators, without arrays of the target.
 
         Raises:
-            ValueError: `path` is a file.
+            ValueError: `path` is a file, or the weights are narrow.
         """
         config = eagle3_json(self.network.config, self.max_draft_tokens)
         save(FORMAT, self, path, config)
