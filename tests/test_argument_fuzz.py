@@ -498,6 +498,7 @@ LOADED = {
     "target": Argument(None, **one_of(None)),
     "dtype": Argument("float32", exactly(None, "float32"), (value("float32"),)),
     "revision": Argument(None, text_or_none, compared=False),  # of a folder there is only one
+    "quantize": Argument(None, **one_of(None, "int4"), compared=False),
     "max_draft_tokens": Argument(None, optional(count(1, 2**30))),
 } | ATTENTION
 CONFIDENCE = {"min_confidence": Argument(0.5, real(lambda x: 0 <= x <= 1))}

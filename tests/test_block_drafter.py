@@ -26,9 +26,12 @@ from feature_drafters import (
     softmax,
     write_folder,
 )
+from flax import nnx
 from toy import NEARLY_GREEDY, VOCAB, ragged_prompts
 
 import emsjax
+from emsjax.drafters.block_network import BlockConfig, BlockNetwork
+from emsjax.sampling.processors import LogitsContext, Processing
 from emsjax.testing import assert_same_distribution
 
 PROMPTS = ragged_prompts([5, 12, 2, 9, 1])
@@ -407,3 +410,62 @@ def test_settings_that_make_no_sense_are_errors(load):
     dflash = load("dflash")
     with pytest.raises(ValueError, match="the drafter has no head that predicts"):
         emsjax.BlockDrafter(dflash.network, None, dflash.shared, min_confidence=0.5)
+
+
+def test_tokens_that_are_chosen_at_once_are_those_of_place_by_place():
+    """Greedy and drawn, with drafts that end where confidence drops, and with processors."""
+    layers = emsjax.LlamaConfig.from_json(LAYER_JSON)
+    sizes = {"draft_vocab_size": len(DRAFTED), "block_size": 6, "mask_token_id": MASK}
+    config = BlockConfig(layers=layers, taps=(1,), enable_confidence_head=True, **sizes)
+    network, rng = BlockNetwork(config, rngs=nnx.Rngs(3)), np.random.default_rng(1)
+    for path, value in nnx.to_flat_state(nnx.state(network)):
+        if path[-1] in ("kernel", "embedding"):  # places are to differ
+            value[...] = 15 * value[...]
+    # Not in order: the place of a token in the draft vocabulary is not its rank.
+    ids = jnp.asarray(rng.permutation(DRAFTED), jnp.int32)
+    drafter = emsjax.BlockDrafter(network, ids)
+    batch, lengths = 4, jnp.array([3, 5, 2, 4], jnp.int32)
+    tokens = jnp.asarray(rng.integers(0, VOCAB, (batch, 8)), jnp.int32)
+    state = drafter.init(tokens, lengths, 16)
+    wanted, keys = jnp.array([5, 5, 0, 3], jnp.int32), jax.random.split(jax.random.key(2), batch)
+    drawn = emsjax.Sampling(0.8, top_k=9).expand(batch).in_use()
+
+    def propose(drafter, sampling):
+        arguments = (state, tokens, lengths, wanted, keys, sampling)
+        return jax.jit(lambda: drafter.propose(*arguments)[0])()
+
+    def processed(change):
+        context = LogitsContext(tokens, lengths, lengths, jnp.zeros(0, jnp.int32), None)
+        return drafter.with_processing(Processing((change,), ((),), context, VOCAB))
+
+    def once(state, logits, context):  # no token twice
+        before = jnp.arange(context.drafted.shape[1]) < context.num_drafted[:, None]
+        seen = (context.drafted[..., None] == jnp.arange(VOCAB)) & before[..., None]
+        return jnp.where(jnp.any(seen, axis=1), -jnp.inf, logits)
+
+    hidden = drafter._run(state, tokens[jnp.arange(batch), lengths - 1], wanted > 0)
+    odds = hidden @ network.confidence_head.kernel[...] + network.confidence_head.bias[...]
+    sure = SIGMOID(np.asarray(odds))[..., 0]
+    least = float(np.median(sure[0]) - 1e-4)
+    drafter = drafter._with(min_confidence=least)
+    logits = np.full((batch, 5, VOCAB), -np.inf)
+    logits[..., ids] = np.asarray(hidden) @ np.asarray(network.lm_head.embedding[...]).T
+    greedy, sampled = propose(drafter, None), propose(drafter, drawn)
+    slow = processed(lambda state, logits, context: logits)
+    slow_greedy, slow_sampled = propose(slow, None), propose(slow, drawn)
+    for fast, other in ((greedy, slow_greedy), (sampled, slow_sampled)):
+        np.testing.assert_array_equal(fast.tokens, other.tokens)
+        np.testing.assert_array_equal(fast.counts, other.counts)
+    np.testing.assert_allclose(sampled.probs, slow_sampled.probs, atol=1e-6)
+    np.testing.assert_array_equal(greedy.tokens, logits.argmax(-1))
+    assert np.any(greedy.tokens != sampled.tokens)
+    sure = np.cumprod(sure >= least, axis=1).sum(axis=1)
+    np.testing.assert_array_equal(greedy.counts, np.minimum(wanted, sure))
+    assert 0 < np.sum(greedy.counts) < np.sum(wanted)
+    different = propose(processed(once), None)
+    for sample, drafted in enumerate(np.asarray(different.tokens)):
+        for step, token in enumerate(drafted):
+            allowed = logits[sample, step].copy()
+            allowed[drafted[:step]] = -np.inf
+            assert token == allowed.argmax()
+    assert np.any(different.tokens != greedy.tokens)

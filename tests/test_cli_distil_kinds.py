@@ -103,6 +103,12 @@ def test_a_drafter_is_trained_resumed_compared_and_saved(
             ["--draft-vocab-size", 301],
             "--draft-vocab-size must be at most 300, the target's vocabulary, not 301",
         ),
+        (
+            "eagle3",
+            ["--share-head", "--draft-vocab-size", 90],
+            "--share-head needs all 300 tokens to be drafted, not --draft-vocab-size 90",
+        ),
+        ("block", ["--share-head"], "--share-head is for --kind eagle3, not for --kind block"),
         ("eagle3", ["--decay", 0], "--decay must be above 0 and at most 1, not 0.0"),
         ("block", ["--block-size", 1], "--block-size must be in 2..1024, not 1"),
         (

@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 from feature_drafters import hidden_states, llama_target, padded
 from flax import nnx
 from toy import VOCAB
@@ -398,3 +400,37 @@ def test_targets_that_do_not_fit_are_named():
     wider = emsjax.Decoder(other, rngs=nnx.Rngs(0), dtype=jnp.float32)
     with pytest.raises(ValueError, match="vocabulary of 61 ids, and the target has 62"):
         start(target=wider)
+
+
+def test_a_shared_head_is_neither_trained_nor_saved(tmp_path):
+    target = llama_target()
+    student = Eagle3Student.fresh(target, DOCUMENTS, unroll=2, share_head=True)
+    assert student.module.lm_head is None
+    assert student.draft_ids is None
+    optimizer = distillation.make_optimizer(40, 1e-2, warm_up=2, weight_decay=0.1)
+    options = {"target": target, "dtype": "float32", "devices": jax.devices()[:1]}
+    trainer = distillation.Trainer(student, optimizer, WEIGHTS, **options)
+    packed = PackedSequences(DOCUMENTS, 16, 2)
+    module, losses = distillation.train(trainer, [packed[0]] * 8, 8)
+    assert losses[-1] < losses[0]
+    drafter = student.drafter(module, target)
+    student.save(drafter, tmp_path)
+    stored = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    assert not {"lm_head.weight", "embed_tokens.weight", "d2t"} & set(stored)
+    again = emsjax.Eagle3.from_pretrained(tmp_path, target)
+    assert jax.tree.structure(again) == jax.tree.structure(drafter)
+    assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), again, drafter))
+    pointer = lambda array: array.unsafe_buffer_pointer()
+    assert pointer(again.head) == pointer(target.lm_head.embedding[...])
+    with pytest.raises(ValueError, match="no embeddings and head of its own: give target"):
+        emsjax.Eagle3.from_pretrained(tmp_path)
+
+
+def test_a_head_that_cannot_be_shared_is_an_error():
+    target = llama_target()
+    with pytest.raises(ValueError, match=r"share_head needs all 61 tokens .* is 25"):
+        Eagle3Student.fresh(target, DOCUMENTS, share_head=True, draft_vocab_size=25)
+    capped = dataclasses.replace(target.architecture, logit_cap=30.0)
+    capped = SimpleNamespace(architecture=capped, parallel=None)
+    with pytest.raises(ValueError, match=r"share_head needs a target .* nor caps"):
+        Eagle3Student.fresh(capped, DOCUMENTS, share_head=True)

@@ -3,7 +3,7 @@
 Steps in which a drafter does all its work, whose tokens are then replaced by rejected ones, take
 turns with steps whose drafts cost nothing. Both feed the same rows to the target. Weights are
 random: of the target, of the draft model, and of the drafters that read hidden states, whose layers
-have the target's sizes. The sources are:
+have the target's sizes. `--draft-quantize` makes the weights of drafters narrow. The sources are:
 
 - `suffix`: the suffix drafter, 8 tokens;
 - `model`: a draft model, 4 tokens;
@@ -61,10 +61,12 @@ class Sources:
         model: the target.
         draft_model: name of the draft model's shape.
         attention: as for `generate`.
+        quantize: the format of the drafters' layers; None: bfloat16.
     """
 
-    def __init__(self, model: Decoder, draft_model: str, attention):
+    def __init__(self, model: Decoder, draft_model: str, attention, quantize: str | None = None):
         self.model, self.draft_model, self.attention = model, draft_model, attention
+        self.quantize = quantize
 
     def make(self, name: str) -> Any:
         """The drafter of a source."""
@@ -72,7 +74,8 @@ class Sources:
         if name == SUFFIX:
             return SuffixDrafter(count)
         if name == MODEL:
-            return DraftModel(random_model(MODELS[self.draft_model]), count, **options)
+            numbers = NumberFormats(quantize=self.quantize)
+            return DraftModel(random_model(MODELS[self.draft_model], numbers), count, **options)
         if name == BLOCK:
             mask = self.model.config.vocab_size - 1
             sizes = self.config(BlockConfig, block_size=count + 1, mask_token_id=mask)
@@ -81,6 +84,7 @@ class Sources:
             sizes = self.config(Eagle3Config)
             network, drafter = Eagle3Network, Eagle3
         made = network(sizes, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+        made = made if self.quantize is None else made.quantize(self.quantize)
         ids = jnp.arange(sizes.draft_vocab_size, dtype=jnp.int32)
         return drafter(made, ids, **options)
 
@@ -131,11 +135,14 @@ def run(options: argparse.Namespace, command: str) -> int:
         "context": options.context,
         "repetitions": REPETITIONS,
     }
+    if options.draft_quantize is not None:
+        settings["draft_quantize"] = options.draft_quantize
     results = begin(options, command, settings)
     config = MODELS[options.model]
     if options.layers is not None:
         config = config.resized(layers=options.layers)
-    sources = Sources(random_model(config, numbers), options.draft_model, options.attention)
+    drafters = (options.draft_model, options.attention, options.draft_quantize)
+    sources = Sources(random_model(config, numbers), *drafters)
     for batch in options.batch_sizes:
         for name in options.sources:
             entry = measure(sources, name, batch, options.context)

@@ -10,6 +10,7 @@ from emsjax.terminal.options import (
     DTYPES,
     add_number_formats,
     add_numerics,
+    add_quantize,
     count,
     names,
     positive_float,
@@ -283,6 +284,7 @@ def add_drafting_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", **NUMBER, help="another depth of the target")
     add_attention(parser)
     add_number_formats(parser)
+    add_quantize(parser, "--draft-quantize", "the drafter")
     add_result_options(parser, resumes=False)
 
 

@@ -162,6 +162,13 @@ def _add_feature_options(parser: argparse.ArgumentParser) -> None:
         help="eagle3, block: weight of each draft position relative to the one before "
         "(default: 0.8)",
     )
+    add(
+        "--share-head",
+        action="store_const",
+        const=True,
+        help="eagle3: use the target's head, which is not trained, for all tokens: the folder of a "
+        "small target's drafter stays small",
+    )
     add("--unroll", **number, help="eagle3: steps that training unrolls (default: 7)")
     add("--block-size", **number, help="block: tokens of a block (default: 8)")
     add(

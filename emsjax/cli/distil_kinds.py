@@ -10,7 +10,7 @@ from flax import nnx
 
 from emsjax import distillation
 from emsjax.distillation.draft_model import DraftModelStudent
-from emsjax.distillation.fresh import layer_config
+from emsjax.distillation.fresh import has_plain_tables, layer_config
 from emsjax.distillation.pruning import PROJECTED, num_parameters, pruned_config
 from emsjax.distillation.student import Student
 from emsjax.drafters.folders import check_is_no_drafter
@@ -163,8 +163,27 @@ class FeatureKind(Kind):
 class Eagle3Kind(FeatureKind):
     """EAGLE-3."""
 
-    options: ClassVar = {"taps": None, "draft_vocab_size": None, "decay": 0.8, "unroll": 7}
+    options: ClassVar = {
+        "taps": None,
+        "draft_vocab_size": None,
+        "decay": 0.8,
+        "share_head": False,
+        "unroll": 7,
+    }
     make = distillation.Eagle3Student
+
+    def check(self, options: argparse.Namespace, config: DecoderConfig) -> int:
+        if options.share_head and options.draft_vocab_size not in (None, config.vocab_size):
+            raise ValueError(
+                f"--share-head needs all {config.vocab_size} tokens to be drafted, not "
+                f"--draft-vocab-size {options.draft_vocab_size}"
+            )
+        if options.share_head and not has_plain_tables(config.architecture):
+            raise ValueError(
+                "--share-head does not suit the target, which scales its embeddings, or caps, "
+                "shifts or projects its logits"
+            )
+        return super().check(options, config)
 
 
 class BlockKind(FeatureKind):

@@ -94,7 +94,7 @@ class KVCache:
             update: a callable with the signature of `pallas_kernels.update_kv_caches`.
         """
         places = take(self.lengths, rows.samples) + path.ranks
-        layers = _write(self, fresh, path.segment_ids(rows), places, update)
+        layers = with_rows(self, fresh, path.segment_ids(rows), places, update)
         return dataclasses.replace(self, layers=layers, lengths=self.lengths + path.counts)
 
     def fork(self, samples: Int32[Array, "n"]) -> "KVCache":
@@ -158,7 +158,7 @@ class SharedIndexCache:
     ) -> "SharedIndexCache":
         """Append the rows of each sample's accepted path, and gaps up to the longest path."""
         segment_ids = path.segment_ids(rows)
-        layers = _write(self, fresh, segment_ids, self.index + path.ranks, update)
+        layers = with_rows(self, fresh, segment_ids, self.index + path.ranks, update)
         at = jnp.arange(self.mask.shape[1]) - self.index
         counts, most = path.counts, jnp.max(path.counts)
         return SharedIndexCache(
@@ -174,8 +174,8 @@ class SharedIndexCache:
 Cache = KVCache | SharedIndexCache
 
 
-def _write(cache: Cache, fresh, segment_ids, places, update: Callable) -> tuple[LayerCache, ...]:
-    """Writes each row [r] to its place in its sample, in all layers."""
+def with_rows(cache: Cache, fresh, segment_ids, places, update: Callable) -> tuple[LayerCache, ...]:
+    """The layers of `cache` with each row [r] at its place in its sample; `batch`: no sample."""
     layers, parallel = cache.layers, cache.parallel
     keys, values = ([getattr(layer, name) for layer in layers] for name in ("keys", "values"))
     write = lambda keys, values, fresh, *rows: update(keys, values, fresh, None, *rows)

@@ -194,16 +194,16 @@ class BlockStudent(FeatureStudent):
         hidden, before = hidden.reshape(-1, count, width), before.reshape(-1, count)
         start = head_logits(drafter.head, hidden.reshape(-1, width))
         start = start.reshape(*hidden.shape[:2], -1)
-        memory, logits, log_odds = network.init_memory(len(hidden)), [], []
-        for i in range(count):
+        log_odds = None
+        if network.confidence_head is not None:
+            log_odds = network.confidence_logits(hidden, before).reshape(-1)
+        memory, logits = network.init_memory(len(hidden)), []
+        for i in range(count if network.markov_head is not None else 0):
             out = network.at_place(start[:, i], hidden[:, i], before[:, i], memory)
             memory = out.memory
             logits.append(out.logits)
-            if network.confidence_head is not None:
-                log_odds.append(network.confidence_logits(hidden[:, i], out.previous))
-        logits = jnp.stack(logits, axis=1)
-        logits = logits.reshape(-1, logits.shape[-1])
-        return logits, jnp.stack(log_odds, axis=1).reshape(-1) if log_odds else None
+        logits = jnp.stack(logits, axis=1) if logits else start
+        return logits.reshape(-1, logits.shape[-1]), log_odds
 
     def contents(self, drafter: BlockDrafter) -> dict[str, Any]:
         return block_json(drafter.network.config)

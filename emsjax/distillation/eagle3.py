@@ -22,7 +22,12 @@ from jaxtyping import Array, Float, Int32
 
 from emsjax.checks import check_at_least
 from emsjax.distillation.features import DECAY, FeatureStudent, Predictions
-from emsjax.distillation.fresh import common_fields, evenly_spaced_taps, fresh_network
+from emsjax.distillation.fresh import (
+    common_fields,
+    evenly_spaced_taps,
+    fresh_network,
+    shares_tables,
+)
 from emsjax.distillation.passes import attend_to_context
 from emsjax.distillation.sequences import Batch
 from emsjax.drafters.eagle3 import Eagle3
@@ -71,33 +76,40 @@ class Eagle3Student(FeatureStudent):
         *,
         draft_vocab_size: int | None = None,
         taps: Sequence[int] | None = None,
+        share_head: bool = False,
         seed: int = 0,
         **settings: Any,
     ) -> "Eagle3Student":
-        """A drafter with random weights, and a head that begins as the target's.
+        """A drafter with random weights, and a head that is or begins as the target's.
 
         Args:
             target: the model for which it drafts. Its embeddings are shared, unless it scales them
                 or they have another width.
             documents: token ids to train on, int32 [t] each.
             draft_vocab_size: tokens that can be drafted, the most frequent ones of the documents;
-                None: 32,000, or all if there are fewer.
+                None: 32,000, or all if there are fewer or the head is shared.
             taps: the target's layers whose hidden states are read, 0 (the embeddings) to their
                 number; None: three, from low to high.
+            share_head: whether the head is the target's, which is not trained and not saved: all
+                tokens can be drafted, and the target must neither scale its embeddings nor cap,
+                shift or project its logits.
             seed: seed of the weights.
             settings: `unroll`, `decay`.
 
         Raises:
-            ValueError: a number is out of range.
+            ValueError: a number is out of range, or the head cannot be shared.
         """
         a = target.architecture
+        if share_head:
+            check_shared_head(target, draft_vocab_size)
         if draft_vocab_size is None:
-            draft_vocab_size = min(DRAFT_VOCABULARY, a.vocab_size)
+            draft_vocab_size = a.vocab_size if share_head else min(DRAFT_VOCABULARY, a.vocab_size)
         taps = evenly_spaced_taps(len(a.layers), 3) if taps is None else taps
         options = {"layers": 1, "draft_vocab_size": draft_vocab_size}
         fields, ids = common_fields(target, documents, taps, **options)
         # The norms of EAGLE 3.1, as layers may differ in scale.
-        config = Eagle3Config(**fields, fc_norm=True, norm_output=True)
+        switches = {"fc_norm": True, "norm_output": True, "owns_head": not share_head}
+        config = Eagle3Config(**fields, **switches)
         return cls(fresh_network(Eagle3Network, config, target, ids, seed), ids, **settings)
 
     def predictions(self, drafter: Eagle3, hidden, taps, batch: Batch, key) -> Predictions:
@@ -152,6 +164,21 @@ class Eagle3Student(FeatureStudent):
 
     def contents(self, drafter: Eagle3) -> dict[str, Any]:
         return eagle3_json(drafter.network.config, drafter.max_draft_tokens)
+
+
+def check_shared_head(target: Decoder, draft_vocab_size: int | None) -> None:
+    """Raises ValueError unless a drafter of so many tokens can use the target's head."""
+    vocab_size = target.architecture.vocab_size
+    if draft_vocab_size not in (None, vocab_size):
+        raise ValueError(
+            f"share_head needs all {vocab_size} tokens to be drafted, as the target's head has "
+            f"them, and draft_vocab_size is {draft_vocab_size}"
+        )
+    if not shares_tables(target):
+        raise ValueError(
+            "share_head needs a target on one device that neither scales its embeddings nor caps, "
+            "shifts or projects its logits"
+        )
 
 
 def _shifted(x: Float[Array, "b t ..."] | Int32[Array, "b t"], n: int):

@@ -97,9 +97,13 @@ def layer_config(a: Architecture, layers: int) -> LlamaConfig:
 
 def shares_tables(target: Decoder) -> bool:
     """Whether a network of the target's width can use the target's embeddings and head."""
-    a = target.architecture
+    return has_plain_tables(target.architecture) and target.parallel is None
+
+
+def has_plain_tables(a: Architecture) -> bool:
+    """Whether a model neither scales its embeddings, nor caps, shifts or projects its logits."""
     plain = a.embedding_scale == 1 and not a.logit_cap and not a.head_bias
-    return plain and not a.is_projected and target.parallel is None
+    return plain and not a.is_projected
 
 
 def fill_tables(network: FeatureNetwork, target: Decoder, draft_ids: Any) -> None:

@@ -23,14 +23,14 @@ from jaxtyping import Array, Bool, Float, Int32
 from emsjax.checks import check_number
 from emsjax.decode.base import Draft, ObservedRows
 from emsjax.decode.cache import KVCache
-from emsjax.decode.pack import pack
 from emsjax.drafters.block_network import BlockNetwork
-from emsjax.drafters.feature_drafter import FeatureDrafter, Shared, append
+from emsjax.drafters.feature_drafter import BlockRows, FeatureDrafter, Shared, append
 from emsjax.drafters.feature_files import DrafterFormat, load_drafter, save
 from emsjax.drafters.feature_formats import block_config, block_json
 from emsjax.drafters.feature_network import embed, head_logits
 from emsjax.drafters.growing import GrowingDraft, Randomness
 from emsjax.models.layers import run_layer
+from emsjax.verification import leading
 from pallas_kernels.common.indexing import take
 
 FORMAT = DrafterFormat(
@@ -117,6 +117,7 @@ class BlockDrafter(FeatureDrafter):
         *,
         dtype: DTypeLike | None = None,
         revision: str | None = None,
+        quantize: str | None = None,
         max_draft_tokens: int | None = None,
         min_confidence: float = 0.0,
         attention_implementation: str | Callable | None = None,
@@ -131,6 +132,8 @@ class BlockDrafter(FeatureDrafter):
             dtype: bfloat16, float16 or float32; None: the target's, or without a target what suits
                 the device. It must be the target's where arrays are shared.
             revision: a branch, tag or commit of the repository.
+            quantize: the format of the weights of the draft layers and of the product of hidden
+                states, which are rounded: see `emsjax.from_pretrained`. None: they have the dtype.
             max_draft_tokens, min_confidence, attention_implementation: see `BlockDrafter`.
 
         Raises:
@@ -143,6 +146,7 @@ class BlockDrafter(FeatureDrafter):
             target,
             dtype=dtype,
             revision=revision,
+            quantize=quantize,
             max_draft_tokens=max_draft_tokens,
             min_confidence=min_confidence,
             attention_implementation=attention_implementation,
@@ -152,7 +156,7 @@ class BlockDrafter(FeatureDrafter):
         """Writes a folder in the format of speculators, without arrays of the target.
 
         Raises:
-            ValueError: `path` is a file.
+            ValueError: `path` is a file, or the weights are narrow.
         """
         save(FORMAT, self, path, block_json(self.network.config))
 
@@ -201,20 +205,20 @@ class BlockDrafter(FeatureDrafter):
         """The network's normalised outputs from which the draft tokens of each sample follow."""
         network, config = self.network, self.network.config
         batch, size = last.shape[0], config.block_size
-        rows = pack(state.lengths, jnp.where(active, size, 0), batch * size)
+        rows, visible = BlockRows.behind(state.lengths, active, size)
         masks = jnp.full((batch, size - 1), config.mask_token_id, jnp.int32)
-        token_ids = rows.gather(jnp.concatenate([last[:, None], masks], axis=1))
+        token_ids = jnp.concatenate([last[:, None], masks], axis=1).reshape(-1)
         every = jnp.ones((batch * size, size), bool)  # a block's places see each other
         attention = functools.partial(self.kernels.attention, ancestors=every)
         options = {"attention": attention, "max_rows_per_sample": size}
 
         def through(index, layer, stream, turns):
             cached = state.layers[index]
-            return run_layer(layer, stream, turns, cached, rows, state.visible, **options)[:2]
+            return run_layer(layer, stream, turns, cached, rows, visible, **options)[:2]
 
         hidden = network.run(embed(self.embeddings, token_ids), rows.positions, through)
         first = config.block_size - config.drafts
-        return rows.scatter(hidden, size)[:, first : first + self.max_draft_tokens]
+        return hidden.reshape(batch, size, -1)[:, first : first + self.max_draft_tokens]
 
     def _choose(
         self,
@@ -224,22 +228,29 @@ class BlockDrafter(FeatureDrafter):
         lengths: Int32[Array, "b"],
         randomness: Randomness,
     ) -> GrowingDraft:
-        """The draft with a token for each of the outputs, chosen one after the other."""
+        """The draft with a token for each of the outputs.
+
+        They are chosen one after the other if a sequential head or processors see the tokens
+        before, otherwise at once.
+        """
         network, (batch, count, width) = self.network, hidden.shape
         logits = head_logits(self.head, hidden.reshape(-1, width)).reshape(batch, count, -1)
         at = lambda values, step: lax.dynamic_index_in_dim(values, step, axis=1, keepdims=False)
 
         def advance(step, carry):
             draft, token, memory = carry
-            here = at(hidden, step)
-            out = network.at_place(at(logits, step), here, token, memory)
-            if self.min_confidence > 0:
-                sure = jax.nn.sigmoid(network.confidence_logits(here, out.previous))
-                sure = sure >= self.min_confidence
-                counts = jnp.where(sure, draft.counts, jnp.minimum(draft.counts, step))
-                draft = GrowingDraft(draft.tokens, counts, draft.probs)
-            draft = self._extend(draft, step, out.logits, lengths, randomness)
-            return draft, at(draft.tokens, step), out.memory
+            out = network.at_place(at(logits, step), at(hidden, step), token, memory)
+            draft, token = self._extend(draft, step, out.logits, lengths, randomness)
+            return draft, token, out.memory
 
-        start = (draft, last, network.init_memory(batch))
-        return lax.fori_loop(0, count, advance, start)[0]
+        if network.markov_head is None and self.process is None:
+            columns, ids = self._columns(logits, randomness)
+            draft = draft.filled(columns, lengths, randomness, ids)
+        else:
+            start = (draft, last, network.init_memory(batch))
+            draft, _, _ = lax.fori_loop(0, count, advance, start)
+        if self.min_confidence == 0:
+            return draft
+        before = jnp.concatenate([last[:, None], draft.tokens[:, :-1]], axis=1)
+        sure = jax.nn.sigmoid(network.confidence_logits(hidden, before)) >= self.min_confidence
+        return dataclasses.replace(draft, counts=jnp.minimum(draft.counts, leading(sure)))

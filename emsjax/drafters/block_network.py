@@ -125,12 +125,10 @@ class PlaceOutput(NamedTuple):
 
     Attributes:
         logits: float32 logits of the place's token.
-        previous: what the heads see of the token before; None without a sequential head.
         memory: the sequential head's next state.
     """
 
     logits: Float[Array, "b w"]
-    previous: Float[Array, "b m"] | None
     memory: Float[Array, "b m"]
 
 
@@ -201,15 +199,21 @@ class BlockNetwork(FeatureNetwork):
             memory: the state after the place before, or `init_memory`.
         """
         if self.markov_head is None:
-            return PlaceOutput(logits, None, memory)
-        previous = self.markov_head.previous(token_ids)
-        more, memory = self.markov_head(previous, hidden, memory)
-        return PlaceOutput(logits + more, previous, memory)
+            return PlaceOutput(logits, memory)
+        more, memory = self.markov_head(self.markov_head.previous(token_ids), hidden, memory)
+        return PlaceOutput(logits + more, memory)
 
     def confidence_logits(
-        self, hidden: Float[Array, "b e"], previous: Float[Array, "b m"] | None
-    ) -> Float[Array, "b"]:
-        """Log-odds, in float32, of the predicted probability that each draft is accepted."""
+        self, hidden: Float[Array, "b k e"], token_ids: Int32[Array, "b k"]
+    ) -> Float[Array, "b k"]:
+        """Log-odds, in float32, of the predicted probability that each draft is accepted.
+
+        Args:
+            hidden: the normalised outputs at all places.
+            token_ids: the tokens before each.
+        """
+        shape, rows = token_ids.shape, hidden.reshape(-1, hidden.shape[-1])
         if self.config.confidence_head_with_markov:
-            hidden = jnp.concatenate([hidden, previous], axis=-1)
-        return linear(self.confidence_head, hidden)[:, 0].astype(jnp.float32)
+            previous = self.markov_head.previous(token_ids.reshape(-1))
+            rows = jnp.concatenate([rows, previous], axis=-1)
+        return linear(self.confidence_head, rows)[:, 0].astype(jnp.float32).reshape(shape)

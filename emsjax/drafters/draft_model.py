@@ -143,8 +143,7 @@ class DraftModel(GrowingDrafter):
             active = step < draft.counts
             counts = jnp.where(active, lengths + step - cache.lengths, 0)
             logits, cache = self._forward(cache, tokens, counts)
-            draft = draft.extended(step, logits, lengths, randomness, self.process)
-            token = lax.dynamic_index_in_dim(draft.tokens, step, axis=1, keepdims=False)
+            draft, token = draft.extended(step, logits, lengths, randomness, self.process)
             at = jnp.where(active, lengths + step, tokens.shape[1])
             tokens = tokens.at[jnp.arange(batch), at].set(
                 token, mode="drop", wrap_negative_indices=False

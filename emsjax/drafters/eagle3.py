@@ -21,13 +21,12 @@ from jaxtyping import Array, Bool, Float, Int32
 from emsjax.checks import check_at_least
 from emsjax.decode.base import Draft, ObservedRows
 from emsjax.decode.cache import KVCache
-from emsjax.decode.pack import AcceptedPath, PackedRows, pack
 from emsjax.drafters.eagle3_network import Eagle3Network, PairOutput
-from emsjax.drafters.feature_drafter import FeatureDrafter, Shared, append
+from emsjax.drafters.feature_drafter import BlockRows, FeatureDrafter, Shared, append
 from emsjax.drafters.feature_files import DrafterFormat, load_drafter, save
 from emsjax.drafters.feature_formats import eagle3_config, eagle3_json
 from emsjax.drafters.feature_network import embed, head_logits
-from emsjax.drafters.growing import Randomness
+from emsjax.drafters.growing import Randomness, put
 from emsjax.models.attention import attend
 from emsjax.models.rotary import angles
 from emsjax.values import pytree
@@ -117,6 +116,7 @@ class Eagle3(FeatureDrafter):
         *,
         dtype: DTypeLike | None = None,
         revision: str | None = None,
+        quantize: str | None = None,
         max_draft_tokens: int | None = None,
         branches: int = 1,
         attention_implementation: str | Callable | None = None,
@@ -131,13 +131,16 @@ class Eagle3(FeatureDrafter):
             dtype: bfloat16, float16 or float32; None: the target's, or without a target what suits
                 the device. It must be the target's where arrays are shared.
             revision: a branch, tag or commit of the repository.
+            quantize: the format of the weights of the draft layers and of the product of hidden
+                states, which are rounded: see `emsjax.from_pretrained`. None: they have the dtype.
             max_draft_tokens, branches, attention_implementation: see `Eagle3`.
 
         Raises:
-            ValueError: the format is another one or has parts that are not supported; there is no
-                config.json or there are no weights; a file is malformed, or does not fit the
-                config; weights are not finite; draft tokens are mapped to ids outside of the
-                target's vocabulary, or several to one; the target is needed, or does not fit.
+            ValueError: the format is another one or has parts that are not supported; `quantize`
+                is unknown; there is no config.json or there are no weights; a file is malformed, or
+                does not fit the config; weights are not finite; draft tokens are mapped to ids
+                outside of the target's vocabulary, or several to one; the target is needed, or does
+                not fit.
         """
         return load_drafter(
             cls,
@@ -146,6 +149,7 @@ class Eagle3(FeatureDrafter):
             target,
             dtype=dtype,
             revision=revision,
+            quantize=quantize,
             max_draft_tokens=max_draft_tokens,
             branches=branches,
             attention_implementation=attention_implementation,
@@ -155,7 +159,7 @@ class Eagle3(FeatureDrafter):
         """Writes a folder in the format of speculators, without arrays of the target.
 
         Raises:
-            ValueError: `path` is a file.
+            ValueError: `path` is a file, or the weights are narrow.
         """
         config = eagle3_json(self.network.config, self.max_draft_tokens)
         save(FORMAT, self, path, config)
@@ -214,41 +218,53 @@ class Eagle3(FeatureDrafter):
         last = take(tokens, jnp.arange(batch), jnp.maximum(lengths - 1, 0))
         randomness = Randomness(keys, sampling)
 
+        # The cache is read alone. Pairs of drafts lie beside it, in rows that have a place from the
+        # first step on: what attention needs to know of the rows is the same in all steps.
+        a, depth = self.network.architecture, self.max_depth
+        seen = BlockRows.behind(state.cache.lengths, wanted > 0, depth)
+        fresh = jnp.zeros((batch, depth, a.heads + 2 * a.kv_heads, a.head_dim), self.network.dtype)
+
         def unfinished(carry):
             step, draft, *_ = carry
             return step < jnp.max(draft.counts)
 
         def advance(carry):
-            step, draft, token, feature, cache = carry
-            active = step < draft.counts
-            rows = pack(cache.lengths, active.astype(jnp.int32), batch)
-            out, cache = self._run(
-                cache, take(token, rows.samples), take(feature, rows.samples), rows
-            )
-            of_samples = jnp.clip(rows.offsets, 0, batch - 1)
-            logits = head_logits(self.head, take(out.normed, of_samples))
-            draft = self._extend(draft, step, logits, lengths, randomness)
-            feature = take(out.feature, of_samples)
-            token = lax.dynamic_index_in_dim(draft.tokens, step, axis=1, keepdims=False)
-            return step + 1, draft, token, feature, cache
+            step, draft, token, feature, fresh = carry
+            out = self._run(state.cache, seen, fresh, step, (feature, token))
+            logits = head_logits(self.head, out.normed)
+            draft, token = self._extend(draft, step, logits, lengths, randomness)
+            return step + 1, draft, token, out.feature, put(fresh, out.qkv, step)
 
         begun = self.begin(wanted, sampling)
-        start = (jnp.zeros((), jnp.int32), begun, last, state.feature, state.cache)
-        _, draft, _, _, cache = lax.while_loop(unfinished, advance, start)
-        # The keys and values of drafts are left behind the committed ones, and written over.
-        cache = dataclasses.replace(cache, lengths=state.cache.lengths)
-        return draft.finished(self.max_draft_tokens), dataclasses.replace(state, cache=cache)
+        start = (jnp.zeros((), jnp.int32), begun, last, state.feature, fresh)
+        _, draft, *_ = lax.while_loop(unfinished, advance, start)
+        return draft.finished(self.max_draft_tokens), state
 
     def _run(
-        self, cache: KVCache, token_ids, features, rows: PackedRows
-    ) -> tuple[PairOutput, KVCache]:
-        """The output for one pair of every sample, whose keys and values are committed."""
-        kernels, (cached,) = self.kernels, cache.layers
+        self,
+        cache: KVCache,
+        seen: BlockRows,
+        fresh: Float[Array, "b k h d"],
+        step: Int32[Array, ""],
+        pairs: tuple[Float[Array, "b e"], Int32[Array, "b"]],
+    ) -> PairOutput:
+        """The output for the pair at place `step` of every sample's draft.
+
+        Args:
+            seen: the rows of all pairs of the draft.
+            fresh: the queries, keys and values of the pairs before.
+            pairs: features and tokens.
+        """
+        features, token_ids = pairs
+        batch, depth = fresh.shape[:2]
 
         def see(qkv, kind):
-            options = {"max_rows_per_sample": 1}
-            return attend(kernels.attention, qkv, cached, rows, cache.visible, **options)
+            packed = put(fresh, qkv, step).reshape(batch * depth, *qkv.shape[1:])
+            options = {"max_rows_per_sample": depth}
+            (cached,), attention = cache.layers, self.kernels.attention
+            out = attend(attention, packed, cached, seen.rows, seen.visible, **options)
+            out = out.reshape(batch, depth, *out.shape[1:])
+            return lax.dynamic_index_in_dim(out, step, axis=1, keepdims=False)
 
-        out = self.network.run(features, embed(self.embeddings, token_ids), rows.positions, see)
-        path = AcceptedPath.prefix(rows, rows.counts)
-        return out, cache.commit((out.qkv,), rows, path, kernels.update)
+        embeddings = embed(self.embeddings, token_ids)
+        return self.network.run(features, embeddings, seen.visible.lengths + step, see)

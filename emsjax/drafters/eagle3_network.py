@@ -17,6 +17,8 @@ from emsjax.models.layers import Angles, DecoderLayer, Norm, add_norm, residual_
 from emsjax.models.linears import linear, new_linear
 from emsjax.models.rotary import angles
 from emsjax.models.schema import Relation, flag
+from pallas_kernels.add_norm import xla as plain
+from pallas_kernels.common.numerics import is_invariant
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +98,19 @@ class Eagle3Layer(DecoderLayer):
         return self.attend(pair, angles, queries)[1]
 
     def _normalised(self, features, embeddings):
-        normed = self.feature_norm(features)
-        return normed, jnp.concatenate([self.attention_norm(embeddings), normed], axis=-1)
+        norms = (self.attention_norm, self.feature_norm)
+        both = normalised_together(norms, (embeddings, features))
+        return both[:, 1], both.reshape(len(both), -1)
+
+
+def normalised_together(
+    norms: tuple[Norm, Norm], vectors: tuple[Float[Array, "r e"], Float[Array, "r e"]]
+) -> Float[Array, "r 2 e"]:
+    """Each row's vectors, normalised in one pass where numerics allow it."""
+    if is_invariant():
+        return jnp.stack([norm(x) for norm, x in zip(norms, vectors, strict=True)], axis=1)
+    scales = jnp.stack([norm.scale[...] for norm in norms])
+    return plain.normalise(jnp.stack(vectors, axis=1), scales, None, norms[0].plain)
 
 
 class PairOutput(NamedTuple):

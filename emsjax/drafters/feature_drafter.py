@@ -3,23 +3,23 @@
 Axis legend: see `emsjax.decode.pack`; w = draft vocabulary.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from emsjax.checks import MOST, check_at_least, check_instance
 from emsjax.decode.base import ModelConfig
-from emsjax.decode.cache import KVCache
-from emsjax.decode.kernels import Kernels, resolve_kernels
-from emsjax.decode.pack import AcceptedPath, PackedRows
+from emsjax.decode.cache import KVCache, with_rows
+from emsjax.decode.kernels import Kernels, Visible, resolve_kernels
+from emsjax.decode.pack import PackedRows
 from emsjax.device import tree_bytes
 from emsjax.drafters.feature_network import FeatureConfig, FeatureNetwork
 from emsjax.drafters.growing import GrowingDraft, GrowingDrafter, Randomness
-from pallas_kernels.common.indexing import take
 
 
 class Shared(NamedTuple):
@@ -141,17 +141,27 @@ class FeatureDrafter(GrowingDrafter):
         logits: Float[Array, "b w"],
         lengths: Int32[Array, "b"],
         randomness: Randomness,
-    ) -> GrowingDraft:
-        """The draft with a token of the network's logits at place `step` of every sample."""
-        logits = self._on_vocabulary(logits)
-        return draft.extended(step, logits, lengths, randomness, self.process)
+    ) -> tuple[GrowingDraft, Int32[Array, "b"]]:
+        """The draft with a token of the network's logits at place `step` of every sample, and the
+        tokens."""
+        logits, ids = self._columns(logits, randomness)
+        return draft.extended(step, logits, lengths, randomness, self.process, ids)
 
-    def _on_vocabulary(self, logits: Float[Array, "b w"]) -> Float[Array, "b v"]:
-        """The logits of all of the target's tokens, -inf for those that cannot be drafted."""
-        if self.draft_ids is None:
-            return logits
-        none = jnp.full((logits.shape[0], self.probs_width), -jnp.inf, logits.dtype)
-        return none.at[:, self.draft_ids].set(logits, unique_indices=True)
+    def _columns(
+        self, logits: Float[Array, "... w"], randomness: Randomness
+    ) -> tuple[Float[Array, "... v"], Int32[Array, "v"] | None]:
+        """The logits from which tokens are chosen, and the token of each column.
+
+        Processors, draws and the distributions of drawn tokens are over all of the target's tokens,
+        of which those that cannot be drafted have the logit -inf. The ids are then None. Otherwise
+        the likeliest token is found among those that can be drafted.
+        """
+        few = self.branches > self.network.config.draft_vocab_size
+        sees_all = self.process is not None or randomness.sampling is not None or few
+        if self.draft_ids is None or not sees_all:
+            return logits, self.draft_ids
+        none = jnp.full((*logits.shape[:-1], self.probs_width), -jnp.inf, logits.dtype)
+        return none.at[..., self.draft_ids].set(logits, unique_indices=True), None
 
 
 def check_fits(mine: FeatureConfig, config: ModelConfig) -> None:
@@ -182,6 +192,38 @@ def check_fits(mine: FeatureConfig, config: ModelConfig) -> None:
         )
 
 
+class BlockRows(NamedTuple):
+    """Rows of a network's own call, as many of every sample, in the order of samples.
+
+    Samples that draft nothing have rows too, which see each other alone: so nothing is packed.
+
+    Attributes:
+        rows: where the rows belong.
+        visible: what they see of the cache.
+    """
+
+    rows: PackedRows
+    visible: Visible
+
+    @classmethod
+    def behind(
+        cls, lengths: Int32[Array, "b"], active: Bool[Array, "b"], count: int
+    ) -> "BlockRows":
+        """`count` rows behind the committed ones.
+
+        Args:
+            lengths: committed rows of each sample.
+            active: the samples that draft.
+        """
+        batch = lengths.shape[0]
+        seen = jnp.where(active, lengths, 0)
+        samples = np.repeat(np.arange(batch, dtype=np.int32), count)
+        places = (seen[:, None] + jnp.arange(count, dtype=jnp.int32)).reshape(-1)
+        offsets = jnp.arange(batch, dtype=jnp.int32) * count
+        counts = jnp.full(batch, count, jnp.int32)
+        return cls(PackedRows(jnp.asarray(samples), places, offsets, counts), Visible(seen))
+
+
 def append(
     cache: KVCache,
     fresh: tuple[Float[Array, "r h d"], ...],
@@ -199,7 +241,5 @@ def append(
     """
     samples = jnp.arange(cache.lengths.shape[0], dtype=jnp.int32)
     counts = jnp.sum(segment_ids == samples[:, None], axis=1, dtype=jnp.int32)
-    rows = PackedRows(segment_ids, places, jnp.zeros_like(counts), counts)
-    ranks = places - take(cache.lengths, rows.samples)
-    path = AcceptedPath(jnp.where(segment_ids < len(samples), ranks, -1), counts)
-    return cache.commit(fresh, rows, path, update)
+    layers = with_rows(cache, fresh, segment_ids, places, update)
+    return dataclasses.replace(cache, layers=layers, lengths=cache.lengths + counts)

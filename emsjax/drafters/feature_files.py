@@ -30,6 +30,7 @@ from emsjax.models.saving import write_json
 from emsjax.models.schema import shown
 from emsjax.models.stored import StoredTensor, listed, read_json
 from emsjax.models.weight_files import PYTORCH, SAFETENSORS, open_weights
+from pallas_kernels.matmul import narrow
 
 IDS = "d2t"  # the target's id of each draft token, less the draft token's own id
 MARKS = "t2d"  # which of the target's tokens can be drafted
@@ -79,6 +80,7 @@ def load_drafter(
     *,
     dtype: DTypeLike | None,
     revision: str | None,
+    quantize: str | None,
     **settings: Any,
 ) -> FeatureDrafter:
     """A drafter from its folder.
@@ -90,8 +92,11 @@ def load_drafter(
     Raises:
         ValueError: see `emsjax.Eagle3.from_pretrained`.
     """
-    parts = load(form, path_or_repo_id, target, dtype=dtype, revision=revision)
-    drafter = make(*parts, **settings)
+    if quantize is not None:
+        narrow.check_format(quantize)
+    network, *rest = load(form, path_or_repo_id, target, dtype=dtype, revision=revision)
+    network = network if quantize is None else network.quantize(quantize)
+    drafter = make(network, *rest, **settings)
     if target is not None:
         drafter.check_target(target.config, 0)
     return drafter
@@ -150,12 +155,16 @@ def save(
     """Writes a drafter's weights, and this description of it as config.json.
 
     Raises:
-        ValueError: `path` is a file.
+        ValueError: `path` is a file, or weights are narrow.
     """
-    folder = Path(path)
+    folder, network = Path(path), drafter.network
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"path {folder} is a file, not a folder")
-    network = drafter.network
+    if network.quantization is not None:
+        raise ValueError(
+            f"a drafter with weights in {network.quantization} cannot be saved: save it before "
+            "its weights are rounded"
+        )
     variables = dict(nnx.to_flat_state(nnx.state(network)))
     tensors = {}
     for weight in parameters.weights_of(network, form.family, torch_layout=True):

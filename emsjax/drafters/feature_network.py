@@ -5,6 +5,7 @@ Axis legend: see `emsjax.decode.pack`; w = draft vocabulary.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -16,11 +17,12 @@ import pallas_kernels
 from emsjax.decode.cache import KVCache
 from emsjax.models.architecture import Architecture
 from emsjax.models.layers import Norm
-from emsjax.models.linears import linear, new_linear
+from emsjax.models.linears import linear, narrow_linear, new_linear, quantize_layer
 from emsjax.models.llama import LlamaConfig
 from emsjax.models.qwen import Qwen3Config
 from emsjax.models.schema import Config, Relation, count, field, flag, many
 from pallas_kernels.common.indexing import take
+from pallas_kernels.matmul import narrow
 
 LAYER_CONFIGS = {"llama": LlamaConfig, "qwen3": Qwen3Config}  # by model_type
 
@@ -84,6 +86,9 @@ class FeatureNetwork(nnx.Module):
         dtype: type of weights, products and cache.
     """
 
+    quantization: str | None = None  # the format of weights, if they are narrow
+    layers: Sequence[nnx.Module]
+
     def __init__(self, config: FeatureConfig, *, rngs: nnx.Rngs, dtype=jnp.float32):
         dtype = jnp.dtype(dtype)
         a = self.architecture = config.architecture
@@ -103,10 +108,36 @@ class FeatureNetwork(nnx.Module):
         return linear(self.fc, jnp.concatenate([tap.astype(self.dtype) for tap in taps], axis=-1))
 
     def astype(self, dtype) -> "FeatureNetwork":
-        """Returns a network with the same weights, converted to this dtype."""
+        """Returns a network with the same weights, converted to this dtype.
+
+        Raises:
+            ValueError: the weights are narrow.
+        """
+        if self.quantization is not None:
+            raise ValueError(f"weights in {self.quantization} have no other dtype")
         make = lambda: type(self)(self.config, rngs=nnx.Rngs(0), dtype=dtype)
         graph, _ = nnx.split(nnx.eval_shape(make))
         return nnx.merge(graph, jax.tree.map(lambda x: x.astype(dtype), nnx.state(self)))
+
+    def quantize(self, format: str) -> "FeatureNetwork":
+        """Returns a network whose layers and product of hidden states have weights in a narrow
+        format; others are shared.
+
+        Args:
+            format: "int8", "fp8", "int4" or "int8-weights"; see `emsjax.from_pretrained`.
+
+        Raises:
+            ValueError: the format is unknown, or the weights are narrow already.
+        """
+        narrow.check_format(format)
+        if self.quantization is not None:
+            raise ValueError(f"the weights are in {self.quantization} already")
+        network = nnx.merge(*nnx.split(self))
+        network.quantization = format
+        narrow_linear(network, "fc", narrow.quantize(network.fc.kernel[...], format=format))
+        for layer in network.layers:
+            quantize_layer(layer, format)
+        return network
 
     def init_cache(self, batch: int, max_len: int) -> KVCache:
         """An empty cache of the draft layers."""

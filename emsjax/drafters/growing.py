@@ -1,10 +1,12 @@
 """Drafts that grow by a token of every sample at a time, and the drafters that make them.
 
-Axis legend: see `emsjax.decode.pack`; m = candidates for a token.
+Axis legend: see `emsjax.decode.pack`; m = candidates for a token, n = tokens that can
+be drafted.
 """
 
 from typing import ClassVar, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32, Key
@@ -22,6 +24,7 @@ from emsjax.sampling import (
 from emsjax.sampling.processors import Processing
 from emsjax.trees import most_likely
 from emsjax.values import pytree
+from pallas_kernels.common.indexing import take
 
 
 class GrowingDrafter(Drafter):
@@ -107,11 +110,22 @@ class Candidates(NamedTuple):
         shape = (batch, k, branches)
         return cls(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
 
-    def with_logits(self, logits: Float[Array, "b v"], step: Int32[Array, ""]) -> "Candidates":
-        """The candidates with those of one more step."""
-        best, tokens = lax.top_k(log_softmax(logits), self.tokens.shape[2])
+    def with_logits(
+        self,
+        logits: Float[Array, "b n"],
+        step: int | Int32[Array, ""],
+        ids: Int32[Array, "n"] | None,
+    ) -> tuple["Candidates", Int32[Array, "b"]]:
+        """The candidates with those of one more step, and the likeliest of these.
+
+        Args:
+            ids: see `GrowingDraft.extended`.
+        """
+        best, columns = lax.top_k(log_softmax(logits), self.tokens.shape[2])
         probs = jnp.where(jnp.isfinite(best), jnp.exp(jnp.minimum(best, 0)), 0)
-        return Candidates(self.tokens.at[:, step].set(tokens), self.probs.at[:, step].set(probs))
+        tokens = tokens_of(columns, ids)
+        found = Candidates(put(self.tokens, tokens, step), put(self.probs, probs, step))
+        return found, tokens[:, 0]
 
     def tree(self, depths: Int32[Array, "b"], k: int) -> Draft:
         """The k likeliest paths of up to depths[s] tokens, the likeliest first."""
@@ -133,10 +147,30 @@ class Randomness(NamedTuple):
     keys: Key[Array, "b"] | None
     sampling: Sampling | None
 
+    def repeated(self, count: int) -> "Randomness":
+        """That of `count` rows of each sample, which are side by side."""
+        return jax.tree.map(lambda x: jnp.repeat(x, count, axis=0), self)
+
+    def choose(
+        self, logits: Float[Array, "r v"], positions: Int32[Array, "r"]
+    ) -> tuple[Int32[Array, "r"], Float[Array, "r v"] | None]:
+        """A token of each row, and the distributions if tokens are drawn.
+
+        What is drawn depends on the row's key, its position and its logits alone.
+
+        Args:
+            positions: of the tokens in their sequences.
+        """
+        if self.sampling is None:
+            return jnp.argmax(logits, axis=-1).astype(jnp.int32), None
+        logits = warp(logits, self.sampling)
+        keys = position_keys(self.keys, positions, Purpose.DRAFT)
+        return draw(logits, self.sampling.temperature, keys), softmax(logits)
+
 
 @pytree
 class GrowingDraft:
-    """A draft that grows by a token of every sample at a time.
+    """A draft that grows by a token of every sample at a time, or by all tokens at once.
 
     Attributes:
         tokens, counts, probs: as in a `Draft`; `counts` is what each sample wants. For a tree,
@@ -150,14 +184,20 @@ class GrowingDraft:
     def extended(
         self,
         step: int | Int32[Array, ""],
-        logits: Float[Array, "b v"],
+        logits: Float[Array, "b n"],
         lengths: Int32[Array, "b"],
         randomness: Randomness,
         process: Processing | None,
-    ) -> "GrowingDraft":
-        """The draft with a token of these logits at place `step` of every sample.
+        ids: Int32[Array, "n"] | None = None,
+    ) -> tuple["GrowingDraft", Int32[Array, "b"]]:
+        """The draft with a token of these logits at place `step` of every sample, and the tokens.
 
         A draft ends where no token is allowed.
+
+        Args:
+            lengths: tokens of each sample before the draft.
+            ids: the token of each column of the logits, if nothing is drawn or processed; None: all
+                tokens have columns, in order.
         """
         tokens, counts, probs = self.tokens, self.counts, self.probs
         if process is not None:
@@ -165,22 +205,51 @@ class GrowingDraft:
             logits = process(logits, tokens, samples, jnp.full_like(samples, step))
             stuck = jnp.all(logits == -jnp.inf, axis=-1)
             counts = jnp.where(stuck, jnp.minimum(counts, step), counts)
-        keys, sampling = randomness
-        if sampling is not None:
-            logits = warp(logits, sampling)
         if isinstance(probs, Candidates):
-            probs = probs.with_logits(logits, step)
-            token = probs.tokens[:, step, 0]
-        elif sampling is None:
-            token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+            if randomness.sampling is not None:
+                logits = warp(logits, randomness.sampling)
+            probs, token = probs.with_logits(logits, step, ids)
         else:
-            step_keys = position_keys(keys, lengths + step, Purpose.DRAFT)
-            token = draw(logits, sampling.temperature, step_keys)
-            probs = probs.at[:, step].set(softmax(logits))
-        return GrowingDraft(tokens.at[:, step].set(token), counts, probs)
+            token, drawn_from = randomness.choose(logits, lengths + step)
+            token = tokens_of(token, ids)
+            probs = probs if drawn_from is None else put(probs, drawn_from, step)
+        return GrowingDraft(put(tokens, token, step), counts, probs), token
+
+    def filled(
+        self,
+        logits: Float[Array, "b k n"],
+        lengths: Int32[Array, "b"],
+        randomness: Randomness,
+        ids: Int32[Array, "n"] | None = None,
+    ) -> "GrowingDraft":
+        """The chain with tokens of these logits at all places, the same as `extended` chooses.
+
+        Args:
+            logits: of every place, which do not depend on the tokens before.
+            lengths, ids: see `extended`.
+        """
+        batch, count, width = logits.shape
+        positions = (lengths[:, None] + jnp.arange(count, dtype=jnp.int32)).reshape(-1)
+        rows = logits.reshape(-1, width)
+        token, drawn_from = randomness.repeated(count).choose(rows, positions)
+        tokens = tokens_of(token, ids).reshape(batch, count)
+        probs = None if drawn_from is None else drawn_from.reshape(batch, count, -1)
+        return GrowingDraft(tokens, self.counts, probs)
 
     def finished(self, most: int) -> Draft:
         """The draft, of up to `most` tokens."""
         if isinstance(self.probs, Candidates):
             return self.probs.tree(self.counts, most)
         return Draft(self.tokens, self.counts, self.probs)
+
+
+def tokens_of(columns: Int32[Array, "..."], ids: Int32[Array, "n"] | None) -> Int32[Array, "..."]:
+    """The tokens of columns of logits: see `GrowingDraft.extended`."""
+    return columns if ids is None else take(ids, columns)
+
+
+def put(
+    block: Array, column: Array, step: int | Int32[Array, ""]
+) -> Float[Array, "b k ..."] | Int32[Array, "b k ..."]:
+    """The block [b, k, ...] with `column` at place `step`, which is one of its places."""
+    return lax.dynamic_update_index_in_dim(block, column, step, axis=1)

@@ -118,12 +118,18 @@ def add_numerics(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_quantize(parser: argparse.ArgumentParser) -> None:
-    """Adds the option for narrow weights."""
+def add_quantize(
+    parser: argparse.ArgumentParser, option: str = "--quantize", default: str = "the model"
+) -> None:
+    """Adds an option for narrow weights.
+
+    Args:
+        default: whose weights stay as they are without it.
+    """
     parser.add_argument(
-        "--quantize",
+        option,
         choices=WEIGHT_FORMATS,
-        help="weights of the layers in 8 or 4 bits (default: as the model has them)",
+        help=f"weights of the layers in 8 or 4 bits (default: as {default} has them)",
     )
 
 

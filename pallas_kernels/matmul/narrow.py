@@ -131,7 +131,7 @@ class NarrowWeight:
 
 def check_format(format: str) -> None:
     """Raises ValueError for a name that is not one of FORMATS."""
-    if format not in FORMATS:
+    if not isinstance(format, str) or format not in FORMATS:
         known = ", ".join(map(repr, FORMATS))
         raise ValueError(f"quantize must be None or one of {known}, not {format!r}")
 
