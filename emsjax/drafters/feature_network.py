@@ -17,7 +17,13 @@ import pallas_kernels
 from emsjax.decode.cache import KVCache
 from emsjax.models.architecture import Architecture
 from emsjax.models.layers import Norm
-from emsjax.models.linears import linear, narrow_linear, new_linear, quantize_layer
+from emsjax.models.linears import (
+    copy_to_quantize,
+    linear,
+    narrow_linear,
+    new_linear,
+    quantize_layer,
+)
 from emsjax.models.llama import LlamaConfig
 from emsjax.models.qwen import Qwen3Config
 from emsjax.models.schema import Config, Relation, count, field, flag, many
@@ -129,11 +135,7 @@ class FeatureNetwork(nnx.Module):
         Raises:
             ValueError: the format is unknown, or the weights are narrow already.
         """
-        narrow.check_format(format)
-        if self.quantization is not None:
-            raise ValueError(f"the weights are in {self.quantization} already")
-        network = nnx.merge(*nnx.split(self))
-        network.quantization = format
+        network = copy_to_quantize(self, format)
         narrow_linear(network, "fc", narrow.quantize(network.fc.kernel[...], format=format))
         for layer in network.layers:
             quantize_layer(layer, format)

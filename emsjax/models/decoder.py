@@ -24,12 +24,11 @@ from emsjax.models.layers import (
     residual_stream,
     run_layer,
 )
-from emsjax.models.linears import new_linear, project, quantize_layer
+from emsjax.models.linears import copy_to_quantize, new_linear, project, quantize_layer
 from emsjax.models.rotary import angles
 from emsjax.models.splitting import Placement, specs_of
 from emsjax.tensor_parallel import REPLICATED, TensorParallel, side_by_side, take_rows
 from pallas_kernels.common.indexing import take
-from pallas_kernels.matmul import narrow
 
 CACHE_SIZES = ("num_layers", "kv_heads", "head_dim")
 
@@ -296,11 +295,7 @@ class Decoder(nnx.Module):
         Raises:
             ValueError: the format is unknown, or the weights are narrow already.
         """
-        narrow.check_format(format)
-        if self.quantization is not None:
-            raise ValueError(f"the weights are in {self.quantization} already")
-        model = nnx.merge(*nnx.split(self))
-        model.quantization = format
+        model = copy_to_quantize(self, format)
         place = Placement(self.architecture, self.parallel)
         for layer in model.layers:
             place.quantize(layer, format)

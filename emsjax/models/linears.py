@@ -70,6 +70,20 @@ def narrow_linear(layer: nnx.Module, name: str, weight: NarrowWeight) -> None:
     setattr(layer, name, NarrowLinear(weight, getattr(layer, name).bias))
 
 
+def copy_to_quantize(model: nnx.Module, format: str):
+    """A copy of a model or network that shares its arrays, for layers with narrow weights.
+
+    Raises:
+        ValueError: the format is unknown, or the weights are narrow already.
+    """
+    narrow.check_format(format)
+    if model.quantization is not None:
+        raise ValueError(f"the weights are in {model.quantization} already")
+    copied = nnx.merge(*nnx.split(model))
+    copied.quantization = format
+    return copied
+
+
 def quantize_layer(layer: nnx.Module, format: str) -> None:
     """Gives a decoder layer weights in a narrow format."""
     for name in LINEARS:

@@ -11,6 +11,7 @@ and a tile may have nearly any number of rows.
 
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -47,17 +48,38 @@ def launch(
 ) -> Array:
     """[rows, outputs], or shares [splits, rows, outputs]: see `pallas_kernels.linear`."""
     (rows, inputs), outputs = x.shape, weight.shape[0 if transposed else 1]
+    kernel = functools.partial(
+        _kernel,
+        tiling=tiling,
+        activation=activation,
+        transposed=transposed,
+        biased=bias is not None,
+    )
+    out = jax.ShapeDtypeStruct((rows, outputs), dtype)
+    run = over_tiles(kernel, out, tiling, name=f"linear_{inputs}x{outputs}", interpret=interpret)
+    return run(x, weight, *(() if bias is None else (bias,)))
+
+
+def over_tiles(
+    kernel: Callable[..., None],
+    out: jax.ShapeDtypeStruct,
+    tiling: Tiling,
+    *,
+    name: str,
+    interpret: bool,
+) -> Callable[..., Array]:
+    """Runs a kernel on all tiles of its output.
+
+    Args:
+        kernel: computes the tile of a thread block: see `place`.
+        out: the output, [rows, outputs]; with several splits each has one of this shape.
+        name: for profiles.
+    """
     shares = (tiling.splits,) if tiling.splits > 1 else ()
-    row_clusters, column_clusters = clusters(rows, outputs, tiling)
+    row_clusters, column_clusters = clusters(*out.shape, tiling)
     return plgpu.kernel(
-        functools.partial(
-            _kernel,
-            tiling=tiling,
-            activation=activation,
-            transposed=transposed,
-            biased=bias is not None,
-        ),
-        out_type=jax.ShapeDtypeStruct((*shares, rows, outputs), dtype),
+        kernel,
+        out_type=jax.ShapeDtypeStruct((*shares, *out.shape), out.dtype),
         # Tiles with the same columns run at the same time, so that weights are read once.
         grid=(tiling.splits, row_clusters * column_clusters),
         grid_names=("split", "tile"),
@@ -65,10 +87,10 @@ def launch(
         cluster_names=("neighbour",),
         num_threads=tiling.warpgroups + 1,
         thread_name="warpgroup",
-        kernel_name=f"linear_{inputs}x{outputs}",
+        kernel_name=name,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=plgpu.InterpretGPUParams() if interpret else None,
-    )(x, weight, *(() if bias is None else (bias,)))
+    )
 
 
 def _kernel(

@@ -59,32 +59,19 @@ def launch(
 ) -> Array:
     """[rows, outputs], or shares [splits, rows, outputs]: see `pallas_kernels.linear`."""
     (rows, inputs), outputs, kind = x.shape, weight.shape[1], weight.kind
-    row_clusters, column_clusters = mosaic.clusters(rows, outputs, tiling)
-    padded = row_clusters * tiling.rows
+    padded = mosaic.clusters(rows, outputs, tiling)[0] * tiling.rows
     values, scales, second = narrow_triton.round_rows(x, kind, padded=padded, interpret=interpret)
     numbers, counts = list_second(second, tiling.splits, interpret=interpret)
-    shares = (tiling.splits,) if tiling.splits > 1 else ()
-    optional = () if bias is None else (bias,)
-    return plgpu.kernel(
-        functools.partial(_kernel, tiling=tiling, kind=kind, activation=activation),
-        out_type=jax.ShapeDtypeStruct((*shares, rows, outputs), dtype),
-        grid=(tiling.splits, row_clusters * column_clusters),
-        grid_names=("split", "tile"),
-        cluster=(tiling.cluster,),
-        cluster_names=("neighbour",),
-        num_threads=tiling.warpgroups + 1,
-        thread_name="warpgroup",
-        kernel_name=f"narrow_linear_{inputs}x{outputs}",
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-        interpret=plgpu.InterpretGPUParams() if interpret else None,
-    )(
+    kernel = functools.partial(_kernel, tiling=tiling, kind=kind, activation=activation)
+    out, name = jax.ShapeDtypeStruct((rows, outputs), dtype), f"narrow_linear_{inputs}x{outputs}"
+    return mosaic.over_tiles(kernel, out, tiling, name=name, interpret=interpret)(
         values.reshape(2 * padded, inputs),
         scales.reshape(-1, padded),
         numbers,
         counts,
         weight.values,
         weight.scales.reshape(outputs).astype(jnp.float32),
-        *optional,
+        *(() if bias is None else (bias,)),
     )
 
 
