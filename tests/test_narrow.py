@@ -102,6 +102,8 @@ def check_products(x, weight, activation, gated, options):
     if gated:
         gate, up = np.split(expected, 2, axis=1)
         expected = ACTIVATIONS_IN_NUMPY[activation](gate) * up
+    elif activation is not None:
+        expected = ACTIVATIONS_IN_NUMPY[activation](expected)
     close(out, expected, dtype, format, rounded=True)
 
 

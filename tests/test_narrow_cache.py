@@ -13,7 +13,14 @@ import emsjax
 import pallas_kernels
 from emsjax.engine.memory import MemoryPlan
 from emsjax.testing import assert_invariant, assert_lossless
-from pallas_kernels.common.narrow_rows import FORMATS, NarrowRows, round_rows
+from pallas_kernels.common.narrow_rows import (
+    FORMATS,
+    FP8_TO_BFLOAT16,
+    INT8_TO_BFLOAT16,
+    NarrowRows,
+    round_packed,
+    round_rows,
+)
 
 FORMAT = pytest.mark.parametrize("format", FORMATS)
 ROWS, BATCH, LENGTH, KV_HEADS, GROUP, DIM = 9, 3, 24, 2, 2, 16
@@ -56,6 +63,53 @@ def test_rows_of_zeros_and_rows_that_are_not_finite(format):
     np.testing.assert_array_equal(NarrowRows.zeros((2, DIM), format).widen(jnp.float32), 0)
 
 
+@FORMAT
+def test_instructions_that_widen_four_numbers_are_exact(format):
+    codes = jnp.arange(256, dtype=jnp.uint8).view(FORMATS[format].dtype)
+    words = np.asarray(codes).view(np.uint32)
+    program = {"int8": INT8_TO_BFLOAT16, "fp8": FP8_TO_BFLOAT16}[format]
+    halves = run_ptx(program, words)
+    wide = np.stack(halves, axis=1).reshape(-1).view(jnp.bfloat16)
+    usable = np.abs(np.asarray(codes, np.float32)) <= FORMATS[format].largest
+    assert usable.sum() > 230
+    exact = np.asarray(codes, np.float32)[usable]
+    np.testing.assert_array_equal(np.asarray(wide, np.float32)[usable], exact)
+
+
+def run_ptx(program, words):
+    """Results $0 and $1 of inline assembly with the instructions used here; $2 is `words`."""
+    of = {"$2": words.astype(np.uint64)}
+    value = lambda name: of[name] if name in of else np.uint64(int(name, 0))
+    lanes = lambda x: np.asarray(x, np.uint32).view(jnp.bfloat16).astype(np.float32)
+
+    def permuted(a, b, selector):
+        source = (b << np.uint64(32)) | a
+        byte = lambda i: (
+            (source >> np.uint64(8 * ((int(selector) >> (4 * i)) & 7))) & np.uint64(255)
+        )
+        return sum(byte(i) << np.uint64(8 * i) for i in range(4))
+
+    def multiplied(a, b, c):
+        arrays = (np.broadcast_to(x, words.shape).astype(np.uint32) for x in (a, b, c))
+        a, b, c = map(lanes, arrays)
+        return (a * b + c).astype(jnp.bfloat16).view(np.uint32).astype(np.uint64)
+
+    operations = {
+        "mov.b32": lambda a: a,
+        "prmt.b32": permuted,
+        "shr.b32": lambda a, n: a >> n,
+        "and.b32": lambda a, b: a & b,
+        "lop3.b32": lambda a, b, c, table: {0xEA: (a & b) | c}[int(table)],
+        "fma.rn.bf16x2": multiplied,
+    }
+    for line in program.strip("{}\n").split(";"):
+        if (line := line.strip()) and not line.startswith(".reg"):
+            name, _, rest = line.partition(" ")
+            target, *arguments = (part.strip() for part in rest.split(","))
+            of[target] = operations[name](*map(value, arguments))
+    return of["$0"].astype(np.uint32), of["$1"].astype(np.uint32)
+
+
 def arrays(format):
     """Fresh rows, a cache in 8 bits, and places; entries beyond the lengths hold NaN."""
     shape = BATCH, LENGTH, KV_HEADS, DIM
@@ -85,7 +139,11 @@ def test_attention_has_the_bits_of_a_wide_cache(format, numerics, implementation
     attend = jax.jit(attend)
     wide = [x.widen(qkv.dtype) for x in caches]
     out = attend(qkv, None, None, *caches, *places)
-    np.testing.assert_array_equal(out, attend(qkv, None, None, *wide, *places))
+    rounded = round_packed(qkv, caches[0])
+    assert np.any(rounded != qkv)
+    np.testing.assert_array_equal(out, attend(rounded, None, None, *wide, *places))
+    separate = qkv[:, : -2 * KV_HEADS], qkv[:, -2 * KV_HEADS : -KV_HEADS], qkv[:, -KV_HEADS:]
+    np.testing.assert_array_equal(out, attend(*separate, *caches, *places))
     assert np.isfinite(np.asarray(out, np.float32)).all()
 
 

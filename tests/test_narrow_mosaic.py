@@ -16,7 +16,12 @@ from pallas_kernels.matmul.narrow import FORMATS, GROUP
 @needs_new_jax
 @pytest.mark.parametrize(
     ("format", "rows", "activation", "gated"),
-    [("int8", 70, None, False), ("fp8", 9, "silu", True)],
+    [
+        ("int8", 70, None, False),
+        ("fp8", 40, "silu", True),
+        ("int8", 5, "relu", False),
+        ("fp8", 9, None, False),
+    ],
 )
 def test_products_equal_numpy(format, rows, activation, gated, monkeypatch):
     monkeypatch.setattr(narrow_tiles, "FEWEST_BLOCKS", 2)  # so that sums are left in shares
@@ -53,32 +58,36 @@ def test_blocks_with_second_terms_are_listed(splits):
 
 @pytest.mark.skipif(IS_OLD, reason="jax 0.11 is the first to lower it")
 @pytest.mark.parametrize("format", ROUNDING)
-@pytest.mark.parametrize("rows", [64, 192])
+@pytest.mark.parametrize("rows", [8, 24, 64, 192])
 def test_the_kernel_lowers_for_cuda(format, rows):
     kind = FORMATS[format]
-    tiling = narrow_mosaic.tiling_for(rows, 512, 1024, kind, split=True)
+    tiling = narrow_mosaic.tiling_for(
+        rows, 2048, 1024, kind, split=True, dtype=jnp.dtype("bfloat16")
+    )
 
     def product(x, values, scales):
-        weight = narrow.NarrowWeight(values, scales, format=format, inputs=512)
-        options = {"tiling": tiling, "dtype": jnp.float32, "interpret": False}
+        weight = narrow.NarrowWeight(values, scales, format=format, inputs=2048)
+        options = {"tiling": tiling, "dtype": jnp.bfloat16, "interpret": False}
         return narrow_mosaic.launch(x, weight, None, **options)
 
-    shapes = (rows, 512, jnp.bfloat16), (1024, 512, kind.dtype), (1, 1024, jnp.float32)
+    shapes = (rows, 2048, jnp.bfloat16), (1024, 2048, kind.dtype), (1, 1024, jnp.float32)
     lower_for_cuda(product, *shapes, backend="mosaic_gpu")
 
 
-@pytest.mark.parametrize("rows", [8, 64, 192, 512])
+@pytest.mark.parametrize("rows", [1, 8, 30, 64, 192, 512])
 @pytest.mark.parametrize(("inputs", "outputs"), [(4096, 12288), (16384, 4096), (128, 64)])
 @pytest.mark.parametrize("split", [True, False])
 def test_tiles_cover_the_product_and_fit_on_the_device(rows, inputs, outputs, split):
-    tiling = narrow_tiles.tiling_for(rows, inputs, outputs, split=split)
+    tiling = narrow_tiles.tiling_for(rows, inputs, outputs, split=split, swap=True)
     assert inputs % (tiling.splits * GROUP) == outputs % (tiling.columns * tiling.cluster) == 0
     assert split or tiling.splits == 1
     if inputs > GROUP:
-        assert narrow_tiles.sums_fit(tiling.rows, tiling.columns, tiling.warpgroups)
-        own_rows = tiling.rows // tiling.warpgroups
-        assert own_rows % mosaic_tiles.UNIT == 0
-        stage = GROUP * (tiling.rows + tiling.columns) + 4 * tiling.rows
+        lanes = 2 * tiling.rows if tiling.swapped else tiling.rows
+        assert narrow_tiles.sums_fit(lanes, tiling.columns, tiling.warpgroups)
+        own = (tiling.columns if tiling.swapped else tiling.rows) // tiling.warpgroups
+        assert own % mosaic_tiles.UNIT == 0
+        assert not tiling.swapped or tiling.rows >= rows
+        stage = GROUP * (lanes + tiling.columns) + 4 * lanes
         staged = tiling.warpgroups * mosaic_tiles.UNIT * mosaic_tiles.LINE
         assert tiling.stages * stage + staged <= mosaic_tiles.SHARED_BYTES
 

@@ -12,7 +12,7 @@ import pallas_kernels
 from emsjax.decode.kernels import OwnAttention, Visible
 from emsjax.decode.pack import PackedRows
 from emsjax.returned import check_alike
-from pallas_kernels.common.narrow_rows import wide_array
+from pallas_kernels.common.narrow_rows import round_packed, wide_array
 
 
 def attend(
@@ -26,7 +26,8 @@ def attend(
     """Attention of one layer's fresh rows to its cache and to themselves.
 
     This library's attention reads queries, keys and values from one array. For a user's attention
-    they are copied into separate arrays, a cache in 8 bits is widened, and the result is checked.
+    they are copied into separate arrays and rounded as a cache in 8 bits has them, which is
+    widened, and the result is checked.
 
     Args:
         attention: a callable with the signature of `pallas_kernels.ragged_attention`.
@@ -45,7 +46,7 @@ def attend(
     called = getattr(attention, "func", attention)  # of functools.partial
     if isinstance(called, OwnAttention) or called is pallas_kernels.ragged_attention:
         return attention(qkv, None, None, cached.keys, cached.values, *places, **options)
-    kv_heads = cached.keys.shape[2]
+    kv_heads, qkv = cached.keys.shape[2], round_packed(qkv, cached.keys)
     query, fresh = qkv[:, : -2 * kv_heads], qkv[:, -2 * kv_heads :]
     key, value = fresh[:, :kv_heads], fresh[:, kv_heads:]
     caches = (wide_array(x, qkv.dtype) for x in (cached.keys, cached.values))

@@ -33,7 +33,6 @@ from emsjax.models.attention import attend
 from emsjax.models.linears import NarrowLinear, linear, new_linear, weight_and_bias
 from emsjax.tensor_parallel import sum_of_parts
 from pallas_kernels.add_norm import xla as plain
-from pallas_kernels.common.narrow_rows import round_fresh
 from pallas_kernels.common.numerics import is_invariant
 
 Angles = tuple[Float[Array, "r p"], Float[Array, "r p"]]  # cosines and sines
@@ -269,7 +268,6 @@ def run_layer(
     """
 
     def see(qkv, kind: AttentionKind):
-        qkv = round_fresh(qkv, cached.keys)
         limits = {"max_rows_per_sample": max_rows_per_sample}
         if kind.window is not None:
             limits["window"] = kind.window

@@ -6,7 +6,7 @@ from jax import Array
 
 from pallas_kernels.attention import reference, triton, xla
 from pallas_kernels.common.implementations import choose
-from pallas_kernels.common.narrow_rows import NarrowRows, wide_array
+from pallas_kernels.common.narrow_rows import NarrowRows, round_packed, rounded_like, wide_array
 from pallas_kernels.common.numbers import check_at_least, check_number
 from pallas_kernels.common.numerics import is_invariant
 from pallas_kernels.common.shapes import (
@@ -78,8 +78,9 @@ def ragged_attention(
             product computes them; the Triton kernel reads them in place.
         key, value: the fresh rows' keys and values, [rows, kv_heads, head_dim], or None.
         key_cache, value_cache: [batch, max_len, kv_heads, head_dim]; `heads` is a multiple of
-            `kv_heads`. With both in 8 bits, as `NarrowRows`, the Triton kernel widens what it
-            reads, and the other implementations a layer's cache.
+            `kv_heads`. With both in 8 bits, as `NarrowRows`, fresh keys and values are rounded as
+            these are; the Triton kernel widens what it reads, and the other implementations a
+            layer's cache.
         segment_ids: the sample of each row, int32 [rows]; batch for padding rows.
         positions: the position of each row within its sample, int32 [rows].
         cache_lengths: the number of committed entries of each sample, int32 [batch].
@@ -152,6 +153,9 @@ def ragged_attention(
     else:
         check_heads(query.shape[1], kv_heads)
     if name != "triton":
+        if key is None:
+            query = round_packed(query, key_cache)
+        key, value = (rounded_like(x, key_cache) for x in (key, value))
         key_cache, value_cache = (wide_array(x, query.dtype) for x in (key_cache, value_cache))
     arrays = query, key, value, key_cache, value_cache, segment_ids, positions, cache_lengths
     return IMPLEMENTATIONS[name](

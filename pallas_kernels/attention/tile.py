@@ -12,6 +12,7 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.attention.confine import confine
 from pallas_kernels.attention.tilings import Launch, Tiling, dims_of
 from pallas_kernels.attention.work_items import FIELDS
+from pallas_kernels.common.narrow_rows import format_of, round_rows, widen_in_kernel
 
 
 class Places(NamedTuple):
@@ -36,16 +37,20 @@ class Tile:
         head: the program's K/V head.
         index: the program's work item.
         item: the fields of the work item, by name.
+        format: the cache's, if it is narrow.
         query: the queries, [t, d].
         is_used: which lanes hold one, [t].
     """
 
-    def __init__(self, tiling: Tiling, launch: Launch, places: Places):
+    def __init__(self, tiling: Tiling, launch: Launch, places: Places, *, interpret: bool):
         self.tiling, self.launch, self.places = tiling, launch, places
+        self.interpret = interpret
         self.head, self.index = places.head, places.index
         fields = (places.items[i, self.index] for i in range(len(FIELDS)))
         self.item = item = dict(zip(FIELDS, fields, strict=True))
         self.kv_heads, self.head_dim = places.cached[0].shape[2:]
+        is_narrow = len(places.cached) > 2
+        self.format = format_of(places.cached[0].dtype) if is_narrow else None
         self.dims = dims_of(self.head_dim)[None, :]
         self.lane = jnp.arange(tiling.rows)
         self.sample_row = item["first"] - item["before"]  # the sample's first row
@@ -87,6 +92,8 @@ class Tile:
             self.load(ref.at[row[:, None], head, self.dims], row.shape[0], defined, other)
             for ref, head, other in zip(fresh, heads, others, strict=True)
         )
+        if self.format is not None:
+            loaded = (round_rows(x, self.format).widen(x.dtype) for x in loaded)
         return confine(*loaded)
 
     def load_cached(self, which: int, entry, defined=None):
@@ -105,7 +112,8 @@ class Tile:
         dtype = self.query.dtype
         if dtype == jnp.float16:  # in which a weight times a scale may be too small
             return (loaded.astype(jnp.float32) * scales[:, None]).astype(dtype), None
-        return loaded.astype(dtype), scales.astype(dtype)
+        wide = widen_in_kernel(loaded, dtype, interpret=self.interpret)
+        return wide, scales.astype(dtype)
 
     def descends(self, fresh):
         """Whether each lane's row sees the sample's fresh rows `fresh` [m], [t, m]."""

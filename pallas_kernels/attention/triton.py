@@ -125,6 +125,7 @@ def _launch(
             masks=tuple(masks),
             together=len(fresh) == 1,
             num_cached=len(cached),
+            interpret=interpret,
         ),
         # Neighbouring heads lie side by side in the cache and are read together.
         grid=(kv_heads, num_items + whole),
@@ -171,6 +172,7 @@ def _kernel(
     masks: tuple[str, ...],
     together: bool,
     num_cached: int,
+    interpret: bool,
 ):
     count = 1 if together else 3
     fresh, refs = refs[:count], refs[count:]
@@ -182,7 +184,7 @@ def _kernel(
     few, decoding = launch.few, launch.few is None
 
     def attend_tile(tiling=launch.tiling, decoding=decoding, one_block=launch.one_block):
-        tile = Tile(tiling, launch, places)
+        tile = Tile(tiling, launch, places, interpret=interpret)
         if launch.invariant:
             attend_parts(tile, decoding=decoding)
         else:

@@ -96,7 +96,8 @@ def update_kv_caches(
     Returns:
         The updated caches of each layer, in the caches' dtype: (key_caches, value_caches).
     """
-    update = IMPLEMENTATIONS[choose(implementation, IMPLEMENTATIONS, interpret)]
+    name = choose(implementation, IMPLEMENTATIONS, interpret)
+    update = IMPLEMENTATIONS[name]
     check_integers(segment_ids=segment_ids, positions=positions)
     layers = zip(key_caches, value_caches, keys, keys if values is None else values, strict=True)
     for key_cache, value_cache, key, value in layers:
@@ -114,14 +115,14 @@ def update_kv_caches(
         if values is None:
             check_packed_heads("keys", key, key_cache.shape[2])
     places = {"segment_ids": segment_ids, "positions": positions, "interpret": interpret}
-    if key_caches and isinstance(key_caches[0], NarrowRows):
+    if key_caches and isinstance(key_caches[0], NarrowRows) and name != "triton":
         return _update_narrow(update, key_caches, value_caches, keys, values, places)
     new_keys, new_values = update(key_caches, value_caches, keys, values, **places)
     return tuple(new_keys), tuple(new_values)
 
 
 def _update_narrow(update, key_caches, value_caches, keys, values, places):
-    """The same for caches in 8 bits: numbers and scales are written as two sets of caches."""
+    """An update of caches in 8 bits, whose numbers and scales are written as two sets of caches."""
     kv_heads = key_caches[0].shape[2]
     if values is None:
         values = [packed[:, -kv_heads:] for packed in keys]

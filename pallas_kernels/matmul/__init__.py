@@ -176,6 +176,8 @@ def _narrow_kernel(
 ) -> tuple[ModuleType, Any] | None:
     """The module of the kernel for narrow weights and the sizes of its launch; None: XLA.
 
+    By default that is Mosaic where it takes the rows and the weight.
+
     Args:
         kind: `split` and `invariant`, as the kernels' `tiling_for` takes them.
 
@@ -186,6 +188,9 @@ def _narrow_kernel(
     if name == "xla":
         return None
     module = _module(f"narrow_{name}")
+    if implementation is None and x.dtype.itemsize == 2 and runs_mosaic() and not kind["invariant"]:
+        faster = _module("narrow_mosaic")
+        module = faster if faster.takes(weight) else module
     if not module.takes(weight):
         if implementation is None:
             return None
@@ -193,7 +198,8 @@ def _narrow_kernel(
             f"implementation {name!r} takes {module.TAKES} whose sizes are multiples of "
             f"{module.MULTIPLES}, not {weight.shape} of {weight.format}"
         )
-    return module, module.tiling_for(x.shape[0], *weight.shape, weight.kind, **kind)
+    tiling = module.tiling_for(x.shape[0], *weight.shape, weight.kind, dtype=x.dtype, **kind)
+    return module, tiling
 
 
 def launch(kernel: tuple[ModuleType, Any], x, weight, bias, **options) -> Array:

@@ -1,9 +1,13 @@
-"""Products of many rows with narrow weights as a Pallas Mosaic GPU kernel, for capability 9.0.
+"""Products with narrow weights as a Pallas Mosaic GPU kernel, for capability 9.0.
 
 Rows are rounded by a launch of their own, as for the Triton kernel. A tile's product of one block
 of GROUP inputs has sums of its own, which are scaled by the rows' scales of that block and added up
-in float32. Blocks with second terms come after all others: a small launch lists them, so that
-those without are neither fetched nor multiplied again.
+in float32.
+
+A product of few rows waits for its weights. Its one row of tiles has swapped operands, and lanes
+for the second terms beside those of the first, whether there are any or not. With many rows, blocks
+with second terms come after all others: a small launch lists them, so that those without are
+neither fetched nor multiplied again.
 
 Tiles, their order and the way to the output are those of `mosaic`.
 """
@@ -19,7 +23,7 @@ from jax.experimental.pallas import triton as triton_gpu
 
 from pallas_kernels.matmul import mosaic, narrow_tiles, narrow_triton
 from pallas_kernels.matmul.activations import IN_KERNELS
-from pallas_kernels.matmul.mosaic_tiles import FETCHING_REGISTERS, Tiling
+from pallas_kernels.matmul.mosaic_tiles import FETCHING_REGISTERS, ITEM_BYTES, Tiling
 from pallas_kernels.matmul.narrow import GROUP, Format, NarrowWeight
 
 MULTIPLES = narrow_tiles.MULTIPLES
@@ -27,9 +31,19 @@ GATES, TAKES = False, "weights of formats that round rows (int8, fp8),"
 
 
 def tiling_for(
-    rows: int, inputs: int, outputs: int, kind: Format, *, split: bool, invariant: bool = False
+    rows: int,
+    inputs: int,
+    outputs: int,
+    kind: Format,
+    *,
+    dtype: jnp.dtype,
+    split: bool,
+    invariant: bool = False,
 ) -> Tiling:
     """See `narrow_tiles.tiling_for`; numerics are never invariant here, and all formats alike.
+
+    Args:
+        dtype: that of the rows.
 
     Raises:
         ValueError: `invariant` is set.
@@ -37,7 +51,9 @@ def tiling_for(
     del kind
     if invariant:
         raise ValueError("implementation 'mosaic' has no invariant numerics with narrow weights")
-    return narrow_tiles.tiling_for(rows, inputs, outputs, split=split)
+    # Only 16-bit outputs can be transposed back.
+    swap = dtype.itemsize == ITEM_BYTES
+    return narrow_tiles.tiling_for(rows, inputs, outputs, split=split, swap=swap)
 
 
 def takes(weight: NarrowWeight) -> bool:
@@ -61,16 +77,15 @@ def launch(
     (rows, inputs), outputs, kind = x.shape, weight.shape[1], weight.kind
     padded = mosaic.clusters(rows, outputs, tiling)[0] * tiling.rows
     values, scales, second = narrow_triton.round_rows(x, kind, padded=padded, interpret=interpret)
-    numbers, counts = list_second(second, tiling.splits, interpret=interpret)
+    later = () if tiling.swapped else list_second(second, tiling.splits, interpret=interpret)
     kernel = functools.partial(_kernel, tiling=tiling, kind=kind, activation=activation)
     out, name = jax.ShapeDtypeStruct((rows, outputs), dtype), f"narrow_linear_{inputs}x{outputs}"
     return mosaic.over_tiles(kernel, out, tiling, name=name, interpret=interpret)(
         values.reshape(2 * padded, inputs),
-        scales.reshape(-1, padded),
-        numbers,
-        counts,
+        scales.reshape(-1, 2 * padded),
         weight.values,
         weight.scales.reshape(outputs).astype(jnp.float32),
+        *later,
         *(() if bias is None else (bias,)),
     )
 
@@ -116,75 +131,91 @@ def _list_kernel(second_ref, numbers_ref, counts_ref, *, blocks: int):
 
 def _kernel(
     rounded_ref,  # [2 * padded, inputs]: first terms, second terms
-    rounded_scales_ref,  # [2 * blocks, padded]
-    numbers_ref,  # blocks of a share that have second terms, [splits, blocks / splits]
-    counts_ref,  # how many they are, [splits]
+    rounded_scales_ref,  # [blocks, 2 * padded]
     values_ref,  # [outputs, inputs]
     scales_ref,  # [outputs]
-    *refs,  # bias [outputs], or nothing; out [rows, outputs], or [splits, rows, outputs]
+    *refs,  # many rows: numbers [splits, blocks / splits], counts [splits]; bias [outputs]; out
     tiling: Tiling,
     kind: Format,
     activation: str | None,
 ):
+    later, refs = (None, refs) if tiling.swapped else (refs[:2], refs[2:])
     bias_ref, out_ref = refs if len(refs) == 2 else (None, *refs)
     split, warpgroup = lax.axis_index("split"), lax.axis_index("warpgroup")
-    padded, every_block = rounded_scales_ref.shape[1], rounded_scales_ref.shape[0] // 2
-    blocks, row_tiles = every_block // tiling.splits, padded // tiling.rows
-    first_row, first_column = mosaic.place(out_ref.shape[-2], out_ref.shape[-1], tiling)
-    own = tiling.rows // tiling.warpgroups
-    own_part, sums_shape = pl.ds(warpgroup * own, own), (own, tiling.columns)
+    blocks = rounded_scales_ref.shape[0] // tiling.splits
+    row_tiles = rounded_scales_ref.shape[1] // 2 // tiling.rows
+    tile_row, tile_column = mosaic.place(out_ref.shape[-2], out_ref.shape[-1], tiling)
+    # A warpgroup multiplies some of the tile's rows, or of its columns if operands are swapped.
+    swapped = tiling.swapped
+    own = (tiling.columns if swapped else tiling.rows) // tiling.warpgroups
+    lanes = 2 * tiling.rows if swapped else tiling.rows
+    own_rows, own_columns = (tiling.rows, own) if swapped else (own, tiling.columns)
+    own_part = pl.ds(warpgroup * own, own)
+    sums_shape = (own, lanes) if swapped else (own, tiling.columns)
+    rows_axis, columns_axis = (1, 0) if swapped else (0, 1)
+    skipped = (0, warpgroup * own) if swapped else (warpgroup * own, 0)
+    first_row, first_column = tile_row + skipped[0], tile_column + skipped[1]
     product_dtype = jnp.float32 if kind.dtype == jnp.float8_e4m3fn else jnp.int32
 
     def multiply(_, rows_block, scales_block, weight_block, sums):
+        factors = (weight_block, rows_block) if swapped else (rows_block, weight_block)
+
         def product(of_block):
-            plgpu.wgmma(of_block, rows_block.at[own_part], weight_block.transpose((1, 0)))
+            plgpu.wgmma(of_block, factors[0].at[own_part], factors[1].transpose((1, 0)))
             return of_block[...]
 
         found = pl.run_scoped(product, plgpu.ACC(sums_shape, product_dtype))
-        scales = plgpu.load(scales_block.at[0, own_part], optimized=False)
-        return sums + found.astype(jnp.float32) * lax.broadcast_in_dim(scales, sums_shape, (0,))
+        of_lanes = pl.ds(0, lanes) if swapped else own_part
+        scales = plgpu.load(scales_block.at[0, of_lanes], optimized=False)
+        scales = lax.broadcast_in_dim(scales, sums_shape, (rows_axis,))
+        return sums + found.astype(jnp.float32) * scales
 
     def finish(sums, staged):
-        of_columns = lambda ref: lax.broadcast_in_dim(
-            plgpu.load(ref.at[pl.ds(first_column, tiling.columns)], optimized=False).astype(
-                jnp.float32
-            ),
-            sums_shape,
-            (1,),
-        )
+        if swapped:
+            sums = sums[:, : tiling.rows] + sums[:, tiling.rows :]
+
+        def of_columns(ref):
+            loaded = plgpu.load(ref.at[pl.ds(first_column, own_columns)], optimized=False)
+            return lax.broadcast_in_dim(loaded.astype(jnp.float32), sums.shape, (columns_axis,))
+
         out = sums * of_columns(scales_ref)
         out = out if bias_ref is None else out + of_columns(bias_ref)
         out = out if activation is None else IN_KERNELS[activation](out)
         out = out.astype(out_ref.dtype)
         own_out = out_ref.at[split] if tiling.splits > 1 else out_ref
-        mosaic.write(out, own_out, staged.at[warpgroup], first_row + warpgroup * own, first_column)
+        place = staged.at[warpgroup], first_row, first_column
+        mosaic.write(out, own_out, *place, swapped=swapped)
 
     def term_and_block(step):
         """Of a step of the pipeline: 0 or 1, and the block's number within the share."""
-        later = lambda: (jnp.int32(1), numbers_ref[split, step - blocks])
-        return lax.cond(step < blocks, lambda: (jnp.int32(0), step), later)
+        if later is None:
+            return 0, step
+        second = lambda: (jnp.int32(1), later[0][split, step - blocks])
+        return lax.cond(step < blocks, lambda: (jnp.int32(0), step), second)
+
+    row_tile, column_tile = tile_row // tiling.rows, tile_column // tiling.columns
 
     def of_rows(step):
         term, block = term_and_block(step)
-        return term * row_tiles + first_row // tiling.rows, split * blocks + block
+        return term * row_tiles + row_tile, split * blocks + block
 
     def of_scales(step):
         term, block = term_and_block(step)
-        return term * every_block + split * blocks + block, first_row // tiling.rows
+        return split * blocks + block, term * row_tiles + row_tile
 
     def of_weight(step):
-        return first_column // tiling.columns, split * blocks + term_and_block(step)[1]
+        return column_tile, split * blocks + term_and_block(step)[1]
 
     neighbours = ("neighbour",) if tiling.cluster > 1 else ()
     block_of = functools.partial(plgpu.BlockSpec, memory_space=plgpu.SMEM)
     lines = mosaic.swizzled(GROUP, kind.dtype)
     pipeline = functools.partial(
         plgpu.emit_pipeline_warp_specialized,
-        grid=(blocks + counts_ref[split],),
+        grid=(blocks if later is None else blocks + later[1][split],),
         memory_registers=FETCHING_REGISTERS,
         in_specs=[
-            block_of((tiling.rows, GROUP), of_rows, transforms=lines, collective_axes=neighbours),
-            block_of((1, tiling.rows), of_scales),
+            block_of((lanes, GROUP), of_rows, transforms=lines, collective_axes=neighbours),
+            block_of((1, lanes), of_scales),
             block_of((tiling.columns, GROUP), of_weight, transforms=lines),
         ],
         wg_axis="warpgroup",
@@ -201,5 +232,5 @@ def _kernel(
 
     nothing = lambda *_: None
     stages = pipeline(nothing, compute_context=nothing).get_allocations(*factors)
-    staged = mosaic.staging(own, tiling.columns, tiling.warpgroups, out_ref.dtype)
+    staged = mosaic.staging(own_rows, own_columns, tiling.warpgroups, out_ref.dtype)
     pl.run_scoped(run, stages, staged, collective_axes="warpgroup")

@@ -5,8 +5,10 @@ from collections.abc import Iterator
 
 from jax.experimental import pallas as pl
 
+from pallas_kernels.common.blocks import round_up
 from pallas_kernels.matmul.mosaic_tiles import (
     CLUSTERS,
+    COPIED_ROWS,
     FETCHING_REGISTERS,
     FEWEST_STAGES,
     L2_BYTES_PER_CLOCK,
@@ -30,13 +32,25 @@ ROWS = {64: 1, 128: 2, 192: 3, 256: 2}  # of a tile, and the warpgroups that mul
 COLUMNS = (128, 96, 192, 64)  # in order of preference
 MULTIPLES = (GROUP, UNIT)  # of inputs and outputs
 FEWEST_BLOCKS = 8  # of a share
+FEW_ROWS = 32  # whose lanes, two of each row, cost less than reading the weights
+FEW_ROWS_COLUMNS, FEW_ROWS_STAGES = (128, 64), 10  # of such a tile
 # Of all threads of a multiprocessor, in a clock. A sum is converted (integers), scaled and added.
 PRODUCTS_PER_CLOCK = 4096
 SCALED_PER_CLOCK = 64
 
 
-def tiling_for(rows: int, inputs: int, outputs: int, *, split: bool) -> Tiling:
-    """The tiling that takes the fewest clocks; `split`: whether sums may be left in shares."""
+def tiling_for(rows: int, inputs: int, outputs: int, *, split: bool, swap: bool) -> Tiling:
+    """The tiling that takes the fewest clocks.
+
+    Args:
+        split: sums may be left in shares, which then have the type of the rows; a whole sum is
+            float32.
+        swap: operands may be swapped where the output has the type of the rows.
+    """
+    if rows <= FEW_ROWS and swap:
+        few = few_rows_tiling(rows, inputs, outputs, split=split)
+        if few.splits > 1 or not split:
+            return few
     fitting = (
         tiling
         for tiling in tilings(SPLITS if split else SPLITS[:1])
@@ -46,6 +60,28 @@ def tiling_for(rows: int, inputs: int, outputs: int, *, split: bool) -> Tiling:
     )
     smallest = Tiling(UNIT, UNIT, 1, 1, 1, MOST_STAGES, depth=GROUP)
     return min(fitting, key=lambda tiling: clocks(rows, inputs, outputs, tiling), default=smallest)
+
+
+def few_rows_tiling(rows: int, inputs: int, outputs: int, *, split: bool) -> Tiling:
+    """The tiling of a product that waits for its weights: one row of tiles, operands swapped."""
+    columns = next((n for n in FEW_ROWS_COLUMNS if outputs % n == 0), UNIT)
+    blocks, splits = inputs // GROUP, 1
+    while (
+        split
+        and 2 * splits * outputs // columns <= MULTIPROCESSORS
+        and blocks % (2 * splits) == 0
+        and blocks // (2 * splits) >= FEWEST_BLOCKS
+    ):
+        splits *= 2
+    return swapped(rows, columns, splits)
+
+
+def swapped(rows: int, columns: int, splits: int, stages: int = FEW_ROWS_STAGES) -> Tiling:
+    """A tile of all rows with swapped operands, and lanes for both terms of each row."""
+    height = round_up(rows, COPIED_ROWS)
+    warpgroups = columns // UNIT
+    stages = stages_that_fit(2 * height, columns, warpgroups, most=stages)
+    return Tiling(height, columns, splits, 1, warpgroups, stages, swapped=True, depth=GROUP)
 
 
 def tilings(every_splits: tuple[int, ...]) -> Iterator[Tiling]:
@@ -65,12 +101,12 @@ def sums_fit(rows: int, columns: int, warpgroups: int) -> bool:
     return sums + OTHER_REGISTERS <= of_thread and instruction_fits(columns, warpgroups)
 
 
-def stages_that_fit(rows: int, columns: int, warpgroups: int) -> int:
+def stages_that_fit(rows: int, columns: int, warpgroups: int, most: int = MOST_STAGES) -> int:
     """Blocks of 8-bit numbers that fit in shared memory, with the rows' scales, beside the staged
     part of the output."""
     staged = warpgroups * UNIT * LINE
     of_stage = GROUP * (rows + columns) + 4 * rows
-    return min(MOST_STAGES, (SHARED_BYTES - staged) // of_stage)
+    return min(most, (SHARED_BYTES - staged) // of_stage)
 
 
 def clocks(rows: int, inputs: int, outputs: int, tiling: Tiling) -> float:

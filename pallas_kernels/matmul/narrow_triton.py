@@ -47,7 +47,14 @@ MULTIPLES = (GROUP, 2 * COLUMNS)  # of inputs and outputs; a gated weight has tw
 
 
 def tiling_for(
-    rows: int, inputs: int, outputs: int, kind: Format, *, split: bool, invariant: bool = False
+    rows: int,
+    inputs: int,
+    outputs: int,
+    kind: Format,
+    *,
+    dtype: jnp.dtype,
+    split: bool,
+    invariant: bool = False,
 ) -> Tiling:
     """The tiling of a product.
 
@@ -56,9 +63,11 @@ def tiling_for(
 
     Args:
         kind: the weight's format.
+        dtype: that of the rows; all are tiled alike.
         split: sums may be left in shares.
         invariant: sums must not depend on the number of rows.
     """
+    del dtype
     if invariant and kind.dtype == jnp.float8_e4m3fn:
         rows = MAX_ROWS
     terms = 1 if kind.rounds_rows else 2
@@ -131,10 +140,10 @@ def launch(
 
 
 def round_rows(x: Array, kind: Format, *, padded: int, interpret: bool) -> tuple[Array, ...]:
-    """The values of rows, [2, padded, inputs], their scales, float32 [2, blocks, padded], and where
+    """The values of rows, [2, padded, inputs], their scales, float32 [blocks, 2, padded], and where
     blocks of ROUNDED_ROWS rows have second terms, int32 [padded / ROUNDED_ROWS, blocks].
 
-    The first axis counts terms. Rows beyond the last are zero.
+    The axes of size 2 count terms. Rows beyond the last are zero.
     """
     blocks, groups = x.shape[1] // GROUP, padded // ROUNDED_ROWS
     factor = jnp.float8_e4m3fn if kind.dtype == jnp.float8_e4m3fn else jnp.int8
@@ -143,7 +152,7 @@ def round_rows(x: Array, kind: Format, *, padded: int, interpret: bool) -> tuple
         grid=(groups, blocks),
         out_shape=(
             jax.ShapeDtypeStruct((2, padded, x.shape[1]), factor),
-            jax.ShapeDtypeStruct((2, blocks, padded), jnp.float32),
+            jax.ShapeDtypeStruct((blocks, 2, padded), jnp.float32),
             jax.ShapeDtypeStruct((groups, blocks), jnp.int32),
         ),
         compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
@@ -166,14 +175,14 @@ def _round_kernel(x_ref, values_ref, scales_ref, second_ref, *, kind: Format):
     for term, (values, scales) in enumerate(terms):
         for place, part in zip(at, values, strict=True):
             plgpu.store(values_ref.at[term, row[:, None], place[None, :]], part)
-        plgpu.store(scales_ref.at[term, block, row], scales)
+        plgpu.store(scales_ref.at[block, term, row], scales)
     # A row that is not finite has no part in this: its comparison is false.
     second_ref[group, block] = jnp.max((rounded.second_scales > 0).astype(jnp.int32))
 
 
 def _kernel(
     rounded_ref,  # [2, padded, inputs]
-    rounded_scales_ref,  # [2, blocks, padded]
+    rounded_scales_ref,  # [blocks, 2, padded]
     second_ref,  # [padded / ROUNDED_ROWS, blocks]
     values_ref,  # [columns, inputs], or bytes
     scales_ref,  # [groups, columns]
@@ -200,7 +209,7 @@ def _kernel(
 
     def add_block(i, totals, term):
         number = split * blocks + i
-        scales = plgpu.load(rounded_scales_ref.at[term, number, of_lane]) / unit
+        scales = plgpu.load(rounded_scales_ref.at[number, term, of_lane]) / unit
         factors = _rows(rounded_ref, term, of_lane, number, kind)
         for_parts = []
         for total, columns in zip(totals, parts, strict=True):
