@@ -19,7 +19,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from emsjax.checks import check_instance
 from pallas_kernels.common.indexing import take
-from pallas_kernels.common.numerics import is_invariant
 
 AXIS = "tp"
 REPLICATED = PartitionSpec()
@@ -127,17 +126,6 @@ class TensorParallel:
         """`function` on every device, with the device's parts of the arguments."""
         specs = {"in_specs": in_specs, "out_specs": out_specs}
         return jax.shard_map(function, mesh=self.mesh, check_vma=False, **specs)
-
-
-def sum_of_parts(part: Array) -> Array:
-    """The sum [r, e] of all devices' parts; in invariant numerics its terms, [devices, r, e].
-
-    The terms are then added in the devices' order, while the order in which a library for
-    collective operations adds depends on the size of the array.
-
-    To be called on every device.
-    """
-    return lax.all_gather(part, AXIS) if is_invariant() else lax.psum(part, AXIS)
 
 
 def side_by_side(part: Array) -> Array:

@@ -1,5 +1,5 @@
-"""Runs the tests of `on_mesh.py` and `on_devices.py` in processes that have four devices, and two
-processes as one.
+"""Runs the tests of `on_mesh.py`, `on_devices.py` and `sums_on_devices.py` in processes that have
+four devices, and two processes as one.
 """
 
 import os
@@ -53,11 +53,13 @@ def settings(devices: int) -> dict[str, str]:
     return kept | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
 
 
-@pytest.mark.parametrize("part", ["logits or memory or errors", "groups or devices", "tokens"])
+@pytest.mark.parametrize(
+    "part", ["logits or memory or errors", "groups or devices or sum", "tokens"]
+)
 def test_on_four_devices(part):
     """In three processes, as each takes a while to start, and two compile for long."""
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0"]
-    files = [TESTS / name for name in ("on_mesh.py", "on_devices.py")]
+    files = [TESTS / name for name in ("on_mesh.py", "on_devices.py", "sums_on_devices.py")]
     names = " or ".join(f"test_{name}" for name in part.split(" or "))
     run = subprocess.run(
         [*command, *map(str, files), "-k", names],

@@ -27,7 +27,7 @@ from emsjax.models.layers import (
 from emsjax.models.linears import copy_to_quantize, new_linear, project, quantize_layer
 from emsjax.models.rotary import angles
 from emsjax.models.splitting import Placement, specs_of
-from emsjax.tensor_parallel import REPLICATED, TensorParallel, side_by_side, take_rows
+from emsjax.tensor_parallel import AXIS, REPLICATED, TensorParallel, side_by_side, take_rows
 from pallas_kernels.common.indexing import take
 
 CACHE_SIZES = ("num_layers", "kv_heads", "head_dim")
@@ -140,11 +140,11 @@ class Decoder(nnx.Module):
         """The call on one device, with its part of the model and of the cache's layers."""
         x, y = self.embed(token_ids, rows.positions)
         turns = [angles(rotary, rows.positions) for rotary in self.architecture.rotaries]
-        norm = self.architecture.norm
+        norm, axis_name = self.architecture.norm, AXIS if self.is_split else None
         fresh, tapped = [], {}
         for index, (layer, cached) in enumerate(zip(self.layers, cached_layers, strict=True)):
             if index in taps:
-                tapped[index] = residual_stream(norm, x, y)
+                tapped[index] = residual_stream(norm, x, y, axis_name)
             x, y, qkv = run_layer(
                 layer,
                 (x, y),
@@ -156,13 +156,16 @@ class Decoder(nnx.Module):
                 max_rows_per_sample=max_rows_per_sample,
             )
             fresh.append(qkv)
-        hidden = tapped[len(self.layers)] = residual_stream(norm, x, y)
+        hidden = tapped[len(self.layers)] = residual_stream(norm, x, y, axis_name)
         return hidden, tuple(fresh), tuple(tapped[index] for index in taps)
 
     def embed(
         self, token_ids: Int32[Array, "r"], positions: Int32[Array, "r"]
     ) -> tuple[Float[Array, "r e"], Addend | None]:
-        """Returns the two terms of the residual stream that the first layer begins with."""
+        """Returns the two terms of the residual stream that the first layer begins with.
+
+        If the model is split there is no second one, as it would have to have parts.
+        """
         a = self.architecture
         # `nnx.Embed` is not called, as it fills in values for ids and positions out of range.
         token_ids = jnp.clip(token_ids, 0, a.vocab_size - 1)
@@ -175,7 +178,8 @@ class Decoder(nnx.Module):
         if a.order == AFTER:
             return x if y is None else x + y.sums, None
         scale = jnp.asarray(a.embedding_scale, self.dtype)  # rounded, as in training
-        return x.astype(jnp.float32) * scale.astype(jnp.float32), y
+        x = x.astype(jnp.float32) * scale.astype(jnp.float32)
+        return (residual_stream(a.norm, x, y), None) if self.is_split else (x, y)
 
     def logits(self, hidden: Float[Array, "r e"]) -> Float[Array, "r v"]:
         """Computes float32 logits; their gradient is rounded to the model's dtype."""

@@ -31,7 +31,7 @@ from emsjax.models.architecture import (
 )
 from emsjax.models.attention import attend
 from emsjax.models.linears import NarrowLinear, linear, new_linear, weight_and_bias
-from emsjax.tensor_parallel import sum_of_parts
+from pallas_kernels.add_norm import sum_over_devices
 from pallas_kernels.add_norm import xla as plain
 from pallas_kernels.common.numerics import is_invariant
 
@@ -100,22 +100,30 @@ def linear_addend(
     return Addend(pallas_kernels.linear_sums(x, weight), bias, scale)
 
 
-def add_norm(norm: Norm, x: Float[Array, "r e"], y: Addend | None):
-    """Returns x + y and its normalisation. Without y, x is returned as it is."""
+def add_norm(norm: Norm, x: Float[Array, "r e"], y: Addend | None, axis_name: str | None = None):
+    """Returns x + y and its normalisation. Without y, x is returned as it is.
+
+    Args:
+        axis_name: of the devices that have a part of y each; None: y is whole.
+    """
     if y is None:
         return x, norm(x)
     scale, bias = scale_and_bias(norm)
-    options = {"epsilon": norm.kind.epsilon, "dtype": norm.dtype}
+    options = {"epsilon": norm.kind.epsilon, "dtype": norm.dtype, "axis_name": axis_name}
     if norm.kind.centred:
         return pallas_kernels.add_layer_norm(x, y.sums, y.bias, scale, bias, **options)
     options["offset"] = norm.kind.offset
     return pallas_kernels.add_rms_norm(x, y.sums, y.bias, scale, y.scale, **options)
 
 
-def residual_stream(norm: NormKind, x: Float[Array, "r e"], y: Addend | None):
-    """Returns x + y; `norm` is the kind of the model's norms."""
+def residual_stream(
+    norm: NormKind, x: Float[Array, "r e"], y: Addend | None, axis_name: str | None = None
+):
+    """Returns x + y; `norm` is the kind of the model's norms. For `axis_name` see `add_norm`."""
     if y is None:
         return x
+    if axis_name is not None:
+        y = y._replace(sums=sum_over_devices(y.sums, axis_name))
     if is_invariant():
         options = {"epsilon": norm.epsilon, "offset": norm.offset}
         return pallas_kernels.add_rms_norm(x, y.sums, y.bias, None, y.scale, **options)[0]
@@ -149,7 +157,8 @@ class DecoderLayer(nnx.Module):
         rngs: random generators for the initial weights.
     """
 
-    is_part = False  # of a layer that is split over several devices; the architecture is the part's
+    # Of the devices over which the layer is split, if it is; the architecture is that of a part.
+    axis_name: str | None = None
 
     def __init__(self, architecture: Architecture, kind: AttentionKind, *, dtype, rngs: nnx.Rngs):
         a = self.architecture = architecture
@@ -183,30 +192,23 @@ class DecoderLayer(nnx.Module):
         each part, nothing is left to add: y is None, and x has the weights' dtype.
 
         Args:
-            x, y: the stream's terms.
+            x, y: the stream's terms. If the layer is split, each device has a part of y.
             angles: of the rows, for rotary positions.
             attention: called with the rows' queries, keys and values as one array.
         """
-        order = self.architecture.order
+        order, axis_name = self.architecture.order, self.axis_name
         if order == AFTER:
             y, qkv = self.attend(x, angles, attention)
-            _, x = add_norm(self.attention_norm, x, self.complete(y))
-            _, x = add_norm(self.ffn_norm, x, self.complete(self.feed_forward(x)))
+            _, x = add_norm(self.attention_norm, x, y, axis_name)
+            _, x = add_norm(self.ffn_norm, x, self.feed_forward(x), axis_name)
             return x, None, qkv
-        x, h = add_norm(self.attention_norm, x, y)
+        x, h = add_norm(self.attention_norm, x, y, axis_name)
         y, qkv = self.attend(h, angles, attention)
         if order in (PARALLEL, SHARED):
             h = h if order == SHARED else self.ffn_norm(x)
-            return x, self.complete(add_addends(y, self.feed_forward(h))), qkv
-        x, h = add_norm(self.ffn_norm, x, self.complete(y))
-        return x, self.complete(self.feed_forward(h)), qkv
-
-    def complete(self, y: Addend) -> Addend:
-        """Adds the parts that several devices have of a term, if the layer is split."""
-        if not self.is_part:
-            return y
-        sums = add_shares(y.sums) if y.sums.ndim == 3 else y.sums
-        return y._replace(sums=sum_of_parts(sums))
+            return x, add_addends(y, self.feed_forward(h)), qkv
+        x, h = add_norm(self.ffn_norm, x, y, axis_name)
+        return x, self.feed_forward(h), qkv
 
     def attend(self, h: Float[Array, "r e"], angles: Angles | None, attention: Callable):
         """The attention part: its term of the residual stream, and the rows' q, k and v."""
