@@ -72,6 +72,13 @@ DEPEND_ON_JAX = re.compile(
     "|linear|linear_mosaic|log_sum_exp|memory|narrow|narrow_mosaic|own_drafter|own_policy|packing"
     "|prefill|rotary|sampling|sampling_cutoff|step|tensor_parallel)"
 )
+# What these assert is about steps, their rows, batches or policies: their steps have several row
+# counts.
+SEVERAL_ROW_COUNTS = re.compile(
+    "test_(acceptance|background|bad_drafts|block_verification|divergence|draft_length|generation"
+    "|goodput|invarian.*|memory|mixed_trees|narrow_cache|own_.*|packing|prefill|refill|sampling"
+    "|sampling_cutoff|self_draft|step|step_costs|stream|trees|values|vanilla|.*benchmarks?)"
+)
 jaxtyping.install_import_hook([f"emsjax.{name}" for name in CHECKED], "beartype.beartype")
 
 from hypothesis import HealthCheck, settings  # noqa: E402
@@ -88,6 +95,9 @@ EVERY_ROW_COUNT = [
         (layout, "MAX_WIDTHS"),
     )
 ]
+
+# The row counts for which the loops that jax holds were traced.
+traced: dict[str, tuple] = {"row counts": ()}
 
 # The first example of a shape compiles; later ones do not.
 settings.register_profile(
@@ -121,6 +131,7 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if COMMANDS.fullmatch(item.path.stem):
             item.add_marker("commands")
+    items.sort(key=lambda item: row_counts_of(item.module))  # so that they change rarely
     every, seen, kept, left = config.getoption("every"), set(), [], []
     for item in items:
         depends = DEPEND_ON_JAX.fullmatch(item.path.stem)
@@ -152,26 +163,31 @@ def unchecked_annotations():
         yield
 
 
+def row_counts_of(module) -> tuple[int, tuple[int, ...]]:
+    """How many row counts a test module's steps have, and sixteenths of those that feed prompts."""
+    several = SEVERAL_ROW_COUNTS.fullmatch(module.__name__.rpartition(".")[2])
+    return 2 if several else 1, getattr(module, "PROMPT_SIXTEENTHS", (16,))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def few_row_counts(request):
-    """Steps have few row counts, to compile less.
+    """Steps have few row counts, to compile less: only the largest of the library's.
 
-    They have the smallest and the largest of the library's, and one if they feed prompts, or those
-    of the module's `PROMPT_SIXTEENTHS`: modules whose tests are about steps have two.
+    Those of some modules have the smallest as well, and more than one if they feed prompts, which
+    are the module's `PROMPT_SIXTEENTHS`. Loops and steps traced for other row counts are forgotten.
     """
-    one, every = (16,), row_counts.row_buckets
-    sixteenths = getattr(request.module, "PROMPT_SIXTEENTHS", one)
+    count, sixteenths = chosen = row_counts_of(request.module)
+    every = row_counts.row_buckets
+    few = lambda batch, k1: tuple(sorted({every(batch, k1)[0], batch * k1}))[-count:]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_counts, "PROMPT_SIXTEENTHS", sixteenths)
-        two = lambda batch, k1: tuple(sorted({every(batch, k1)[0], batch * k1}))
-        patch.setattr(layout, "row_buckets", two)
+        patch.setattr(layout, "row_buckets", few)
         # Row counts of padded steps, besides one row per sample.
         patch.setattr(layout, "MAX_WIDTHS", 1)
-        if sixteenths != one:  # loops of other modules are not used here, nor these elsewhere
-            decode_loop.clear_cache()
+        if traced["row counts"] != chosen:
+            jax.clear_caches()
+            traced["row counts"] = chosen
         yield
-    if sixteenths != one:
-        decode_loop.clear_cache()
 
 
 @pytest.fixture
