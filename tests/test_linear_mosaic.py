@@ -10,13 +10,16 @@ from kernel_cases import lower_for_cuda
 from test_linear import check_product, check_sums, close, random
 
 import pallas_kernels
+from pallas_kernels.common.implementations import runs_mosaic
 from pallas_kernels.matmul import mosaic, mosaic_tiles
 
 IS_OLD = jax.__version_info__ < (0, 11)
 needs_new_jax = pytest.mark.skipif(IS_OLD, reason="jax 0.11 is the first to interpret it")
-MOSAIC = {"implementation": "mosaic", "interpret": True}
+INTERPRET = not runs_mosaic()
+MOSAIC = {"implementation": "mosaic", "interpret": INTERPRET}
 
 
+@pytest.mark.gpu
 @needs_new_jax
 @pytest.mark.parametrize(
     ("rows", "outputs", "activation", "biased", "gated"),
@@ -48,6 +51,7 @@ TILES = {
 }
 
 
+@pytest.mark.gpu
 @needs_new_jax
 @pytest.mark.parametrize("name", TILES)
 @pytest.mark.parametrize("splits", [1, 2])
@@ -56,7 +60,7 @@ def test_every_kind_of_tile_gives_the_same_product(name, splits):
     x, weight = random(72, 256, dtype="bfloat16"), random(256, 768, dtype="bfloat16", seed=1)
     bias = random(768, dtype="bfloat16", seed=2) if splits == 1 else None
     tiling = mosaic_tiles.Tiling(rows, columns, splits, cluster, warpgroups, 3, *kind)
-    options = {"tiling": tiling, "dtype": x.dtype, "interpret": True}
+    options = {"tiling": tiling, "dtype": x.dtype, "interpret": INTERPRET}
     activation = "relu" if splits == 1 else None
     out = np.float64(mosaic.launch(x, weight, bias, activation=activation, **options))
     out = out if splits == 1 else out.sum(axis=0)
@@ -65,17 +69,19 @@ def test_every_kind_of_tile_gives_the_same_product(name, splits):
     close(out, expected, "bfloat16", scale=60)
 
 
+@pytest.mark.gpu
 @needs_new_jax
 @pytest.mark.parametrize("outputs", [96, 160, 288])  # of tiles of 96, the last two are unfinished
 @pytest.mark.parametrize("cluster", [1, 2])
 def test_the_last_tile_of_a_head_may_be_unfinished(outputs, cluster):
     x, table = random(72, 128, dtype="bfloat16"), random(outputs, 128, dtype="bfloat16", seed=1)
     tiling = mosaic_tiles.Tiling(64, 96, 1, cluster, 1, 3, partial=True)
-    options = {"tiling": tiling, "transposed": True, "dtype": jnp.float32, "interpret": True}
+    options = {"tiling": tiling, "transposed": True, "dtype": jnp.float32, "interpret": INTERPRET}
     out = mosaic.launch(x, table, None, **options)
     close(out, np.float64(x) @ np.float64(table).T, "float32", scale=20)
 
 
+@pytest.mark.gpu
 @needs_new_jax
 @pytest.mark.parametrize(
     ("rows", "inputs", "shares", "dtype"),

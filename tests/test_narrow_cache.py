@@ -122,6 +122,7 @@ def arrays(format):
     return qkv, caches, [jnp.asarray(x) for x in places]
 
 
+@pytest.mark.gpu
 @FORMAT
 @pytest.mark.parametrize("numerics", ["fast", "invariant"])
 @pytest.mark.parametrize("implementation", ["triton", "xla"])
@@ -147,6 +148,7 @@ def test_attention_has_the_bits_of_a_wide_cache(format, numerics, implementation
     assert np.isfinite(np.asarray(out, np.float32)).all()
 
 
+@pytest.mark.gpu
 @FORMAT
 @pytest.mark.parametrize("implementation", ["triton", "xla", "reference"])
 def test_updates_write_rounded_rows(format, implementation):

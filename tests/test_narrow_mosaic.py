@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from kernel_cases import lower_for_cuda
 from test_linear import random
-from test_linear_mosaic import IS_OLD, MOSAIC, needs_new_jax
+from test_linear_mosaic import INTERPRET, IS_OLD, MOSAIC, needs_new_jax
 from test_narrow import ROUNDING, check_products, close, rows_with_large, weight_of
 
 import pallas_kernels
@@ -13,6 +13,7 @@ from pallas_kernels.matmul import mosaic_tiles, narrow, narrow_mosaic, narrow_ti
 from pallas_kernels.matmul.narrow import FORMATS, GROUP
 
 
+@pytest.mark.gpu
 @needs_new_jax
 @pytest.mark.parametrize(
     ("format", "rows", "activation", "gated"),
@@ -33,6 +34,7 @@ def test_products_equal_numpy(format, rows, activation, gated, monkeypatch):
 TILES = [(64, 64, 1, 1), (192, 96, 2, 3), (256, 64, 1, 2), (128, 192, 1, 2)]
 
 
+@pytest.mark.gpu
 @needs_new_jax
 @pytest.mark.parametrize(("number", "tile"), list(enumerate(TILES)))
 def test_every_tile_gives_the_same_product(number, tile):
@@ -40,7 +42,7 @@ def test_every_tile_gives_the_same_product(number, tile):
     format, splits = ROUNDING[number % 2], 1 + number // 2
     x, weight = rows_with_large(70, 256), weight_of(format, 256, columns * cluster)
     tiling = mosaic_tiles.Tiling(rows, columns, splits, cluster, warpgroups, 3, depth=GROUP)
-    options = {"tiling": tiling, "dtype": jnp.float32, "interpret": True}
+    options = {"tiling": tiling, "dtype": jnp.float32, "interpret": INTERPRET}
     out = np.asarray(narrow_mosaic.launch(x, weight, None, **options), np.float64)
     total = out if splits == 1 else out.sum(axis=0)
     close(total, narrow.dot(x, weight), "float32", format)
