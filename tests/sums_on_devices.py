@@ -40,7 +40,7 @@ CASES = {
     "layer": (2, 3, 256, 0, ("y_bias", "scale", "bias"), True),
     "shares": (4, 5, 640, 2, ("y_bias", "scale"), False),
     "addend": (2, 2, 1024, 0, ("y_bias", "scale", "y_scale"), False),
-    "rows": (2, mosaic.BLOCKS + 3, 128, 3, ("y_bias", "scale", "bias"), True),
+    "rows": (2, 35, 128, 3, ("y_bias", "scale", "bias"), True),
 }
 
 

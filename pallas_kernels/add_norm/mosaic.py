@@ -4,9 +4,8 @@ Every device reads the parts of the others, over NVLink, adds all parts up in th
 normalises the sum. For few rows this takes one launch and one exchange of signals in place of a
 collective operation between two launches.
 
-A thread block owns some rows, and keeps one of them in its threads' registers. It ends when its
-neighbours on the other devices have read the rows that they share: what the part is in may then
-be written again.
+A thread block owns one row, which its threads keep in their registers. It ends when the same block
+of every other device has read this device's part of the row, which may be written again then.
 """
 
 import functools
@@ -23,7 +22,6 @@ from pallas_kernels.add_norm.xla import Norm
 THREADS = 128  # of a block
 MOST_NUMBERS = 128  # of a row, for each thread
 LONGEST_LOADS = (8, 4, 2, 1)  # numbers that a thread reads at once
-BLOCKS = 128  # at most: all of them must run at the same time
 MOST_ROWS = 256
 MULTIPLE, MOST_SIZE = THREADS, THREADS * MOST_NUMBERS  # of a row
 TAKES = f"at most {MOST_ROWS} rows of at most {MOST_SIZE} numbers, a multiple of {MULTIPLE},"
@@ -49,14 +47,12 @@ def add_norm(
 
     Interpret mode knows no other device's memory: there, parts are gathered first.
     """
-    blocks = min(x.shape[0], BLOCKS)
-    static = {"names": tuple(vectors), "norm": norm, "blocks": blocks}
-    static |= {"axis_name": None if interpret else axis_name}
+    static = {"norm": norm, "axis_name": None if interpret else axis_name}
     outputs = plgpu.kernel(
-        functools.partial(_kernel, **static),
+        functools.partial(_kernel, names=tuple(vectors), **static),
         out_type=[jax.ShapeDtypeStruct(x.shape, dtype) for dtype in (x.dtype, norm.dtype)],
-        grid=(blocks,),
-        grid_names=("block",),
+        grid=x.shape[:1],
+        grid_names=("row",),
         scratch_types=[] if interpret else [plgpu.SemaphoreType.REGULAR],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         kernel_name="sum_add_layer_norm" if norm.centred else "sum_add_rms_norm",
@@ -72,11 +68,10 @@ def _kernel(
     names: tuple[str, ...],
     norm: Norm,
     axis_name: str | None,
-    blocks: int,
 ):
     vectors, refs = dict(zip(names, refs, strict=False)), refs[len(names) :]
     total_ref, out_ref = refs[:2]
-    rows, size = x_ref.shape
+    row, size = lax.axis_index("row"), x_ref.shape[1]
     length = next(n for n in LONGEST_LOADS if size % (THREADS * n) == 0)
     width = THREADS * length
     layout = plgpu.Layout.WG_STRIDED((width,), vec_size=length)
@@ -88,60 +83,47 @@ def _kernel(
         parts = [plgpu.remote_ref(y_ref, (device,)) for device in devices]
     shares = range(parts[0].shape[0]) if len(parts[0].shape) == 3 else None
     add = functools.partial(functools.reduce, jnp.add)
+    load = lambda ref, *at: plgpu.load(ref.at[at], layout=layout, optimized=False)
+    wide = lambda pieces: [piece.astype(jnp.float32) for piece in pieces]
+    total_of = lambda pieces: jnp.sum(add(pieces))  # of all threads once, not of each piece
 
-    def load(ref, *at):
-        return plgpu.load(ref.at[at], layout=layout, optimized=False).astype(jnp.float32)
-
-    def vector(name, piece):
-        return load(vectors[name], piece) if name in vectors else 0
-
-    def normalised(x, scale: str):
+    def normalised(x, factors):
         if norm.centred:
-            mean = add([jnp.sum(part) for part in x]) / size
-            x = [part - mean for part in x]
-        factor = lax.rsqrt(add([jnp.sum(part * part) for part in x]) / size + norm.epsilon)
-        scales = (vector(scale, piece) + norm.offset for piece in pieces)
-        x = [part * factor for part in x]
-        return [a * b for a, b in zip(x, scales, strict=True)] if scale in vectors else x
+            mean = total_of(x) / size
+            x = [piece - mean for piece in x]
+        inverse = lax.rsqrt(total_of([piece * piece for piece in x]) / size + norm.epsilon)
+        x = [piece * inverse for piece in x]
+        if factors is None:
+            return x
+        return [a * (b + norm.offset) for a, b in zip(x, wide(factors), strict=True)]
 
-    def sum_of_parts(row, piece):
-        of = lambda part: (
-            load(part, row, piece)
-            if shares is None
-            else add([load(part, share, row, piece) for share in shares])
-        )
-        return add([of(part) for part in parts])
+    def sum_of_parts(piece):
+        at = [(row, piece)] if shares is None else [(share, row, piece) for share in shares]
+        return add([add(wide(load(part, *place) for place in at)) for part in parts])
 
-    def of_row(row):
-        y = [sum_of_parts(row, piece) for piece in pieces]
-        if "y_scale" in vectors:
-            y = [part + vector("y_bias", piece) for part, piece in zip(y, pieces, strict=True)]
-            y = normalised(y, "y_scale")
-        totals = []
-        for part, piece in zip(y, pieces, strict=True):
-            total = load(x_ref, row, piece) + part
-            total = total if "y_scale" in vectors else total + vector("y_bias", piece)
-            total_ref[row, piece] = total.astype(total_ref.dtype)
-            totals.append(total.astype(total_ref.dtype).astype(jnp.float32))
-        for out, piece in zip(normalised(totals, "scale"), pieces, strict=True):
-            out_ref[row, piece] = (out + vector("bias", piece)).astype(out_ref.dtype)
-
-    block = lax.axis_index("block")
-
-    def step(i, carry):
-        row = block + i * blocks
-        pl.when(row < rows)(lambda: of_row(row))
-        return carry
-
-    lax.fori_loop(0, pl.cdiv(rows, blocks), step, None)
+    # All that is read is asked for before anything is written.
+    y = [sum_of_parts(piece) for piece in pieces]
+    x = [load(x_ref, row, piece) for piece in pieces]
+    loaded = {name: [load(ref, piece) for piece in pieces] for name, ref in vectors.items()}
+    plus = lambda x, name: list(map(jnp.add, x, wide(loaded[name]))) if name in loaded else x
     if axis_name is not None:
-        _wait_for_readers(refs[2], axis_name, devices)
+        _signal(refs[2], axis_name, devices)
+    if "y_scale" in loaded:
+        y = normalised(plus(y, "y_bias"), loaded["y_scale"])
+    total = list(map(jnp.add, wide(x), y))
+    total = total if "y_scale" in loaded else plus(total, "y_bias")
+    total = [piece.astype(total_ref.dtype) for piece in total]
+    out = plus(normalised(wide(total), loaded.get("scale")), "bias")
+    for piece, one, other in zip(pieces, total, out, strict=True):
+        total_ref[row, piece] = one
+        out_ref[row, piece] = other.astype(out_ref.dtype)
+    if axis_name is not None:
+        pl.semaphore_wait(refs[2], len(devices) - 1)
 
 
-def _wait_for_readers(semaphore, axis_name: str, devices: list[Array]) -> None:
-    """Tells the same block of every other device that it has read, and waits for their word."""
+def _signal(semaphore, axis_name: str, devices: list[Array]) -> None:
+    """Tells the same block of every other device that this one has read its part."""
     own = lax.axis_index(axis_name)
     for device in devices:
         signal = functools.partial(pl.semaphore_signal, semaphore, 1, device_id=(device,))
         pl.when(own != device)(signal)
-    pl.semaphore_wait(semaphore, len(devices) - 1)

@@ -127,7 +127,8 @@ def rounded_like(x: Array | None, cached: Array | NarrowRows) -> Array | None:
     """Keys or values [..., d] of fresh rows as a cache holds them."""
     if x is None or not isinstance(cached, NarrowRows):
         return x
-    return round_rows(x, cached.format).widen(x.dtype)
+    # Without the barrier XLA would leave out both conversions of numbers in fp8.
+    return lax.optimization_barrier(round_rows(x, cached.format)).widen(x.dtype)
 
 
 def round_packed(qkv: Array, cached: Array | NarrowRows) -> Array:

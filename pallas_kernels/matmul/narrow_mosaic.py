@@ -21,9 +21,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import triton as triton_gpu
 
+from pallas_kernels.common.blocks import round_up
 from pallas_kernels.matmul import mosaic, narrow_tiles, narrow_triton
 from pallas_kernels.matmul.activations import IN_KERNELS
-from pallas_kernels.matmul.mosaic_tiles import FETCHING_REGISTERS, ITEM_BYTES, Tiling
+from pallas_kernels.matmul.mosaic_tiles import (
+    COPIED_ROWS,
+    FETCHING_REGISTERS,
+    ITEM_BYTES,
+    Tiling,
+)
 from pallas_kernels.matmul.narrow import GROUP, Format, NarrowWeight
 
 MULTIPLES = narrow_tiles.MULTIPLES
@@ -79,8 +85,9 @@ def launch(
     values, scales, second = narrow_triton.round_rows(x, kind, padded=padded, interpret=interpret)
     later = () if tiling.swapped else list_second(second, tiling.splits, interpret=interpret)
     kernel = functools.partial(_kernel, tiling=tiling, kind=kind, activation=activation)
-    out, name = jax.ShapeDtypeStruct((rows, outputs), dtype), f"narrow_linear_{inputs}x{outputs}"
-    return mosaic.over_tiles(kernel, out, tiling, name=name, interpret=interpret)(
+    out = jax.ShapeDtypeStruct((round_up(rows, COPIED_ROWS), outputs), dtype)
+    name = f"narrow_linear_{inputs}x{outputs}"
+    product = mosaic.over_tiles(kernel, out, tiling, name=name, interpret=interpret)(
         values.reshape(2 * padded, inputs),
         scales.reshape(-1, 2 * padded),
         weight.values,
@@ -88,6 +95,7 @@ def launch(
         *later,
         *(() if bias is None else (bias,)),
     )
+    return product[..., :rows, :]
 
 
 def list_second(second: Array, splits: int, *, interpret: bool) -> tuple[Array, Array]:

@@ -8,7 +8,6 @@ from jax.experimental import pallas as pl
 from pallas_kernels.common.blocks import round_up
 from pallas_kernels.matmul.mosaic_tiles import (
     CLUSTERS,
-    COPIED_ROWS,
     FETCHING_REGISTERS,
     FEWEST_STAGES,
     L2_BYTES_PER_CLOCK,
@@ -34,6 +33,7 @@ MULTIPLES = (GROUP, UNIT)  # of inputs and outputs
 FEWEST_BLOCKS = 8  # of a share
 FEW_ROWS = 32  # whose lanes, two of each row, cost less than reading the weights
 FEW_ROWS_COLUMNS, FEW_ROWS_STAGES = (128, 64), 10  # of such a tile
+FEW_ROWS_UNIT = 16  # of their number: the scales of their lanes fill a line of shared memory
 # Of all threads of a multiprocessor, in a clock. A sum is converted (integers), scaled and added.
 PRODUCTS_PER_CLOCK = 4096
 SCALED_PER_CLOCK = 64
@@ -78,7 +78,7 @@ def few_rows_tiling(rows: int, inputs: int, outputs: int, *, split: bool) -> Til
 
 def swapped(rows: int, columns: int, splits: int, stages: int = FEW_ROWS_STAGES) -> Tiling:
     """A tile of all rows with swapped operands, and lanes for both terms of each row."""
-    height = round_up(rows, COPIED_ROWS)
+    height = round_up(rows, FEW_ROWS_UNIT)
     warpgroups = columns // UNIT
     stages = stages_that_fit(2 * height, columns, warpgroups, most=stages)
     return Tiling(height, columns, splits, 1, warpgroups, stages, swapped=True, depth=GROUP)
