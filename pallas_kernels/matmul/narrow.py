@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from pallas_kernels.matmul import xla
 
@@ -261,7 +261,9 @@ def _narrowed(parts: tuple[Array, ...], top: Array, kind: Format) -> tuple[tuple
 def round_rows(x: Array, kind: Format) -> Array:
     """The rounded numbers of rows [r, i], float32."""
     blocks = _in_groups(x.astype(jnp.float32))
-    (values,), scales, (second,), second_scales = round_blocks((blocks,), kind)
+    # Without the barrier XLA would leave out both conversions of numbers in fp8.
+    rounded = lax.optimization_barrier(round_blocks((blocks,), kind))
+    (values,), scales, (second,), second_scales = rounded
     wide = values.astype(jnp.float32) * scales[..., None]
     wide += second.astype(jnp.float32) * second_scales[..., None]
     return wide.reshape(len(x), -1)[:, : x.shape[1]]
