@@ -153,9 +153,9 @@ KINDS = (
         device_tables.training,
     ),
     Kind(
-        "Distilled draft models",
+        "Distilled drafters",
         ("emsjax distil",),
-        "Decoding plainly, with the draft model before training, and with the trained one. "
+        "Decoding plainly, with the drafter before training, and with the trained one. "
         "Position: the share of draft tokens at that position that were accepted, if all "
         "before them were.",
         result_tables.distillation,

@@ -192,25 +192,31 @@ def quality(results: Results) -> list[str]:
 
 def distillation(results: Results) -> list[str]:
     settings, found = results["settings"], results["results"]
-    config, parameters = found["config"], found["parameters"]
+    parameters = found["parameters"]
+    config = found["config"].get("transformer_layer_config", found["config"])
+    layers = config["num_hidden_layers"]
+    start = settings["draft_model"] or settings["start"] or "random weights"
+    compared = settings.get("compare_with")
     losses = ", ".join(f"{name} {weight:g}" for name, weight in settings["losses"].items())
     continuations = "no continuations by the target"
     if settings["generations"]:
         at = f"at temperature {settings['temperature']:g}"
         continuations = f"{settings['generations']} continuations by the target, {at}"
     rows = []
-    for name in ("plain", "before", "after"):
+    for name in ("plain", "before", "after", *(["compared"] if compared else [])):
         of = found[name]
         rate = None if name == "plain" else number(of["acceptance_rate"], 3)
         positions = [number(share, 3) for share in of["by_position"]]
         positions += [None] * (settings["draft_tokens"] - len(positions))
         speed = number(of["tokens_per_s"], 0)
-        rows.append([name, rate, *positions, number(of["mean_acceptance_length"]), speed])
+        label = f"compared: `{compared}`" if name == "compared" else name
+        rows.append([label, rate, *positions, number(of["mean_acceptance_length"]), speed])
     positions = [f"position {i + 1}" for i in range(settings["draft_tokens"])]
     return [
-        f"{config['num_hidden_layers']} layers of width {config['hidden_size']}, "
+        f"`--kind {settings.get('kind', 'draft-model')}`: "
+        f"{layers} layer{'s' if layers > 1 else ''} of width {config['hidden_size']}, "
         f"{parameters['draft']:,} parameters, for a target of {parameters['target']:,} "
-        f"(`{settings['target']}`). Start: {settings['draft_model'] or settings['start']}. "
+        f"(`{settings['target']}`). Start: {start}. "
         f"{settings['steps']} steps of {settings['batch_size']} x {settings['sequence_length']} "
         f"tokens, {losses}; {continuations}. Evaluated on "
         f"{settings['held_out']} texts, {settings['max_new_tokens']} greedy tokens each.",

@@ -2,13 +2,17 @@
 
 import dataclasses
 import json
+import shlex
 import sysconfig
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from examples import ROOT
 
 import emsjax
+from emsjax.cli.main import make_parser
 from emsjax.demo import corpus, recipe
 
 LENGTHS = [1, 7, 8, 9, 12, 13, 40]
@@ -58,6 +62,24 @@ def test_texts_for_distillation_are_split_the_same_way(library, tmp_path, monkey
     assert len(held_out) > len(names)
     assert all(len(passage) >= 8000 and passage.endswith("\n") for passage in held_out)
     assert sorted(train) == sorted(texts.values())
+
+
+def test_the_eagle3_drafter_is_trained_by_the_command_of_its_record(library, tmp_path, monkeypatch):
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(library)})
+    started = []
+    monkeypatch.setattr(recipe.subprocess, "run", lambda command, check: started.append(command))
+    recipe.main(["eagle3", "--output", str(tmp_path)])
+    record = json.loads((ROOT / "benchmarks" / "h200-distil-eagle3.json").read_bytes())
+    commands = started[0][3:], shlex.split(record["command"])[1:]
+    ours, recorded = (vars(make_parser("").parse_args(arguments)) for arguments in commands)
+    paths = {name for name, value in ours.items() if str(value).startswith("/")}
+    assert paths == {"target", "data", "held_out_data", "compare_with", "output"}
+    assert ours["data"].is_file()
+    assert ours["held_out_data"].is_file()
+    for name in ours.keys() - paths:
+        assert ours[name] == recorded[name]
+    for name in paths:
+        assert Path(ours[name]).name == Path(recorded[name]).name
 
 
 def test_a_text_shorter_than_a_passage_is_one():

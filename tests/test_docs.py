@@ -170,6 +170,17 @@ def test_every_committed_file_has_its_device_commit_and_figures(tables):
         assert f"{shape}| {entry['best_ms']:.2f} | {entry['median_ms']:.2f} |" in page
 
 
+def test_a_distilled_drafter_is_shown_beside_the_draft_model_that_it_was_compared_with(tables):
+    page = tables.page()
+    results = json.loads((examples.ROOT / "benchmarks" / "h200-distil-eagle3.json").read_bytes())
+    for name, label in (("after", "after"), ("compared", "compared: `emsjax/demo/draft`")):
+        of = results["results"][name]
+        positions = " | ".join(f"{share:.3f}" for share in of["by_position"])
+        figures = f"{positions} | {of['mean_acceptance_length']:.2f} | {of['tokens_per_s']:.0f}"
+        assert f"| {label} | {of['acceptance_rate']:.3f} | {figures} |" in page
+    assert "`--kind eagle3`: 1 layer of width 320, 2,255,040 parameters, for a target" in page
+
+
 def test_tables_are_rectangular(tables):
     for block in tables.page().split("\n\n"):
         rows = [line for line in block.splitlines() if line.startswith("| ")]

@@ -2,6 +2,7 @@
 
 import json
 import re
+import tomllib
 
 import examples
 import jax.numpy as jnp
@@ -13,11 +14,12 @@ import emsjax
 from emsjax.cli.main import main
 from emsjax.decode.pack import pack
 from emsjax.decode.row_counts import row_buckets
-from emsjax.demo import demo
+from emsjax.demo import EAGLE3, demo
 from emsjax.engine.output import PaddingRatio
 
-COMPARED = ["prompt lookup", "draft model", "lookup, 4 samples"]  # in the demo
+COMPARED = ["prompt lookup", "draft model", "EAGLE-3", "lookup, 4 samples"]  # in the demo
 MAX_WORDS = 1000
+MAX_DATA_BYTES = 32_000_000  # of an installed package
 
 
 def test_the_readme_is_short():
@@ -71,6 +73,19 @@ def test_the_step_in_the_figure_is_packed_as_drawn():
         assert [int(number) for number in line.split()] == drawn[:7].tolist()
 
 
+def test_the_package_data_is_small():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    files = {
+        path
+        for package, patterns in settings["package-data"].items()
+        for pattern in patterns
+        for path in (ROOT / package).glob(pattern)
+        if path.suffix != ".pyc"
+    }
+    assert EAGLE3 / "model.safetensors" in files
+    assert sum(path.stat().st_size for path in files) <= MAX_DATA_BYTES
+
+
 def test_the_demo_reports_identical_tokens_and_saves_model_calls(tmp_path, capsys, monkeypatch):
     outputs = []
 
@@ -92,11 +107,12 @@ def test_the_demo_reports_identical_tokens_and_saves_model_calls(tmp_path, capsy
         verdict = "identical" if method.name in COMPARED else "reference"
         assert re.search(rf"^{method.name} .* {verdict}$", shown, re.MULTILINE)
 
-    plain, lookup, draft = outputs[::2]
+    plain, lookup, draft, eagle3 = outputs[::2]
     assert plain.stats.mean_acceptance_length == 1
     assert lookup.stats.mean_acceptance_length >= 1.5
     assert draft.stats.mean_acceptance_length >= 2.0
-    for out in (lookup, draft):
+    assert eagle3.stats.mean_acceptance_length >= draft.stats.mean_acceptance_length
+    for out in (lookup, draft, eagle3):
         assert out.stats.num_steps.sum() < plain.stats.num_steps.sum() / 1.5
         np.testing.assert_array_equal(out.tokens, plain.tokens)
 

@@ -1,5 +1,9 @@
-"""The embedded model pair and prompts: `emsjax.OPT.from_pretrained(emsjax.demo.TARGET)`."""
+"""The embedded models and prompts: `emsjax.OPT.from_pretrained(emsjax.demo.TARGET)`.
 
-from emsjax.embedded import DRAFT, PROMPTS, TARGET
+`DRAFT` is a draft model for that target, and `EAGLE3` a drafter that reads its hidden states:
+`emsjax.Eagle3.from_pretrained(emsjax.demo.EAGLE3, target)`.
+"""
 
-__all__ = ["DRAFT", "PROMPTS", "TARGET"]
+from emsjax.embedded import DRAFT, EAGLE3, PROMPTS, TARGET
+
+__all__ = ["DRAFT", "EAGLE3", "PROMPTS", "TARGET"]

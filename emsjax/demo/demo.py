@@ -16,8 +16,8 @@ from rich.table import Table
 from rich.text import Text
 from transformers import AutoTokenizer
 
-from emsjax.drafters import DraftModel, PromptLookup
-from emsjax.embedded import DRAFT, PROMPTS, TARGET
+from emsjax.drafters import DraftModel, Eagle3, PromptLookup
+from emsjax.embedded import DRAFT, EAGLE3, PROMPTS, TARGET
 from emsjax.generation import generate
 from emsjax.models.pretrained import from_pretrained
 from emsjax.sampling import Sampling
@@ -33,7 +33,7 @@ class Method:
 
     Attributes:
         name: its name in the table.
-        drafter: makes the drafter.
+        drafter: makes the drafter for a target.
         options: makes the other options of `emsjax.generate`.
         expected: the name of the method above whose tokens it must produce; None: this method is
             a reference itself.
@@ -41,14 +41,26 @@ class Method:
     """
 
     name: str
-    drafter: Callable[[], Any]
+    drafter: Callable[[Any], Any]
     options: Callable[[], Mapping[str, Any]]
     expected: str | None = None
     num_prompts: int | None = None
 
 
-def draft_model() -> DraftModel:
+def no_drafter(target) -> None:
+    return None
+
+
+def prompt_lookup(target) -> PromptLookup:
+    return PromptLookup()
+
+
+def draft_model(target) -> DraftModel:
     return DraftModel(from_pretrained(DRAFT, dtype=jnp.float32))
+
+
+def eagle3(target) -> Eagle3:
+    return Eagle3.from_pretrained(EAGLE3, target)
 
 
 def greedy() -> dict[str, Any]:
@@ -65,13 +77,14 @@ def sampled() -> dict[str, Any]:
 
 
 METHODS = (
-    Method("plain decoding", lambda: None, greedy),
-    Method("prompt lookup", PromptLookup, greedy, expected="plain decoding"),
+    Method("plain decoding", no_drafter, greedy),
+    Method("prompt lookup", prompt_lookup, greedy, expected="plain decoding"),
     Method("draft model", draft_model, greedy, expected="plain decoding"),
-    Method("plain, 4 samples", lambda: None, sampled, num_prompts=SAMPLED_PROMPTS),
+    Method("EAGLE-3", eagle3, greedy, expected="plain decoding"),
+    Method("plain, 4 samples", no_drafter, sampled, num_prompts=SAMPLED_PROMPTS),
     Method(
         "lookup, 4 samples",
-        PromptLookup,
+        prompt_lookup,
         sampled,
         expected="plain, 4 samples",
         num_prompts=SAMPLED_PROMPTS,
@@ -105,7 +118,7 @@ def run(console: Console) -> int:
 
 
 def decode(model, prompt_ids: list[list[int]], method: Method) -> Outcome:
-    drafter, options = method.drafter(), method.options()
+    drafter, options = method.drafter(model), method.options()
     for _ in range(2):  # the first call compiles
         started = time.perf_counter()
         generated = generate(model, prompt_ids[: method.num_prompts], drafter=drafter, **options)

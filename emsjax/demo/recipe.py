@@ -1,14 +1,17 @@
-"""The training of the embedded target and draft: `python -m emsjax.demo.recipe --output DIR`.
+"""The training of the embedded models: `python -m emsjax.demo.recipe --output DIR`.
 
 Stage `prepare` reads the running Python's standard library and trains the tokenizer. Stage `train`
 trains the target, then the draft on the target's distribution, evaluates both on the held-out
 modules and exports them. Stage `texts` writes the training and the held-out modules for
-`emsjax distil`.
+`emsjax distil`. Stage `eagle3` writes them too, and trains an EAGLE-3 drafter with that command for
+the embedded target. It is also the last part of all stages, for the target that they trained.
 """
 
 import argparse
 import math
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -23,6 +26,7 @@ from emsjax.distillation import Batch, Trainer, make_optimizer, train
 from emsjax.distillation.losses import cross_entropy
 from emsjax.distillation.passes import forward
 from emsjax.distillation.pruning import num_parameters
+from emsjax.embedded import FOLDER
 from emsjax.models.decoder import Decoder
 from emsjax.models.opt import OPTConfig
 from emsjax.records.writing import to_json
@@ -47,6 +51,11 @@ SHAPES = {
 PEAK_LEARNING_RATES = {"target": 2e-3, "draft": 4e-3}
 WARM_UP_STEPS = 300
 WEIGHT_DECAYS = {"target": 1.0, "draft": 0.1}  # some twenty epochs would overfit the target
+EAGLE3_OPTIONS = (
+    "--kind eagle3 --taps 2,4,7 --unroll 5 --share-head --draft-tokens 4 --steps 5000 "
+    "--warm-up-steps 200 --learning-rate 2e-3 --batch-size 16 --sequence-length 1024 "
+    "--generations 3072 --max-new-tokens 128 --temperature 0 --held-out 48"
+)
 
 
 def build(name: str, *, vocab_size: int = 4096, window: int = WINDOW) -> Decoder:
@@ -169,9 +178,25 @@ def train_pair(output: Path, steps: dict[str, int]) -> dict:
     return metrics
 
 
+def train_eagle3(output: Path, pair: Path) -> None:
+    """Train an EAGLE-3 drafter for the target of a pair, and compare it with the pair's draft."""
+    texts = output / "texts"
+    corpus.write_texts(texts)
+    paths = {
+        "--target": pair / "target",
+        "--data": texts / "train.jsonl",
+        "--held-out-data": texts / "held-out.jsonl",
+        "--compare-with": pair / "draft",
+        "--output": output / "eagle3",
+    }
+    files = [str(part) for option in paths.items() for part in option]
+    command = [sys.executable, "-m", "emsjax", "distil", *files, *EAGLE3_OPTIONS.split()]
+    subprocess.run(command, check=True)
+
+
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Train the embedded target and draft.")
-    stages = ["prepare", "train", "all", "texts"]
+    parser = argparse.ArgumentParser(description="Train the embedded models.")
+    stages = ["prepare", "train", "all", "texts", "eagle3"]
     parser.add_argument("stage", nargs="?", choices=stages, default="all")
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
     parser.add_argument("--steps", type=int, default=5000, help="training steps of the target")
@@ -180,10 +205,15 @@ def main(arguments: list[str] | None = None) -> None:
     if options.stage == "texts":
         corpus.write_texts(options.output)
         return
+    if options.stage == "eagle3":
+        train_eagle3(options.output, FOLDER)
+        return
     if options.stage != "train":
         print(to_json(corpus.prepare(options.output), indent=2), flush=True)
     if options.stage != "prepare":
         train_pair(options.output, {"target": options.steps, "draft": options.draft_steps})
+    if options.stage == "all":
+        train_eagle3(options.output, options.output)
 
 
 if __name__ == "__main__":
