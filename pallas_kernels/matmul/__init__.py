@@ -59,7 +59,8 @@ def linear(
             (Pallas Mosaic GPU: 16-bit numbers and rows in multiples of 8, or int8 and fp8
             weights in fast numerics; jax 0.11 and compute capability 9.0), "xla", or None:
             Triton if the device runs it and it is faster (few rows of 16-bit numbers, sizes that
-            are multiples of its tiles), otherwise XLA.
+            are multiples of its tiles), otherwise XLA. For narrow weights None is Mosaic if it
+            takes the weight and 16-bit rows, otherwise Triton.
         numerics: "fast"; "invariant": the bits of a row depend on that row and the weight alone,
             not on the number of rows or the row's place among them; None: as in the context of
             `pallas_kernels.numerics`. If invariant, both kernels take any number of rows, and

@@ -85,7 +85,9 @@ def launch(
     values, scales, second = narrow_triton.round_rows(x, kind, padded=padded, interpret=interpret)
     later = () if tiling.swapped else list_second(second, tiling.splits, interpret=interpret)
     kernel = functools.partial(_kernel, tiling=tiling, kind=kind, activation=activation)
-    out = jax.ShapeDtypeStruct((round_up(rows, COPIED_ROWS), outputs), dtype)
+    # Rows are copied COPIED_ROWS at a time, unless all are fewer.
+    copied = rows if rows < COPIED_ROWS else round_up(rows, COPIED_ROWS)
+    out = jax.ShapeDtypeStruct((copied, outputs), dtype)
     name = f"narrow_linear_{inputs}x{outputs}"
     product = mosaic.over_tiles(kernel, out, tiling, name=name, interpret=interpret)(
         values.reshape(2 * padded, inputs),
@@ -95,7 +97,7 @@ def launch(
         *later,
         *(() if bias is None else (bias,)),
     )
-    return product[..., :rows, :]
+    return product if rows == copied else product[..., :rows, :]
 
 
 def list_second(second: Array, splits: int, *, interpret: bool) -> tuple[Array, Array]:
