@@ -56,6 +56,19 @@ def test_every_tile_gives_the_same_product(number, tile):
     close(total, rounded_by_kernel(x, weight.kind) @ np.float64(weight.dense()), "float32", format)
 
 
+@pytest.mark.gpu
+@needs_new_jax
+@pytest.mark.parametrize(("together", "splits"), [(2, 1), (2, 2), (4, 1)])
+def test_blocks_of_few_rows_may_be_multiplied_together(together, splits):
+    x, weight = rows_with_large(5, 512, "bfloat16"), weight_of("int8", 512, 128)
+    tiling = narrow_tiles.swapped(5, 128, splits, stages=8, together=together)
+    options = {"tiling": tiling, "dtype": jnp.bfloat16, "interpret": INTERPRET}
+    out = np.asarray(narrow_mosaic.launch(x, weight, None, **options), np.float64)
+    total = out if splits == 1 else out.sum(axis=0)
+    expected = rounded_by_kernel(x, weight.kind) @ np.float64(weight.dense())
+    close(total, expected, "bfloat16", "int8", rounded=True)
+
+
 def rounded_by_kernel(x, kind):
     """Rounded rows as the kernel has them: near-ties may go another way than in XLA."""
     padded = round_up(len(x), narrow_triton.ROUNDED_ROWS)

@@ -152,7 +152,8 @@ def _kernel(
     later, refs = (None, refs) if tiling.swapped else (refs[:2], refs[2:])
     bias_ref, out_ref = refs if len(refs) == 2 else (None, *refs)
     split, warpgroup = lax.axis_index("split"), lax.axis_index("warpgroup")
-    blocks = rounded_scales_ref.shape[0] // tiling.splits
+    together = tiling.depth // GROUP  # blocks of a step of the pipeline
+    blocks = rounded_scales_ref.shape[0] // tiling.splits // together
     row_tiles = rounded_scales_ref.shape[1] // 2 // tiling.rows
     tile_row, tile_column = mosaic.place(out_ref.shape[-2], out_ref.shape[-1], tiling)
     # A warpgroup multiplies some of the tile's rows, or of its columns if operands are swapped.
@@ -168,17 +169,22 @@ def _kernel(
     product_dtype = jnp.float32 if kind.dtype == jnp.float8_e4m3fn else jnp.int32
 
     def multiply(_, rows_block, scales_block, weight_block, sums):
-        factors = (weight_block, rows_block) if swapped else (rows_block, weight_block)
+        left, right = (weight_block, rows_block) if swapped else (rows_block, weight_block)
 
-        def product(of_block):
-            plgpu.wgmma(of_block, factors[0].at[own_part], factors[1].transpose((1, 0)))
-            return of_block[...]
+        def products(*of_blocks):
+            for i, of_block in enumerate(of_blocks):
+                group = pl.ds(i * GROUP, GROUP)
+                own_factor = left.at[own_part, group]
+                plgpu.wgmma(of_block, own_factor, right.at[:, group].transpose((1, 0)))
+            return [of_block[...] for of_block in of_blocks]
 
-        found = pl.run_scoped(product, plgpu.ACC(sums_shape, product_dtype))
+        found = pl.run_scoped(products, *[plgpu.ACC(sums_shape, product_dtype)] * together)
         of_lanes = pl.ds(0, lanes) if swapped else own_part
-        scales = plgpu.load(scales_block.at[0, of_lanes], optimized=False)
-        scales = lax.broadcast_in_dim(scales, sums_shape, (rows_axis,))
-        return sums + found.astype(jnp.float32) * scales
+        for i, of_block in enumerate(found):
+            scales = plgpu.load(scales_block.at[i, of_lanes], optimized=False)
+            scales = lax.broadcast_in_dim(scales, sums_shape, (rows_axis,))
+            sums += of_block.astype(jnp.float32) * scales
+        return sums
 
     def finish(sums, staged):
         if swapped:
@@ -224,9 +230,9 @@ def _kernel(
         grid=(blocks if later is None else blocks + later[1][split],),
         memory_registers=FETCHING_REGISTERS,
         in_specs=[
-            block_of((lanes, GROUP), of_rows, transforms=lines, collective_axes=neighbours),
-            block_of((1, lanes), of_scales),
-            block_of((tiling.columns, GROUP), of_weight, transforms=lines),
+            block_of((lanes, tiling.depth), of_rows, transforms=lines, collective_axes=neighbours),
+            block_of((together, lanes), of_scales),
+            block_of((tiling.columns, tiling.depth), of_weight, transforms=lines),
         ],
         wg_axis="warpgroup",
         num_compute_wgs=tiling.warpgroups,

@@ -76,12 +76,20 @@ def few_rows_tiling(rows: int, inputs: int, outputs: int, *, split: bool) -> Til
     return swapped(rows, columns, splits)
 
 
-def swapped(rows: int, columns: int, splits: int, stages: int = FEW_ROWS_STAGES) -> Tiling:
-    """A tile of all rows with swapped operands, and lanes for both terms of each row."""
+def swapped(
+    rows: int, columns: int, splits: int, stages: int = FEW_ROWS_STAGES, together: int = 1
+) -> Tiling:
+    """A tile of all rows with swapped operands, and lanes for both terms of each row.
+
+    Args:
+        stages: at most so many blocks in flight.
+        together: blocks that are fetched and multiplied together.
+    """
     height = round_up(rows, FEW_ROWS_UNIT)
     warpgroups = columns // UNIT
-    stages = stages_that_fit(2 * height, columns, warpgroups, most=stages)
-    return Tiling(height, columns, splits, 1, warpgroups, stages, swapped=True, depth=GROUP)
+    stages = stages_that_fit(2 * height, columns, warpgroups, most=stages) // together
+    depth = together * GROUP
+    return Tiling(height, columns, splits, 1, warpgroups, stages, swapped=True, depth=depth)
 
 
 def tilings(every_splits: tuple[int, ...]) -> Iterator[Tiling]:
