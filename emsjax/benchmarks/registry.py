@@ -10,9 +10,10 @@ import importlib
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from emsjax.benchmarks import options as of
-from emsjax.terminal.options import OneLineErrorParser
+from emsjax.terminal.options import OneLineErrorParser, names
 from emsjax.terminal.reporting import exit_code, is_kept
 
 
@@ -67,7 +68,22 @@ class Benchmark:
         )
 
 
+def add_all_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--output", type=Path, metavar="DIR", required=True, help="folder, continued if it exists")
+    add("--only", type=names, metavar="NAME,NAME,...", help="default: all")
+    add("--commit", help="commit of the measured code (default: the checkout's)")
+
+
 BENCHMARKS = {
+    "all": Benchmark(
+        "every",
+        "every benchmark whose results are committed, at one commit on one device",
+        "Runs every benchmark whose results are committed, each in a process of its own, into one "
+        "folder. Exit code 0 if all of them end with it.",
+        add_all_options,
+        resumes=True,
+    ),
     "draft-length": Benchmark(
         "draft_length_command",
         "draft-length policies beside every fixed length and plain decoding",

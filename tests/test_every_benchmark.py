@@ -1,0 +1,98 @@
+"""`emsjax bench all`: one folder for one commit, resumed, with a manifest."""
+
+import json
+import shlex
+
+import pytest
+from jsonl import assert_error
+
+from emsjax.benchmarks import every
+from emsjax.benchmarks.every import Run
+from emsjax.benchmarks.registry import BENCHMARKS
+from emsjax.cli.main import main, make_parser
+
+FOUND = {"devices": 1, "hardware": {"device": "cpu"}, "versions": {"jax": "1"}, "commit": "abc"}
+RUNS = {
+    "first": Run("written first"),
+    "second": Run("written second --fail"),
+    "third": Run("written third", devices=2),
+}
+PROGRAM = """
+import json, os, pathlib, sys
+_, name, *rest = sys.argv
+output = pathlib.Path(rest[rest.index("--output") + 1])
+print("begin", name)
+output.write_text(json.dumps({"argv": rest}))
+sys.exit(3 if "--fail" in rest and "FIXED" not in os.environ else 0)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder for results; three runs, of which one fails and one needs two devices."""
+    (tmp_path / "written.py").write_text(PROGRAM)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(every, "RUNS", RUNS)
+    monkeypatch.setattr(every, "ASK", f"print({json.dumps(FOUND)!r})")
+    monkeypatch.setattr(every, "device_state", lambda: ["cool"])
+    return tmp_path / "results"
+
+
+def manifest_of(folder):
+    return json.loads((folder / every.MANIFEST).read_bytes())
+
+
+def bench(folder, *options):
+    return main(["bench", "all", "--output", str(folder), *options])
+
+
+def test_every_run_is_recorded_and_those_that_failed_run_again(folder, capsys, monkeypatch):
+    assert bench(folder) == 3
+    manifest = manifest_of(folder)
+    assert {name: manifest[name] for name in ("hardware", "versions", "commit")} == {
+        name: FOUND[name] for name in ("hardware", "versions", "commit")
+    }
+    assert manifest["device_states"] == [["cool"], ["cool"]]
+    codes = {name: run.get("exit_code") for name, run in manifest["runs"].items()}
+    assert codes == {"first": 0, "second": 3, "third": None}
+    assert "2 devices are needed" in manifest["runs"]["third"][every.LEFT_OUT]
+    written = json.loads((folder / "first.json").read_bytes())["argv"]
+    assert written[-2:] == ["--commit", "abc"]
+    assert shlex.split(manifest["runs"]["first"]["command"])[2:] == written
+    assert (folder / "first.log").read_text() == "begin first\n"
+    assert "second: exit code 3" in capsys.readouterr().out
+
+    monkeypatch.setenv("FIXED", "1")
+    (folder / "first.json").unlink()
+    assert bench(folder) == 0
+    assert not (folder / "first.json").exists()  # it had ended
+    assert manifest_of(folder)["runs"]["second"]["exit_code"] == 0
+    assert len(manifest_of(folder)["device_states"]) == 4
+
+
+def test_a_folder_has_one_commit_and_one_kind_of_device(folder, monkeypatch, capsys):
+    assert bench(folder, "--only", "first") == 0
+    assert list(manifest_of(folder)["runs"]) == ["first"]
+    capsys.readouterr()
+    assert_error(capsys, bench(folder, "--commit", "def"), "results with commit abc")
+    other = {**FOUND, "hardware": {"device": "gpu"}}
+    monkeypatch.setattr(every, "ASK", f"print({json.dumps(other)!r})")
+    assert_error(capsys, bench(folder), "results with hardware")
+    assert_error(capsys, bench(folder, "--only", "first,forth"), "unknown forth")
+
+
+@pytest.mark.parametrize("name", every.RUNS)
+def test_each_run_is_a_command_with_options_that_exist(name):
+    program, *words = every.RUNS[name].arguments.split()
+    words += ["--output", "out.json", "--commit", "abc"]
+    if program == "emsjax":
+        options = make_parser("").parse_args(words)
+        assert options.commit == "abc"
+        assert (getattr(options, "tensor_parallel", None) or 1) == every.RUNS[name].devices
+    else:
+        assert (program, words[0]) == ("pallas_kernels.benchmark", "--output")
+
+
+def test_every_benchmark_is_run():
+    run = {words[2] for words in (of.arguments.split() for of in every.RUNS.values()) if words[1:]}
+    assert run == BENCHMARKS.keys() - {"all", "acceptance"}
