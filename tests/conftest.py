@@ -22,8 +22,9 @@ os.environ["XLA_FLAGS"] = " ".join(
 # the threads with which XLA computes on a CPU: by default there are as many as cores.
 os.environ.setdefault("NPROC", "8")
 
-# Executables compiled by one process are loaded by the others and by commands that tests start.
-if "PYTEST_XDIST_WORKER" not in os.environ:
+# Executables compiled by one process are loaded by the others and by commands that tests start,
+# of which some are pytest itself.
+if "emsjax-tests-" not in os.environ.get("JAX_COMPILATION_CACHE_DIR", ""):
     compiled = tempfile.TemporaryDirectory(prefix="emsjax-tests-")
     atexit.register(compiled.cleanup)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled.name
