@@ -22,8 +22,9 @@ os.environ["XLA_FLAGS"] = " ".join(
 # the threads with which XLA computes on a CPU: by default there are as many as cores.
 os.environ.setdefault("NPROC", "8")
 
-# Executables compiled by one process are loaded by the others and by commands that tests start.
-if "PYTEST_XDIST_WORKER" not in os.environ:
+# Executables compiled by one process are loaded by the others and by commands that tests start,
+# of which some are pytest itself.
+if "emsjax-tests-" not in os.environ.get("JAX_COMPILATION_CACHE_DIR", ""):
     compiled = tempfile.TemporaryDirectory(prefix="emsjax-tests-")
     atexit.register(compiled.cleanup)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled.name
@@ -112,8 +113,8 @@ def pytest_addoption(parser):
         type=int,
         default=1,
         metavar="N",
-        help="run about one in N of all tests and cases, but always the first of each file, and of "
-        "each test of what depends on the version of jax",
+        help="run about one in N of all tests and cases, but always the first case of each test of "
+        "what depends on the version of jax",
     )
 
 
@@ -134,12 +135,12 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: row_counts_of(item.module))  # so that they change rarely
     every, seen, kept, left = config.getoption("every"), set(), [], []
     for item in items:
-        depends = DEPEND_ON_JAX.fullmatch(item.path.stem)
-        group = item.nodeid.partition("[" if depends else "::")[0]
+        test = item.nodeid.partition("[")[0]
+        is_first = DEPEND_ON_JAX.fullmatch(item.path.stem) and test not in seen
         # A checksum, as cases at regular places could all have the same value of one parameter.
-        runs = group not in seen or zlib.crc32(item.nodeid.encode()) % every == 0
+        runs = is_first or zlib.crc32(item.nodeid.encode()) % every == 0
         (kept if runs else left).append(item)
-        seen.add(group)
+        seen.add(test)
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = kept

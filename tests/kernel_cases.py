@@ -14,7 +14,8 @@ COMPILED = runs_triton()
 BLOCK = tilings.DECODE.keys if COMPILED else 8
 BATCH, MAX_LEN, HEADS, HEAD_DIM, ROWS = 4, 3 * BLOCK, 2, 8, 40  # HEADS: K/V heads
 DTYPES, HEAD_DIMS = ("float32", "bfloat16", "float16"), (64, 80, 96, 128, 256)
-every_implementation = pytest.mark.parametrize("implementation", ["reference", "xla", "triton"])
+IMPLEMENTATIONS = ("reference", "xla", "triton")
+every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 
 def in_turn(few, *lists):

@@ -20,7 +20,9 @@ def tokens_of(completions) -> dict[int, list[int]]:
 
 
 def test_devices_output_the_same_tokens_together_as_one(monkeypatch):
+    """The devices are not the first one, on which the model is, and that of the key."""
     model, prompts, used = shallow_model(), ragged_prompts([5, 9, 20, 3, 14, 1, 2] * 3), set()
+    devices, other = DEVICES[1:3], DEVICES[3]
     whole = emsjax.generate(model, prompts, max_new_tokens=9)
 
     def watched(self, entries, serve=Slots.serve, **options):
@@ -35,12 +37,12 @@ def test_devices_output_the_same_tokens_together_as_one(monkeypatch):
         emsjax.DraftModel(shallow_model(ffn_dim=32), 3),
         max_new_tokens=9,
         batch_size=2,
-        key=jax.device_put(jax.random.key(1), DEVICES[2]),
-        devices=DEVICES,
+        key=jax.device_put(jax.random.key(1), other),
+        devices=devices,
     )
     rows = zip(whole.tokens, whole.lengths, strict=True)
     assert tokens_of(completions) == dict(enumerate(row[:n].tolist() for row, n in rows))
-    assert used == {device.id for device in DEVICES}
+    assert used == {device.id for device in devices}
 
 
 def test_devices_of_a_draft_model_are_the_targets():

@@ -21,6 +21,7 @@ from kernel_cases import (
     HEAD_DIM,
     HEAD_DIMS,
     HEADS,
+    IMPLEMENTATIONS,
     MAX_LEN,
     ROWS,
     case,
@@ -49,8 +50,19 @@ KINDS = {
     "triton-parts-whole": ("triton invariant", 1),
     "triton-parts-split": ("triton invariant", 64),
 }
+# Triton's kinds, of which pairs take turns: both have keys that are whole and split, and in parts.
+TURNS = ("triton-whole", "triton-parts-split"), ("triton-split", "triton-parts-whole")
 of_kinds = functools.partial(pytest.mark.parametrize, ("implementation", "programs"))
 every_kind = of_kinds(list(KINDS.values()), ids=list(KINDS))
+every_kind_and_bound = pytest.mark.parametrize(
+    ("implementation", "programs", "bound"),
+    [  # without a bound no keys are split
+        pytest.param(*KINDS[kind], bound, id=f"{kind}-{bound}")
+        for bound in (10, None)
+        for kind in KINDS
+        if bound or not kind.endswith("split")
+    ],
+)
 every_implementation_and_split = of_kinds(list(KINDS.values())[:4], ids=list(KINDS)[:4])
 
 
@@ -121,8 +133,7 @@ def check(
     np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=rtol, atol=rtol * 4)
 
 
-@every_kind
-@pytest.mark.parametrize("bound", [10, None], ids=["decode", "unbounded"])
+@every_kind_and_bound
 @settings(max_examples=12)
 @given(
     counts=st.lists(st.sampled_from([0, 1, 2, 9, 10]), min_size=BATCH, max_size=BATCH),
@@ -139,8 +150,7 @@ def test_equals_the_float64_oracle_and_reads_no_nan(
     check(implementation, case(counts, lengths, order), bound, programs=programs)
 
 
-@every_kind
-@pytest.mark.parametrize("bound", [10, None], ids=["decode", "unbounded"])
+@every_kind_and_bound
 def test_a_cache_may_have_no_entry(implementation, programs, bound):
     inputs = case([9, 0, 2, 1], [0] * BATCH)
     inputs = tuple(x[:, :0] if x.ndim == 4 else x for x in inputs)
@@ -174,8 +184,7 @@ def test_samples_that_leave_no_room_may_have_many_rows(
     compiled.cache_clear()
 
 
-@every_kind
-@pytest.mark.parametrize("bound", [10, None], ids=["decode", "unbounded"])
+@every_kind_and_bound
 @settings(max_examples=8)
 @given(
     counts=st.lists(st.sampled_from([0, 1, 2, 9, 10]), min_size=BATCH, max_size=BATCH),
@@ -217,8 +226,7 @@ def test_masked_entries_of_the_cache_are_not_read(
     check(implementation, inputs, bound, programs=programs, cache_mask=mask)
 
 
-@every_kind
-@pytest.mark.parametrize("bound", [10, None], ids=["decode", "unbounded"])
+@every_kind_and_bound
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 def test_a_row_that_is_not_finite_reaches_only_rows_that_see_it(
     implementation, programs, bound, tree
@@ -405,11 +413,16 @@ def test_long_segments_are_tiled_correctly(implementation, tile, group, monkeypa
     compiled.cache_clear()
 
 
-@every_kind
-@pytest.mark.parametrize(("group", "lanes"), [(1, 64), (2, 16), (8, 64)])
-def test_a_sample_may_have_a_few_decoding_tiles(
-    implementation, programs, group, lanes, monkeypatch
-):
+@pytest.mark.parametrize(
+    ("kind", "group", "lanes"),
+    [
+        (kind, *sizes)
+        for place, sizes in enumerate([(1, 64), (2, 16), (8, 64)])
+        for kind in ("reference", "xla", "xla-parts", *TURNS[place % 2])
+    ],
+)
+def test_a_sample_may_have_a_few_decoding_tiles(kind, group, lanes, monkeypatch):
+    implementation, programs = KINDS[kind]
     monkeypatch.setattr(tilings, "DECODE_LANES", lanes)
     compiled.cache_clear()
     for counts in ((20, 0, 17, 2), (16, 1, 3, 20), (2, 3, 0, 1)):
@@ -435,9 +448,15 @@ def test_more_shares_than_are_combined_at_once(group):
     check("triton", inputs, 2, programs=40 * HEADS)
 
 
-@every_implementation
-@pytest.mark.parametrize(("dtype", "head_dim", "bound"), in_turn((8, None), DTYPES, HEAD_DIMS))
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "implementation", "bound"),
+    [
+        (*sizes, (8, None)[place % 2])
+        for place, sizes in enumerate(in_turn(IMPLEMENTATIONS, DTYPES, HEAD_DIMS))
+    ],
+)
 def test_every_dtype_and_head_dim(implementation, dtype, head_dim, bound):
+    """Every dtype has every head_dim; implementations take turns, and have each of both."""
     inputs = case([3, 1, 0, 8], [17, 0, 24, 5], dtype=jnp.dtype(dtype), head_dim=head_dim)
     # Probabilities are rounded to the cache's dtype before they weigh the values.
     tolerance = {"float32": 1e-5, "bfloat16": 2**-7, "float16": 2**-10}[dtype]
@@ -471,25 +490,26 @@ def test_keys_are_cut_where_few_samples_of_a_large_batch_have_rows(
     assert ("ragged_attention_combine" in str(jaxpr)) == cut
 
 
-@every_implementation_and_split
+PACKED = [  # keys that are whole and split take turns
+    ("triton-whole", HEAD_DIM, 1, (), 10),
+    ("triton-split", HEAD_DIM, 1, (), None),
+    ("triton-whole", 5, 1, (), 10),
+    ("triton-split", HEAD_DIM, 2, (), None),
+    ("triton-split", HEAD_DIM, 4, (), 10),
+    ("triton-whole", HEAD_DIM, 8, (), None),
+    ("triton-whole", 5, 1, MASKS[:1], None),
+    ("triton-split", 5, 1, MASKS[1:], 10),
+    ("triton-split", HEAD_DIM, 4, MASKS[:1], 10),
+    ("triton-whole", HEAD_DIM, 4, MASKS[1:], None),
+]
+
+
 @pytest.mark.parametrize(
-    ("head_dim", "group", "masked", "bound"),
-    [
-        (HEAD_DIM, 1, (), 10),
-        (HEAD_DIM, 1, (), None),
-        (5, 1, (), 10),
-        (HEAD_DIM, 2, (), None),
-        (HEAD_DIM, 4, (), 10),
-        (HEAD_DIM, 8, (), None),
-        (5, 1, MASKS[:1], None),
-        (5, 1, MASKS[1:], 10),
-        (HEAD_DIM, 4, MASKS[:1], 10),
-        (HEAD_DIM, 4, MASKS[1:], None),
-    ],
+    ("kind", "head_dim", "group", "masked", "bound"),
+    [(kind, *sizes) for triton, *sizes in PACKED for kind in ("reference", "xla", triton)],
 )
-def test_queries_keys_and_values_may_be_packed(
-    implementation, programs, bound, head_dim, group, masked
-):
+def test_queries_keys_and_values_may_be_packed(kind, bound, head_dim, group, masked):
+    implementation, programs = KINDS[kind]
     counts, lengths = [3, 0, 10, 1], [BLOCK + 3, 4, 0, 2 * BLOCK]
     inputs = case(counts, lengths, [2, 3, 1, 0], head_dim=head_dim, group=group)
     masks = {name: random_masks(inputs)[name] for name in masked}
@@ -511,38 +531,38 @@ GROUPS = [  # which fill small tiles, decoding tiles and longer ones, and which 
     *((group, 10, 0) for group in (4, 7)),
     *((group, None, 0) for group in (2, 7)),
 ]
-TURNS = ("triton-whole", "triton-parts-split"), ("triton-split", "triton-parts-whole")
 
 
 @pytest.mark.parametrize(
-    ("kind", "group", "bound", "shared_bytes"),
+    ("kind", "masked", "group", "bound", "shared_bytes"),
     [
-        (kind, *sizes)
+        (kind, masked, *sizes)
         for place, sizes in enumerate(GROUPS)
-        for kind in ("reference", "xla", "xla-parts", *TURNS[place % 2])
+        for kinds in (("reference", "xla", "xla-parts"), TURNS[place % 2])
+        for kind in kinds
+        for masked in ([kinds.index(kind) == place // 2 % 2] if kinds in TURNS else (False, True))
     ],
 )
 def test_query_heads_share_keys_and_values_in_groups(
-    kind, group, bound, shared_bytes, monkeypatch, request
+    kind, masked, group, bound, shared_bytes, monkeypatch, request
 ):
     """Triton's kinds have small tiles, decoding tiles and longer ones each, with groups that fill
-    tiles and that do not; keys that are whole and split, and in parts or not, take turns.
+    tiles and that do not; keys that are whole and split, and in parts or not, take turns, and one
+    of two has masks.
     """
     implementation, programs = KINDS[kind]
     monkeypatch.setattr(tilings, "SHARED_BYTES", shared_bytes)
     compiled.cache_clear()
     request.addfinalizer(compiled.cache_clear)
-    check_here = functools.partial(check, implementation, bound=bound, programs=programs)
     lengths = [BLOCK + 3, 4, 0, 2 * BLOCK]
     for counts in ([3, 0, 10, 1], [10, 10, 10, 10], [1, 2, 0, 9]):
         inputs = case(counts, lengths, [2, 3, 1, 0], group=group)
-        check_here(inputs)
-    masks = random_masks(inputs)
-    if "invariant" in implementation:
-        del masks["cache_mask"]
-    for cache in inputs[3:5] if "cache_mask" in masks else ():
-        cache[~masks["cache_mask"]] = np.nan
-    check_here(inputs, **masks)
+        masks = random_masks(inputs) if masked else {}
+        if "invariant" in implementation:  # it takes no mask of the cache
+            masks.pop("cache_mask", None)
+        for cache in inputs[3:5] if "cache_mask" in masks else ():
+            cache[~masks["cache_mask"]] = np.nan
+        check(implementation, inputs, bound, programs=programs, **masks)
 
 
 @pytest.mark.parametrize(
@@ -655,8 +675,7 @@ def test_errors_name_arrays_of_other_shapes_and_dtypes(implementation, name):
             attend(np.float32(right[name]))
 
 
-@every_kind
-@pytest.mark.parametrize("bound", [10, None], ids=["decode", "unbounded"])
+@every_kind_and_bound
 def test_scores_are_multiplied_by_the_scale(implementation, programs, bound):
     inputs = case([3, 0, 10, 1], [BLOCK + 3, 4, 0, 2 * BLOCK])
     check(implementation, inputs, bound, rtol=1e-5, programs=programs, static={"scale": 0.9})
