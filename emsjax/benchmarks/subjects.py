@@ -87,9 +87,9 @@ def read_trained(
     """
     if options.data is None:
         raise ValueError("--model needs --data")
+    models = trained_models(options, features=features)
     records = Records(options.data, options.prompt_template)
     data = survey(records)
-    models = trained_models(options, features=features)
     tokenizer = load_tokenizer(options.model, options.revision, keep="last")
     limits = limits_of(models.config, options.max_new_tokens)
     tokenized = Prompts(records, tokenizer, options.max_prompt_tokens, limits)
