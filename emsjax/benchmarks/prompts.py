@@ -115,7 +115,7 @@ def measure(
     batches, names = batches_of(prompts, batch), list(subject.drafters)
     outputs = {name: subject.decode(name, batches)[1] for name in names}  # compiles
     for name in names:
-        subject.first_tokens(name, batches[:1])
+        subject.first_tokens(name, batches)
     times = {name: {"seconds": [], "first_token_s": []} for name in names}
     for _ in range(repeats):
         for name in names:

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.box import MARKDOWN
@@ -11,7 +11,7 @@ from rich.table import Table
 from emsjax import plotting
 from emsjax.benchmarks import prompts
 from emsjax.benchmarks.drafters import NUMBER_FORMATS, PLAIN, costs_of_mixed, sources
-from emsjax.benchmarks.questions import Conversations, Prompt, Questions, chosen
+from emsjax.benchmarks.questions import Conversations, Question, Questions, chosen
 from emsjax.benchmarks.registry import BENCHMARKS
 from emsjax.benchmarks.results import add_entry, begin, write_results
 from emsjax.benchmarks.subjects import (
@@ -57,19 +57,15 @@ def run(options: argparse.Namespace, command: str) -> int:
         "drafters": names,
         **{name: getattr(options, name) for name in SETTINGS},
     }
-    categories = dict.fromkeys(of.category for of in chosen(data, options.per_category))
+    questions = chosen(data, options.per_category)
     conversations = conversations_of(options, models)
     results = begin(options, command, settings)
     done = {(entry["batch"], entry["category"]) for entry in results["entries"]}
+    categories = dict.fromkeys(of.category for of in questions)
     asked = [(batch, category) for batch in options.batch_sizes for category in categories]
     if missing := [one for one in asked if one not in done]:
         bench = Bench(options, models, names)
-        say = progress()
-        found = bench.prompts(conversations, data, say)
-        for batch, category in missing:
-            say(f"batch {batch}, {category}")
-            mine = [prompt for prompt in found if prompt.question.category == category]
-            entry = prompts.measure(bench.subject, mine, batch, options.repeats)
+        for entry in bench.entries(missing, conversations, questions):
             add_entry(entry, results, options.output)
     results["overall"] = prompts.overall(results["entries"])
     write_results(results, options.output)
@@ -83,14 +79,11 @@ class Bench:
     """The loaded models and what they draft with.
 
     Args:
-        names: the drafters that are asked for.
-
-    Raises:
-        ValueError: the models have none of such a name.
+        names: the drafters that are asked for: see `drafters_of`.
     """
 
     def __init__(self, options: argparse.Namespace, models: Models, names: list[str]):
-        self.batch, self.per_category = max(options.batch_sizes), options.per_category
+        self.largest_batch, self.repeats = max(options.batch_sizes), options.repeats
         model = models.load()
         own = models.own_drafter(model, options.draft_tokens)
         known = {
@@ -104,18 +97,25 @@ class Bench:
             options.temperature,
             options.seed,
         )
+        self.say = progress()
 
-    def prompts(
-        self, conversations: Conversations, data: Questions, say: Callable[[str], None]
-    ) -> list[Prompt]:
-        """The prompts of all turns, with the model's answers to those before the last."""
-        questions = chosen(data, self.per_category)
+    def entries(
+        self,
+        missing: Sequence[tuple[int, str]],
+        conversations: Conversations,
+        questions: Sequence[Question],
+    ) -> Iterator[dict[str, Any]]:
+        """Yields the entries of these batch sizes and categories as they are measured."""
 
         def answer(asked: list[list[int]]) -> list[str]:
-            say(f"answers to {len(asked)} turns that others follow")
-            return self.subject.answers(asked, self.batch, conversations.tokenizer)
+            self.say(f"answers to {len(asked)} turns that others follow")
+            return self.subject.answers(asked, self.largest_batch, conversations.tokenizer)
 
-        return conversations.prompts(questions, answer)
+        found = conversations.prompts(questions, answer)
+        for batch, category in missing:
+            self.say(f"batch {batch}, {category}")
+            mine = [prompt for prompt in found if prompt.question.category == category]
+            yield prompts.measure(self.subject, mine, batch, self.repeats)
 
 
 def drafters_of(options: argparse.Namespace) -> list[str]:
