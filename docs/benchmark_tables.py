@@ -56,6 +56,13 @@ KINDS = (
         result_tables.peers,
     ),
     Kind(
+        "Prompt files of the field",
+        benchmark("prompts"),
+        "Draft sources on prompts by category, each turn a prompt: see [how they are "
+        "measured](how-to/evaluation.md#spec-bench-speed-bench-and-deepspec).",
+        result_tables.prompts,
+    ),
+    Kind(
         "Draft lengths",
         benchmark("draft_length"),
         "Policies beside every fixed length. The target is scripted to output a known text, and "

@@ -91,6 +91,37 @@ def peers(results: Results) -> list[str]:
     ]
 
 
+def prompts(results: Results) -> list[str]:
+    rows = []
+    entries = [*results["entries"], *results.get("overall", [])]
+    for entry in sorted(entries, key=lambda entry: entry["batch"]):
+        for name, of in entry["drafters"].items():
+            speed = [number(of["tokens_per_s"], 0), number(of["speed"])]
+            rows.append(
+                [
+                    entry["batch"],
+                    entry.get("category", "overall"),
+                    entry["prompts"],
+                    name,
+                    number(of["tokens_per_step"]),
+                    f"{of['acceptance_rate']:.1%}",
+                    number(of["first_token_ms"], 1),
+                    *speed,
+                ]
+            )
+    settings = results["settings"]
+    chosen = f"temperature {settings['temperature']:g}" if settings["temperature"] else "greedy"
+    what = "Embedded pair" if "shape" in settings else f"`{settings['model']}`"
+    if settings.get("draft_model") is not None:
+        what += f", draft model `{settings['draft_model']}`"
+    head = ["batch", "category", "prompts", "drafts", "tokens/step", "accepted", "first token, ms"]
+    return [
+        f"{what}, {settings['dtype']}, {chosen}, at most {settings['max_new_tokens']} new tokens "
+        f"of each turn, medians of {settings['repeats']} runs, prefill included.",
+        table([*head, "tokens/s", "over plain"], rows),
+    ]
+
+
 def subject(settings: Results) -> str:
     """The models of `emsjax bench ems-sd` and `emsjax bench peers`."""
     if "shape" in settings:

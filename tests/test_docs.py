@@ -234,6 +234,11 @@ def of_method(speed_up: float) -> dict:
     }
 
 
+def of_drafters() -> dict:
+    of = {"tokens_per_step": 2.5, "acceptance_rate": 0.61, "first_token_ms": 12.34}
+    return {"suffix": {**of, "tokens_per_s": 210.0, "speed": 2.0}}
+
+
 NOT_YET = {  # results of kinds that may have no committed file, as their writers format them
     "emsjax bench ems-sd --shape opt-6.7b": (
         {
@@ -281,6 +286,27 @@ NOT_YET = {  # results of kinds that may have no committed file, as their writer
             ],
         },
         ["| 8 | 900 | plain | 99 |  |", "| 8 | 900 | prompt-lookup | 299 |  |"],
+    ),
+    "emsjax bench prompts --data a --model m": (
+        {
+            "settings": {
+                "model": "m",
+                "draft_model": "d",
+                "dtype": "float32",
+                "temperature": 0.0,
+                "max_new_tokens": 128,
+                "repeats": 3,
+            },
+            "entries": [
+                {"batch": 8, "category": "coding", "prompts": 9, "drafters": of_drafters()}
+            ],
+            "overall": [{"batch": 8, "prompts": 12, "drafters": of_drafters()}],
+        },
+        [
+            "`m`, draft model `d`, float32, greedy, at most 128 new tokens of each turn",
+            "| 8 | coding | 9 | suffix | 2.50 | 61.0% | 12.3 | 210 | 2.00 |",
+            "| 8 | overall | 12 | suffix | 2.50 | 61.0% | 12.3 | 210 | 2.00 |",
+        ],
     ),
     "python -m emsjax.benchmarks.buckets": (
         {

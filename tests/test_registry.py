@@ -12,7 +12,11 @@ from emsjax.benchmarks import results as writer
 from emsjax.benchmarks.registry import BENCHMARKS
 from emsjax.cli.main import main, make_parser
 
-REQUIRED = {"ems-sd": ["--shape", "tiny"], "peers": ["--shape", "tiny"]}
+REQUIRED = {
+    "ems-sd": ["--shape", "tiny"],
+    "peers": ["--shape", "tiny"],
+    "prompts": ["--data", "a.jsonl"],
+}
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)

@@ -178,10 +178,7 @@ def run(options: argparse.Namespace, command: str) -> int:
 
 def subject_of(options: argparse.Namespace) -> tuple[Callable[[], Subject], dict[str, Any]]:
     """A function that loads the models, and their description for the settings."""
-    if options.profile is not None and options.draft_cost is not None:
-        raise ValueError("--draft-cost and --profile exclude each other")
-    costs = None if options.profile is None else StepCosts.from_profile(options.profile)
-    mixed = {"costs": costs, "draft_cost": options.draft_cost}
+    mixed = costs_of_mixed(options)
     if options.model is None:
         check_absent(options, (*OF_TRAINED, *NUMBER_FORMATS), "--model")
         models, new = EmbeddedModels(), options.max_new_tokens
@@ -195,14 +192,19 @@ def subject_of(options: argparse.Namespace) -> tuple[Callable[[], Subject], dict
     trained = read_trained(options, options.max_prompts, max(options.batch_sizes), features=True)
 
     def load() -> Subject:
-        model, own = trained.load(), None
-        if trained.feature_drafter is not None:
-            own = trained.feature_drafter(model)
-        elif trained.load_draft is not None:
-            own = DraftModel(trained.load_draft(), options.draft_tokens)
+        model = trained.models.load()
+        own = trained.models.own_drafter(model, options.draft_tokens)
         return Subject(model, sources(own, **mixed), trained.prompts, options.max_new_tokens)
 
     return load, trained.describe
+
+
+def costs_of_mixed(options: argparse.Namespace) -> dict[str, Any]:
+    """The costs that `--draft-cost` or `--profile` gives `mixed`."""
+    if options.profile is not None and options.draft_cost is not None:
+        raise ValueError("--draft-cost and --profile exclude each other")
+    costs = None if options.profile is None else StepCosts.from_profile(options.profile)
+    return {"costs": costs, "draft_cost": options.draft_cost}
 
 
 def sources(own: Drafter | None, **mixed: Any) -> dict[str, Any]:

@@ -131,11 +131,11 @@ def texts(options: argparse.Namespace) -> tuple[Callable[[], Texts], dict[str, A
     found = read_trained(options, options.max_prompts, largest_batch)
 
     def make() -> Texts:
-        if found.load_draft is None:
+        if found.models.load_draft is None:
             drafter = PromptLookup(max_draft_tokens=options.draft_tokens or 7)
         else:
-            drafter = DraftModel(found.load_draft(), options.draft_tokens or 4)
-        return Texts(found.load(), drafter, found.prompts, options.max_new_tokens)
+            drafter = DraftModel(found.models.load_draft(), options.draft_tokens or 4)
+        return Texts(found.models.load(), drafter, found.prompts, options.max_new_tokens)
 
     return make, {**found.describe, "draft_tokens": options.draft_tokens}
 

@@ -96,9 +96,9 @@ def trained(options: argparse.Namespace, prompts: int) -> tuple[Make, dict[str, 
     ids = [np.asarray(prompt, np.int32) for prompt in found.prompts]
 
     def make() -> peers.Subject:
-        draft_model = None if found.load_draft is None else found.load_draft()
+        draft_model = None if found.models.load_draft is None else found.models.load_draft()
         return peers.Subject(
-            found.load(), draft_model, lambda batch: ids[:batch], options.max_new_tokens
+            found.models.load(), draft_model, lambda batch: ids[:batch], options.max_new_tokens
         )
 
     return make, found.describe

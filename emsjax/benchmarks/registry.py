@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from emsjax.benchmarks import options as of
+from emsjax.benchmarks import subject_options as of_subject
 from emsjax.terminal.options import OneLineErrorParser, names
 from emsjax.terminal.reporting import exit_code, is_kept
 
@@ -97,7 +98,7 @@ BENCHMARKS = {
         "plain decoding, padding, its ablations and EMS-SD, as in the paper",
         "Speed by batch size of plain decoding, and of speculative decoding with padding, with "
         "either half of it, and without. Exit code 1 unless all tokens are identical.",
-        of.add_ems_sd_options,
+        of_subject.add_ems_sd_options,
         resumes=True,
     ),
     "drafters": Benchmark(
@@ -105,7 +106,15 @@ BENCHMARKS = {
         "draft sources, alone and mixed, on the same prompts",
         "Speed and acceptance by batch size of prompt lookup, suffix drafts and a draft model, "
         "alone and mixed. Exit code 1 unless all tokens are identical.",
-        of.add_drafters_options,
+        of_subject.add_drafters_options,
+        resumes=True,
+    ),
+    "prompts": Benchmark(
+        "prompts_command",
+        "draft sources on the prompt files of Spec-Bench, SPEED-Bench and DeepSpec, by category",
+        "Acceptance, latency and speed of draft sources by category and batch size, on a file of "
+        "prompts with one or several turns. Exit code 1 unless all tokens are identical.",
+        of_subject.add_prompts_options,
         resumes=True,
     ),
     "peers": Benchmark(
@@ -114,7 +123,7 @@ BENCHMARKS = {
         "Speed of plain and speculative greedy decoding here and in transformers, with the same "
         "weights and prompts. Without torch only this library is measured. Exit code 1 unless all "
         "tokens are identical.",
-        of.add_peers_options,
+        of_subject.add_peers_options,
         resumes=True,
     ),
     "step": Benchmark(

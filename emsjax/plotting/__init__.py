@@ -6,6 +6,7 @@ from emsjax.plotting.measurements import (
     distillation_figure,
     draft_length_figure,
     ems_sd_figure,
+    prompts_figure,
     synergy_figure,
 )
 
@@ -16,5 +17,6 @@ __all__ = [
     "draft_length_figure",
     "ems_sd_figure",
     "packed_rows_figure",
+    "prompts_figure",
     "synergy_figure",
 ]

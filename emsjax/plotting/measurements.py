@@ -1,6 +1,6 @@
 """Figures of measurements."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -94,6 +94,43 @@ def ems_sd_figure(results: Mapping[str, Any]):
     return figure
 
 
+def prompts_figure(results: Mapping[str, Any]):
+    """Draw acceptance and speed of draft sources by category.
+
+    Args:
+        results: written by `emsjax bench prompts`.
+
+    Returns:
+        A matplotlib `Figure` with two panels for each batch size (down): the mean acceptance length
+        and the speed over plain decoding, with bars for each category and all together.
+
+    Raises:
+        ImportError: matplotlib is missing.
+        ValueError: no entries.
+    """
+    if not results["entries"]:
+        raise ValueError("results hold no entries: nothing to draw")
+    overall = sorted(results["overall"], key=lambda entry: entry["batch"])
+    width, height = PANEL_INCHES
+    figure = new_figure(3 * width, height * len(overall) + 0.6)
+    titles = {"tokens_per_step": "mean acceptance length", "speed": "speed over plain decoding"}
+    for row, total in enumerate(overall):
+        mine = [entry for entry in results["entries"] if entry["batch"] == total["batch"]]
+        groups = {entry["category"]: entry for entry in mine}
+        shown = [*groups, *(["overall"] if len(groups) > 1 else [])]
+        entries = [*groups.values(), total][: len(shown)]
+        for column, (which, label) in enumerate(titles.items()):
+            axes = figure.add_subplot(len(overall), 2, 2 * row + column + 1)
+            _draw_bars(axes, entries, which)
+            axes.set_xticks(range(len(shown)), shown, rotation=30, ha="right", fontsize="small")
+            axes.set_ylabel(label)
+            axes.set_title(f"batch {total['batch']}")
+    bars = figure.axes[0].containers
+    names = [of.get_label() for of in bars]
+    figure.legend(bars, names, loc="outside lower center", ncols=len(names))
+    return figure
+
+
 def distillation_figure(results: Mapping[str, Any]):
     """Draw the training of a draft model.
 
@@ -167,6 +204,17 @@ def synergy_figure(curves: Mapping[int, Float[np.ndarray, "k1"]]):
     for axis in (speed.xaxis, best.yaxis):
         axis.get_major_locator().set_params(integer=True)
     return figure
+
+
+def _draw_bars(axes, entries: Sequence[Mapping[str, Any]], which: str) -> None:
+    """Draw a group of bars for each entry, one for each of its drafters but plain decoding."""
+    names = [name for name in entries[0]["drafters"] if name != "plain"]
+    width = 0.8 / max(len(names), 1)
+    for i, name in enumerate(names):
+        places = np.arange(len(entries)) + (i - (len(names) - 1) / 2) * width
+        heights = [entry["drafters"][name][which] for entry in entries]
+        axes.bar(places, heights, width, label=name)
+    axes.axhline(1, color="grey", linewidth=0.8, linestyle="--")  # plain decoding
 
 
 def _batch_axis(axes, sizes) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from rich.box import SIMPLE_HEAD
+from rich.box import SIMPLE_HEAD, Box
 from rich.console import Console
 from rich.table import Table
 
@@ -111,8 +111,8 @@ def line(console: Console, text: str) -> None:
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def make_table(title: str | None, columns: Sequence[str]) -> Table:
-    table = Table(title=title, box=SIMPLE_HEAD, show_edge=False)
+def make_table(title: str | None, columns: Sequence[str], box: Box = SIMPLE_HEAD) -> Table:
+    table = Table(title=title, box=box, show_edge=box is not SIMPLE_HEAD)
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     return table
