@@ -28,7 +28,7 @@ psutil = pytest.importorskip("psutil")
 pyarrow = pytest.importorskip("pyarrow")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-PROMPTS, NODES, NEW = 2000, 3, 4
+PROMPTS, NODES, NEW = 1400, 3, 4
 PATIENCE = 400  # seconds
 # Processes of Ray import the library from where this one has it.
 PLACE = {"PYTHONPATH": os.pathsep.join([os.path.dirname(emsjax.__path__[0]), *sys.path])}

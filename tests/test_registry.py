@@ -16,6 +16,7 @@ REQUIRED = {
     "ems-sd": ["--shape", "tiny"],
     "peers": ["--shape", "tiny"],
     "prompts": ["--data", "a.jsonl"],
+    "all": ["--output", "results"],
 }
 
 

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from emsjax.benchmarks.registry import BENCHMARKS
 from emsjax.benchmarks.results import write_results
 from emsjax.records.writing import to_json
 
@@ -180,3 +181,7 @@ def shown(record: Mapping[str, Any]) -> str:
 
 def _output_of(command: list[str]) -> str:
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
+if __name__ == "__main__":
+    sys.exit(BENCHMARKS["all"].main())

@@ -22,15 +22,15 @@ ARRAYS_PER_LAUNCH, NARROW_PER_LAUNCH = 128, 64
 
 
 def update_kv_caches(
-    key_caches: Sequence[Array | NarrowRows],  # [b, l, k, d] each
-    value_caches: Sequence[Array | NarrowRows],  # [b, l, k, d] each
+    key_caches: Sequence[Array],  # [b, l, k, d] each, or NarrowRows
+    value_caches: Sequence[Array],  # [b, l, k, d] each, or NarrowRows
     keys: Sequence[Array],  # [r, k, d] each, or [r, h + 2k, d] with queries and values
     values: Sequence[Array] | None,  # [r, k, d] each
     segment_ids: Array,  # int32 [r]
     positions: Array,  # int32 [r]
     *,
     interpret: bool = False,
-) -> tuple[list[Array | NarrowRows], list[Array | NarrowRows]]:
+) -> tuple[list[Array], list[Array]]:
     """See `pallas_kernels.update_kv_caches`."""
     new_keys, new_values = [], []
     narrow = bool(key_caches) and isinstance(key_caches[0], NarrowRows)
