@@ -9,7 +9,6 @@ that have not ended with 0. A folder holds the results of one commit and one kin
 
 import argparse
 import json
-import os
 import shlex
 import shutil
 import subprocess
@@ -155,9 +154,7 @@ def measure(name: str, run: Run, folder: Path, commit: str | None) -> dict[str, 
     words += [] if commit is None else ["--commit", commit]
     started = time.time()
     with (folder / f"{name}.log").open("ab") as log:
-        ended = subprocess.run(
-            [sys.executable, "-m", *words], stdout=log, stderr=log, env=os.environ, check=False
-        )
+        ended = subprocess.run([sys.executable, "-m", *words], stdout=log, stderr=log, check=False)
     seconds = round(time.time() - started, 1)
     return {"command": shlex.join(words), "exit_code": ended.returncode, "seconds": seconds}
 

@@ -105,7 +105,7 @@ class Tile:
         numbers, sample = self.places.cached[which], self.item["sample"]
         place = numbers.at[sample, entry[:, None], self.head, self.dims]
         loaded = self.load(place, entry.shape[0], defined)
-        if len(self.places.cached) == 2:
+        if self.format is None:
             return loaded, None
         place = self.places.cached[2 + which].at[sample, entry, self.head]
         scales = plgpu.load(place, mask=defined, other=None if defined is None else 0.0)

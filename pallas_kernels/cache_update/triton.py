@@ -47,7 +47,7 @@ def update_kv_caches(
 
 def _launch(caches, rows, segment_ids, positions, interpret):
     """The caches with the rows written; `rows` of each cache, or packed ones of each layer."""
-    arrays, narrow = jax.tree.flatten(caches)
+    arrays, structure = jax.tree.flatten(caches)
     format = caches[0].format if isinstance(caches[0], NarrowRows) else None
     count, num_rows, (kv_heads, head_dim) = len(caches), rows[0].shape[0], caches[0].shape[2:]
     tile = min(kv_heads, max(1, NUMBERS_PER_PROGRAM // pl.next_power_of_2(head_dim)))
@@ -60,7 +60,7 @@ def _launch(caches, rows, segment_ids, positions, interpret):
         interpret=interpret,
         name="update_kv_cache",
     )(segment_ids, positions, *rows, *arrays)
-    return jax.tree.unflatten(narrow, updated)
+    return jax.tree.unflatten(structure, updated)
 
 
 def _kernel(
