@@ -105,15 +105,16 @@ def _kernel(
 def merge(one, other):
     """Two parts' weighted values, largest scores (in powers of two) and sums of weights, as one.
 
-    The sums may have several columns.
+    The values may be tuples of parts, and the sums may have several columns.
     """
     (out, highest, total), (its_out, its_highest, its_total) = one, other
     top = jnp.maximum(highest, its_highest)
     shift = jnp.where(top == -jnp.inf, 0, top)
     scale, its_scale = jnp.exp2(highest - shift), jnp.exp2(its_highest - shift)
-    out = out * scale[..., None] + its_out * its_scale[..., None]
+    add = lambda x, y: x * scale[..., None] + y * its_scale[..., None]
+    out = jax.tree.map(add, out, its_out)
     if total.ndim > top.ndim:
-        scale, its_scale = scale[..., None], its_scale[..., None]
+        return out, top, add(total, its_total)
     return out, top, total * scale + its_total * its_scale
 
 

@@ -18,9 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.attention.combine import merge
-from pallas_kernels.attention.share import loop, scaled
+from pallas_kernels.attention.share import loop, product, scaled, scores_of, zeros_of_parts
 from pallas_kernels.attention.tile import Tile
-from pallas_kernels.common.implementations import matmul_precision
 
 SUMS = 16  # columns of the sums of weights, all alike: the fewest that a product can have
 
@@ -82,7 +81,7 @@ def attend_parts(tile: Tile, *, decoding: bool) -> None:
         return finish(part, carry, softmax(*loaded, sees(at, visible), *scales))
 
     zeros = lambda *width: jnp.zeros((tile.tiling.rows, *width), jnp.float32)
-    carry = (zeros(tile.dims.shape[1]), zeros() - jnp.inf, zeros(SUMS))
+    carry = (zeros_of_parts(tile), zeros() - jnp.inf, zeros(SUMS))
     carry = carry if merges else ()
     begin, mixed = item["key_begin"] // keys, key_end // keys
     if window is not None and merges:
@@ -98,7 +97,7 @@ def attend_parts(tile: Tile, *, decoding: bool) -> None:
     carry = _plain_loop(mixed, end, mixed_part, carry)
     if merges:
         out, _, totals = carry
-        tile.store_rows(out / _any_of(totals)[:, None])
+        tile.store_rows([part / _any_of(totals)[:, None] for part in out])
 
 
 def place_of(tile: Tile, part):
@@ -112,9 +111,7 @@ def place_of(tile: Tile, part):
 
 def _softmax_of_part(query, keys, values, visible, key_scales=None, value_scales=None, *, scale):
     """A part's weighted values, largest score (in powers of two) and sums of weights [t, SUMS]."""
-    precision = matmul_precision(query.dtype)
-    dot = functools.partial(jnp.dot, precision=precision, preferred_element_type=jnp.float32)
-    exponent, scores = scale * math.log2(math.e), dot(query, keys.T)
+    exponent, scores = scale * math.log2(math.e), scores_of(query, keys)
     if key_scales is not None:
         scores *= key_scales.astype(jnp.float32)[None, :]
     if visible is not None:
@@ -122,10 +119,11 @@ def _softmax_of_part(query, keys, values, visible, key_scales=None, value_scales
     highest = jnp.max(scores, axis=1) * exponent
     shift = jnp.where(highest == -jnp.inf, 0, highest)
     weights = jnp.exp2(scores * exponent - shift[:, None])
-    weights = weights.astype(values.dtype)
+    weights = weights.astype(values[0].dtype)
     # Before the other product: Triton divides both among warps as suits the one that comes last.
-    totals = dot(weights, jnp.ones((weights.shape[1], SUMS), weights.dtype))
-    return dot(scaled(weights, value_scales), values), highest, totals
+    totals = product(weights, jnp.ones((weights.shape[1], SUMS), weights.dtype))
+    weights = scaled(weights, value_scales)
+    return tuple(product(weights, part) for part in values), highest, totals
 
 
 def _any_of(totals):

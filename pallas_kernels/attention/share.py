@@ -12,7 +12,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.attention.tile import Tile, last
-from pallas_kernels.attention.tilings import Tiling, padded
 from pallas_kernels.common.implementations import matmul_precision
 
 
@@ -71,7 +70,7 @@ def attend_share(tile: Tile, *, decoding: bool, one_block: bool) -> None:
     begin, end = item["key_begin"] // keys, pl.cdiv(key_end, keys)
     if window is not None and "entries" not in masks:
         begin = jnp.maximum(begin, tile.first_seen // keys)
-    carry = _start(tile.tiling, tile.head_dim)
+    carry = _start(tile)
     if decoding:
         # Fetched before the long loop, needed after it.
         fresh, visible = fresh_keys(tile.lane), fresh_visible(tile.lane)
@@ -95,7 +94,7 @@ def attend_share(tile: Tile, *, decoding: bool, one_block: bool) -> None:
         carry = loop(jnp.maximum(first, full), end, fresh_block, carry, masked=True)
     out, highest, total = _sum_total(carry)
     if len(tile.places.outputs) == 1:
-        tile.store_rows(out / total)
+        tile.store_rows([part / total for part in out])
     else:
         highest, total = highest * tile.launch.scale, jnp.sum(total, axis=1)
         tile.store_share(tile.index, out, highest, total)
@@ -104,12 +103,11 @@ def attend_share(tile: Tile, *, decoding: bool, one_block: bool) -> None:
 def _attend(query, carry, keys, values, visible, key_scales=None, value_scales=None, *, scale):
     """One block of keys: the softmax so far as (weighted values, largest score, weights).
 
-    Keys and values may have scales [m]; None: they are 1.
+    Queries, keys and values are tuples of parts: see `Tile`. Keys and values may have scales [m];
+    None: they are 1.
     """
-    precision = matmul_precision(query.dtype)
-    dot = functools.partial(jnp.dot, precision=precision, preferred_element_type=jnp.float32)
     out, highest, total = carry
-    scores = dot(query, keys.T)  # scaled in the exponent, as one multiply-add
+    scores = scores_of(query, keys)  # scaled in the exponent, as one multiply-add
     if key_scales is not None:
         scores *= key_scales.astype(jnp.float32)[None, :]
     if visible is not None:
@@ -123,8 +121,24 @@ def _attend(query, carry, keys, values, visible, key_scales=None, value_scales=N
     decay = jnp.exp2((highest - shift) * exponent)[:, None]
     # Weights are summed over keys once, at the end, where blocks are of one size.
     added = weights if total.shape == weights.shape else jnp.sum(weights, axis=1, keepdims=True)
-    out = out * decay + dot(scaled(weights.astype(values.dtype), value_scales), values)
+    weights = scaled(weights.astype(values[0].dtype), value_scales)
+    out = tuple(
+        part * decay + product(weights, its_values)
+        for part, its_values in zip(out, values, strict=True)
+    )
     return out, new_highest, total * decay + added
+
+
+def scores_of(query, keys):
+    """Scores [t, m] of queries and keys in parts, not yet scaled."""
+    products = [product(one, other.T) for one, other in zip(query, keys, strict=True)]
+    return functools.reduce(jnp.add, products)
+
+
+def product(x, y):
+    """x @ y in float32."""
+    precision = matmul_precision(x.dtype)
+    return jnp.dot(x, y, precision=precision, preferred_element_type=jnp.float32)
 
 
 def scaled(weights, scales):
@@ -132,10 +146,17 @@ def scaled(weights, scales):
     return weights if scales is None else weights * scales[None, :]
 
 
-def _start(tiling: Tiling, head_dim: int):
-    zeros = lambda width: jnp.zeros((tiling.rows, width), jnp.float32)
-    highest = jnp.full(tiling.rows, -jnp.inf, jnp.float32)
-    return zeros(padded(head_dim)), highest, zeros(tiling.keys)
+def _start(tile: Tile):
+    rows, keys = tile.tiling.rows, tile.tiling.keys
+    zeros = lambda width: jnp.zeros((rows, width), jnp.float32)
+    highest = jnp.full(rows, -jnp.inf, jnp.float32)
+    return zeros_of_parts(tile), highest, zeros(keys)
+
+
+def zeros_of_parts(tile: Tile):
+    """Zeros for the weighted values of a tile's rows."""
+    zeros = jnp.zeros((tile.tiling.rows, tile.dims.shape[1]), jnp.float32)
+    return (zeros,) * tile.num_parts
 
 
 def _sum_total(carry):

@@ -12,7 +12,7 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.attention.confine import confine
 from pallas_kernels.attention.tilings import Launch, Tiling, dims_of
 from pallas_kernels.attention.work_items import FIELDS
-from pallas_kernels.common.narrow_rows import format_of, round_rows, widen_in_kernel
+from pallas_kernels.common.narrow_rows import round_parts, unpack, widen_in_kernel
 
 
 class Places(NamedTuple):
@@ -22,13 +22,17 @@ class Places(NamedTuple):
     index: Array  # the work item
     items: Array  # [7, n]
     fresh: tuple[Array, ...]  # queries [r, h, d], keys and values [r, k, d]; or one [r, h + 2k, d]
-    cached: tuple[Array, ...]  # keys and values [b, l, k, d]; and in 8 bits their scales [b, l, k]
+    # Keys and values [b, l, k, d]; or words [b, l, k, d / 2] of both and their scales [b, l, k].
+    cached: tuple[Array, ...]
     masks: dict[str, Array]  # ancestors [r, f], cache [b, l], positions [r], entries [b, l]
     outputs: tuple[Array, ...]  # [r, h, d], or shares [n, t, k, d], [n, t, k] x 2
 
 
 class Tile:
     """The rows of this program's work item, and the keys and values that they may see.
+
+    A row of numbers is a tuple of its parts [..., p]: the whole row, or its two halves where two
+    numbers share a word of the cache.
 
     Attributes:
         tiling: the tile's sizes.
@@ -37,8 +41,8 @@ class Tile:
         head: the program's K/V head.
         index: the program's work item.
         item: the fields of the work item, by name.
-        format: the cache's, if it is narrow.
-        query: the queries, [t, d].
+        num_parts: parts of a row.
+        query: the queries, of parts [t, p].
         is_used: which lanes hold one, [t].
     """
 
@@ -48,37 +52,32 @@ class Tile:
         self.head, self.index = places.head, places.index
         fields = (places.items[i, self.index] for i in range(len(FIELDS)))
         self.item = item = dict(zip(FIELDS, fields, strict=True))
-        self.kv_heads, self.head_dim = places.cached[0].shape[2:]
-        is_narrow = len(places.cached) > 2
-        self.format = format_of(places.cached[0].dtype) if is_narrow else None
-        self.dims = dims_of(self.head_dim)[None, :]
+        self.kv_heads, self.part_dim = places.cached[0].shape[2:]
+        self.num_parts = 1 if launch.format is None else 2
+        self.dims = dims_of(self.part_dim)[None, :]
         self.lane = jnp.arange(tiling.rows)
         self.sample_row = item["first"] - item["before"]  # the sample's first row
         num_lanes = item["count"] if launch.group == 1 else item["count"] * launch.group
         self.is_used, last_lane = self.lane < num_lanes, jnp.minimum(self.lane, last(num_lanes))
         self.query_row = item["first"] + row_of(last_lane, launch.group)
         heads = head_of(last_lane, self.head, launch.group)
-        self.query = self.load(places.fresh[0].at[self.query_row[:, None], heads, self.dims])
+        self.query = self.load_parts(places.fresh[0], self.query_row, heads)
         if launch.window is not None:
             # The lowest position that each lane's row sees, and that any does.
             positions = plgpu.load(places.masks["positions"].at[self.query_row])
             self.lowest = positions - launch.window + 1
             self.first_seen = jnp.min(self.lowest)
 
-    def load(self, place, size: int | None = None, defined=None, other=0):
-        """[size, d] at a place; `other` where `defined` [size] is given and false."""
-        size = self.tiling.rows if size is None else size
-        if self.dims.shape[1] == self.head_dim and defined is None:
-            return plgpu.load(place)
-        mask = jnp.broadcast_to(self.dims < self.head_dim, (size, self.dims.shape[1]))
-        if defined is not None:
-            mask &= defined[:, None]
-        if isinstance(other, int) and jnp.issubdtype(place.dtype, jnp.floating):
-            other = float(other)  # Triton converts no integer to 8 bits of a float
-        return plgpu.load(place, mask=mask, other=other)
+    def load_parts(self, ref, row, head, defined=None, others=None) -> tuple[Array, ...]:
+        """The rows `row` [m] of a head; `others` where `defined` [m] is given and false."""
+        others = others or [0] * self.num_parts
+        return tuple(
+            self._load(ref.at[row[:, None], head, dims], row.shape[0], defined, other)
+            for dims, other in zip(self._dims_of_parts(), others, strict=True)
+        )
 
-    def load_fresh(self, row, defined=None, others=(0, 0)):
-        """Keys and values [m, d] of the sample's fresh rows `row` [m], counted from its first.
+    def load_fresh(self, row, defined=None, others=(None, None)):
+        """Keys and values of the sample's fresh rows `row` [m], counted from its first.
 
         Where `defined` [m] is given and false, they are those of `others`.
         """
@@ -88,32 +87,33 @@ class Tile:
             fresh, first_heads = self.places.fresh * 2, (heads, heads + self.kv_heads)
         row = self.sample_row + row
         heads = [first + self.head if first else self.head for first in first_heads]
-        loaded = (
-            self.load(ref.at[row[:, None], head, self.dims], row.shape[0], defined, other)
+        loaded = [
+            self.load_parts(ref, row, head, defined, other)
             for ref, head, other in zip(fresh, heads, others, strict=True)
-        )
-        if self.format is not None:
-            loaded = (round_rows(x, self.format).widen(x.dtype) for x in loaded)
+        ]
+        if self.launch.format is not None:
+            loaded = map(self._rounded, loaded)
         return confine(*loaded)
 
     def load_cached(self, which: int, entry, defined=None):
         """Committed keys (0) or values (1) of the entries `entry` [m].
 
         Returns:
-            Numbers [m, d] and their scales [m], in the query's dtype; None for scales of 1.
+            Numbers and their scales [m], in the query's dtype; None for scales of 1.
         """
-        numbers, sample = self.places.cached[which], self.item["sample"]
-        place = numbers.at[sample, entry[:, None], self.head, self.dims]
-        loaded = self.load(place, entry.shape[0], defined)
-        if self.format is None:
-            return loaded, None
+        sample, format = self.item["sample"], self.launch.format
+        place = self.places.cached[which].at[sample, entry[:, None], self.head, self.dims]
+        loaded = self._load(place, entry.shape[0], defined)
+        if format is None:
+            return (loaded,), None
         place = self.places.cached[2 + which].at[sample, entry, self.head]
         scales = plgpu.load(place, mask=defined, other=None if defined is None else 0.0)
-        dtype = self.query.dtype
+        dtype = self.query[0].dtype
         if dtype == jnp.float16:  # in which a weight times a scale may be too small
-            return (loaded.astype(jnp.float32) * scales[:, None]).astype(dtype), None
-        wide = widen_in_kernel(loaded, dtype, interpret=self.interpret)
-        return wide, scales.astype(dtype)
+            wide = (x.astype(jnp.float32) * scales[:, None] for x in unpack(loaded, format))
+            return tuple(x.astype(dtype) for x in wide), None
+        wide = widen_in_kernel(loaded, format, dtype, interpret=self.interpret)
+        return tuple(wide), scales.astype(dtype)
 
     def descends(self, fresh):
         """Whether each lane's row sees the sample's fresh rows `fresh` [m], [t, m]."""
@@ -125,26 +125,44 @@ class Tile:
         return plgpu.load(ancestors.at[self.query_row[:, None], column[None, :]]) != 0
 
     def store_rows(self, out):
-        """Stores the results [t, d] of the tile's rows."""
+        """Stores the results of the tile's rows."""
         (out_ref,) = self.places.outputs
         row = (self.item["first"] + row_of(self.lane, self.launch.group))[:, None]
         heads = head_of(self.lane, self.head, self.launch.group)
-        plgpu.store(
-            out_ref.at[row, heads, self.dims], out.astype(out_ref.dtype), mask=self._stored()
-        )
+        for dims, part in zip(self._dims_of_parts(), out, strict=True):
+            place = out_ref.at[row, heads, dims]
+            plgpu.store(place, part.astype(out_ref.dtype), mask=self._stored())
 
     def store_share(self, place, out, highest, total):
-        """Stores a share's weighted values [t, d], largest scores [t] and sums of weights [t]."""
+        """Stores a share's weighted values, largest scores [t] and sums of weights [t]."""
         out_ref, highest_ref, total_ref = self.places.outputs
         at = (place, self.lane, self.head)
-        plgpu.store(
-            out_ref.at[place, self.lane[:, None], self.head, self.dims], out, mask=self._stored()
-        )
+        for dims, part in zip(self._dims_of_parts(), out, strict=True):
+            place_of_part = out_ref.at[place, self.lane[:, None], self.head, dims]
+            plgpu.store(place_of_part, part, mask=self._stored())
         plgpu.store(highest_ref.at[at], highest, mask=self.is_used)
         plgpu.store(total_ref.at[at], total, mask=self.is_used)
 
+    def _dims_of_parts(self):
+        return [self.dims + part * self.part_dim for part in range(self.num_parts)]
+
+    def _load(self, place, size: int, defined=None, other=0):
+        """[size, p] at a place; `other` where `defined` [size] is given and false."""
+        if self.dims.shape[1] == self.part_dim and defined is None:
+            return plgpu.load(place)
+        mask = jnp.broadcast_to(self.dims < self.part_dim, (size, self.dims.shape[1]))
+        if defined is not None:
+            mask &= defined[:, None]
+        return plgpu.load(place, mask=mask, other=other)
+
+    def _rounded(self, parts):
+        """Fresh rows as the cache holds them."""
+        numbers, scales = round_parts(parts, self.launch.format)
+        wide = (x.astype(jnp.float32) * scales[:, None] for x in numbers)
+        return tuple(x.astype(parts[0].dtype) for x in wide)
+
     def _stored(self):
-        return self.is_used[:, None] & (self.dims < self.head_dim)
+        return self.is_used[:, None] & (self.dims < self.part_dim)
 
 
 def row_of(lane, group: int):

@@ -36,7 +36,8 @@ class Launch(NamedTuple):
     one_block: bool  # whether tiling.rows keys hold the fresh rows of any sample
     scale: float  # factor of the scores
     window: int | None  # positions that a row sees; None: all
-    invariant: bool = False  # whether a row's bits depend on its own sequence alone
+    invariant: bool  # whether a row's bits depend on its own sequence alone
+    format: str | None  # of a cache in 8 bits
 
 
 PART_KEYS = 64  # keys of a part, where bits do not depend on the rows of a call
@@ -79,6 +80,7 @@ def launch_for(
     scale: float,
     window: int | None,
     invariant: bool = False,
+    format: str | None = None,
 ) -> Launch:
     """The launch for `rows` packed rows with `heads` query heads.
 
@@ -91,6 +93,7 @@ def launch_for(
         scale: the factor of the scores.
         window: positions that a row sees; None: all.
         invariant: whether a row's bits depend on its own sequence alone.
+        format: "int8" or "fp8" for a cache in 8 bits.
     """
     batch, max_len, kv_heads, head_dim = cache_shape
     group = heads // kv_heads
@@ -123,7 +126,8 @@ def launch_for(
     if invariant:
         tiling, few = _in_parts(tiling), few and _in_parts(few)
     one_block = most <= tiling.rows
-    return Launch(tiling, few, group, splits, max_tiles, one_block, scale, window, invariant)
+    sizes = (tiling, few, group, splits, max_tiles, one_block)
+    return Launch(*sizes, scale, window, invariant, format)
 
 
 def _in_parts(tiling: Tiling) -> Tiling:

@@ -54,6 +54,7 @@ def ragged_attention(
         key_cache, value_cache = jax.tree.map(pad, (key_cache, value_cache))
         cache_mask = None
     rows, heads, head_dim = query.shape
+    format = key_cache.format if isinstance(key_cache, NarrowRows) else None
     masks = {"ancestors": ancestors, "cache": cache_mask}
     if window is not None:
         masks["positions"] = positions
@@ -68,6 +69,7 @@ def ragged_attention(
         scale=head_dim**-0.5 if scale is None else float(scale),
         window=window,
         invariant=invariant,
+        format=format,
     )
     return _launch(
         (query,) if key is None else (query, key, value),
@@ -82,10 +84,10 @@ def ragged_attention(
 
 
 def _arrays_of(*caches: Array | NarrowRows) -> tuple[Array, ...]:
-    """The arrays of keys and values, then those of their scales, if they have any."""
+    """The arrays of keys and values, or of their words, then their scales."""
     if not isinstance(caches[0], NarrowRows):
         return caches
-    return *(x.values for x in caches), *(x.scales for x in caches)
+    return *(x.words for x in caches), *(x.scales for x in caches)
 
 
 # Jitted by itself, so that layers of the same shapes are traced and lowered once.
@@ -94,8 +96,8 @@ def _launch(
     fresh, cached, segment_ids, positions, cache_lengths, masks, *, launch: Launch, interpret: bool
 ) -> Array:
     tiling, splits = launch.tiling, launch.splits
-    kv_heads, head_dim = cached[0].shape[2:]
-    of_query = (fresh[0].shape[0], kv_heads * launch.group, head_dim)
+    (rows, _, head_dim), kv_heads = fresh[0].shape, cached[0].shape[2]
+    of_query = (rows, kv_heads * launch.group, head_dim)
     of_query = jax.ShapeDtypeStruct(of_query, fresh[0].dtype)
     items = work_items.plan(
         segment_ids,
@@ -124,7 +126,6 @@ def _launch(
             launch=launch,
             masks=tuple(masks),
             together=len(fresh) == 1,
-            num_cached=len(cached),
             interpret=interpret,
         ),
         # Neighbouring heads lie side by side in the cache and are read together.
@@ -134,7 +135,7 @@ def _launch(
             num_warps=tiling.num_warps,
             num_stages=stages_that_fit(
                 tiling.num_stages,
-                2 * tiling.keys * padded(head_dim) * cached[0].dtype.itemsize,
+                2 * tiling.keys * padded(cached[0].shape[3]) * cached[0].dtype.itemsize,
             ),
         ),
         interpret=interpret,
@@ -171,12 +172,12 @@ def _kernel(
     launch: Launch,
     masks: tuple[str, ...],
     together: bool,
-    num_cached: int,
     interpret: bool,
 ):
     count = 1 if together else 3
     fresh, refs = refs[:count], refs[count:]
-    cached, refs = refs[:num_cached], refs[num_cached:]
+    count = 2 if launch.format is None else 4
+    cached, refs = refs[:count], refs[count:]
     outputs = refs[len(masks) :]
     head, index = pl.program_id(0), pl.program_id(1)
     masks = dict(zip(masks, refs, strict=False))

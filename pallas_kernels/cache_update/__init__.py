@@ -122,7 +122,7 @@ def update_kv_caches(
 
 
 def _update_narrow(update, key_caches, value_caches, keys, values, places):
-    """An update of caches in 8 bits, whose numbers and scales are written as two sets of caches."""
+    """An update of caches in 8 bits, whose words and scales are written as two sets of caches."""
     kv_heads = key_caches[0].shape[2]
     if values is None:
         values = [packed[:, -kv_heads:] for packed in keys]
@@ -130,12 +130,11 @@ def _update_narrow(update, key_caches, value_caches, keys, values, places):
     format = key_caches[0].format
     rounded = [[round_rows(x, format) for x in rows] for rows in (keys, values)]
     caches = (key_caches, value_caches)
-    numbers_of = lambda narrow: [x.values for x in narrow]
+    words_of = lambda narrow: [x.words for x in narrow]
     scales_of = lambda narrow: [x.scales[..., None] for x in narrow]
     written = (
-        update(*map(part, caches), *map(part, rounded), **places)
-        for part in (numbers_of, scales_of)
+        update(*map(part, caches), *map(part, rounded), **places) for part in (words_of, scales_of)
     )
-    together = lambda numbers, scales: NarrowRows(numbers, jnp.squeeze(scales, -1))
+    together = lambda words, scales: NarrowRows(words, jnp.squeeze(scales, -1), format)
     new_keys, new_values = (tuple(map(together, *parts)) for parts in zip(*written, strict=True))
     return new_keys, new_values

@@ -6,6 +6,7 @@ d = head_dim.
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +14,22 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.common.narrow_rows import NarrowRows, round_rows
+from pallas_kernels.common.narrow_rows import NarrowRows, pack, round_parts
 
-ARRAYS_PER_PROGRAM = 8  # caches for which a program loads rows at the same time
-NUMBERS_PER_PROGRAM = 4096  # of each array, held in registers
-# Of one launch. An array takes three of its parameters; in 8 bits its scales take two more.
-ARRAYS_PER_LAUNCH, NARROW_PER_LAUNCH = 128, 64
+
+class Sizes(NamedTuple):
+    """Of a launch, and of one program."""
+
+    arrays: int  # caches for which a program loads rows at the same time
+    numbers: int  # of each array, held in registers
+    arrays_of_launch: int
+
+
+# An array takes three parameters of a launch; in 8 bits its scales take two more.
+WIDE = Sizes(arrays=8, numbers=4096, arrays_of_launch=128)
+# Rounding takes a hundred times the instructions of copying, and each array has its own: a program
+# waits for them to be fetched.
+NARROW = Sizes(arrays=2, numbers=1024, arrays_of_launch=64)
 
 
 def update_kv_caches(
@@ -34,7 +45,7 @@ def update_kv_caches(
     """See `pallas_kernels.update_kv_caches`."""
     new_keys, new_values = [], []
     narrow = bool(key_caches) and isinstance(key_caches[0], NarrowRows)
-    layers = (NARROW_PER_LAUNCH if narrow else ARRAYS_PER_LAUNCH) // 2
+    layers = (NARROW if narrow else WIDE).arrays_of_launch // 2
     for start in range(0, len(keys), layers):
         part = slice(start, start + layers)
         caches = [*key_caches[part], *value_caches[part]]
@@ -49,11 +60,12 @@ def _launch(caches, rows, segment_ids, positions, interpret):
     """The caches with the rows written; `rows` of each cache, or packed ones of each layer."""
     arrays, structure = jax.tree.flatten(caches)
     format = caches[0].format if isinstance(caches[0], NarrowRows) else None
+    sizes = WIDE if format is None else NARROW
     count, num_rows, (kv_heads, head_dim) = len(caches), rows[0].shape[0], caches[0].shape[2:]
-    tile = min(kv_heads, max(1, NUMBERS_PER_PROGRAM // pl.next_power_of_2(head_dim)))
+    tile = min(kv_heads, max(1, sizes.numbers // pl.next_power_of_2(head_dim)))
     updated = pl.pallas_call(
-        functools.partial(_kernel, count=count, tile=tile, format=format),
-        grid=(num_rows, pl.cdiv(count, ARRAYS_PER_PROGRAM), pl.cdiv(kv_heads, tile)),
+        functools.partial(_kernel, count=count, sizes=sizes, tile=tile, format=format),
+        grid=(num_rows, pl.cdiv(count, sizes.arrays), pl.cdiv(kv_heads, tile)),
         out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays],
         input_output_aliases={2 + len(rows) + i: i for i in range(len(arrays))},
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
@@ -66,10 +78,11 @@ def _launch(caches, rows, segment_ids, positions, interpret):
 def _kernel(
     segment_ids_ref,  # [r]
     positions_ref,  # [r]
-    # Rows; then, as inputs and as outputs, the caches [b, l, k, d], keys before values, each in 8
-    # bits followed by its scales [b, l, k].
+    # Rows; then, as inputs and as outputs, the caches [b, l, k, d], keys before values: in 8 bits
+    # as words [b, l, k, d / 2], each followed by its scales [b, l, k].
     *refs,
     count: int,
+    sizes: Sizes,
     tile: int,
     format: str | None,
 ):
@@ -78,34 +91,41 @@ def _kernel(
     caches, scales = outputs[::each], outputs[1::each]
     row, group = pl.program_id(0), pl.program_id(1)
     sample, position = segment_ids_ref[row], positions_ref[row]
-    kv_heads, head_dim = caches[0].shape[2:]
+    kv_heads, part_dim = caches[0].shape[2:]
     in_tile = jnp.arange(pl.next_power_of_2(tile))
     head = pl.program_id(2) * tile + in_tile
-    dim = jnp.arange(pl.next_power_of_2(head_dim))[None, :]
+    dim = jnp.arange(pl.next_power_of_2(part_dim))[None, :]
     has_head = (in_tile < tile) & (head < kv_heads)
-    mask = has_head[:, None] & (dim < head_dim)
+    mask = has_head[:, None] & (dim < part_dim)
 
-    def copy(first):
-        part = range(first, min(first + ARRAYS_PER_PROGRAM, count))
+    def load(i):
+        """The parts of the rows: numbers that share a word are of two halves."""
+        dims = [dim] if format is None else [dim, part_dim + dim]
         other = None if format is None else 0
-        new = [plgpu.load(place(i), mask=mask, other=other) for i in part]
-        for i, x in zip(part, new, strict=True):
-            if format is not None:
-                narrow = round_rows(x, format)
-                x = narrow.values
-                place_of_scales = scales[i].at[sample, position, head]
-                plgpu.store(place_of_scales, narrow.scales, mask=has_head)
-            x = x.astype(caches[i].dtype)
-            plgpu.store(caches[i].at[sample, position, head[:, None], dim], x, mask=mask)
+        return [plgpu.load(place(i, part), mask=mask, other=other) for part in dims]
 
-    def place(i):
+    def place(i, dim):
         if len(rows) == count:
             return rows[i].at[row, head[:, None], dim]
         packed, is_value = rows[i % len(rows)], i >= len(rows)
         first_head = packed.shape[1] - (1 if is_value else 2) * kv_heads
         return packed.at[row, first_head + head[:, None], dim]
 
+    def copy(first):
+        part = range(first, min(first + sizes.arrays, count))
+        loaded = [load(i) for i in part]
+        for i, parts in zip(part, loaded, strict=True):
+            if format is None:
+                (new,) = parts
+            else:
+                numbers, scales_of_rows = round_parts(parts, format)
+                place_of_scales = scales[i].at[sample, position, head]
+                plgpu.store(place_of_scales, scales_of_rows, mask=has_head)
+                new = pack(*numbers)
+            place_of_rows = caches[i].at[sample, position, head[:, None], dim]
+            plgpu.store(place_of_rows, new.astype(caches[i].dtype), mask=mask)
+
     batch, max_len = caches[0].shape[:2]
     is_real = (sample >= 0) & (sample < batch) & (position >= 0) & (position < max_len)
-    for index, first in enumerate(range(0, count, ARRAYS_PER_PROGRAM)):
+    for index, first in enumerate(range(0, count, sizes.arrays)):
         pl.when(is_real & (group == index))(functools.partial(copy, first))

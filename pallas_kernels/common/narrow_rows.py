@@ -3,9 +3,14 @@
 A scale is a power of two. So a rounded number is exact in 16 bits, rounding it again changes
 nothing, and a product with a scale commutes with the rounding of sums: attention over a narrow
 cache has the bits of attention over a wide one with the same numbers.
+
+Two numbers share a word of 16 bits, one of each half of a row: a GPU moves words between the lanes
+of a warp as a product of 16-bit numbers wants them, and bytes only one by one.
 """
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,37 +29,34 @@ FORMATS = {"int8": _Format(jnp.int8, 6, 127), "fp8": _Format(jnp.float8_e4m3fn, 
 EXPONENT_BITS = 0x7F800000  # of a float32
 SMALLEST = 2.0**-100  # of the powers of two, so that a scale and its inverse are normal numbers
 
-# A byte's lower seven bits become the mantissa of a number from 128 to 255, and its sign that of
-# 128 or 256, which is taken off: x & 127 - (x & 128).
-INT8_TO_BFLOAT16 = """{
-.reg .b32 t, one, sign, minus;
+# PTX that makes two numbers in bfloat16, $0, of the lower or of the upper bytes of two words, $1.
+# int8: a byte's lower seven bits become the mantissa of a number from 128 to 255, and its sign that
+# of 128 or 256, which is taken off: x & 127 - (x & 128).
+INT8_TO_BFLOAT16 = """{{
+.reg .b32 byte, size, sign, minus;
+shr.b32 byte, $1, {shift};
 mov.b32 minus, 0xBF80BF80;
-prmt.b32 t, $2, 0, 0x4140;
-lop3.b32 one, t, 0x007F007F, 0x43004300, 0xEA;
-lop3.b32 sign, t, 0x00800080, 0x43004300, 0xEA;
-fma.rn.bf16x2 $0, sign, minus, one;
-prmt.b32 t, $2, 0, 0x4342;
-lop3.b32 one, t, 0x007F007F, 0x43004300, 0xEA;
-lop3.b32 sign, t, 0x00800080, 0x43004300, 0xEA;
-fma.rn.bf16x2 $1, sign, minus, one;
-}"""
-# The exponent and the mantissa move to their places. The exponent's bias is another one: the number
-# is 2 ** 120 times as small, which a product makes good, also for the smallest numbers.
-FP8_TO_BFLOAT16 = """{
-.reg .b32 t, size, times, zero;
+lop3.b32 size, byte, 0x007F007F, 0x43004300, 0xEA;
+lop3.b32 sign, byte, 0x00800080, 0x43004300, 0xEA;
+fma.rn.bf16x2 $0, sign, minus, size;
+}}"""
+INT8_TO_BFLOAT16 = [INT8_TO_BFLOAT16.format(shift=shift) for shift in (0, 8)]
+# fp8: the exponent and the mantissa move to their places. The exponent's bias is another one: the
+# number is 2 ** 120 times as small, which a product makes good, also for the smallest numbers.
+FP8_TO_BFLOAT16 = """{{
+.reg .b32 size, sign, times, zero;
+{moves}
 mov.b32 times, 0x7B807B80;
 mov.b32 zero, 0x80008000;
-prmt.b32 t, $2, 0, 0x1404;
-shr.b32 size, t, 4;
 and.b32 size, size, 0x07F007F0;
-lop3.b32 size, t, 0x80008000, size, 0xEA;
+lop3.b32 size, sign, 0x80008000, size, 0xEA;
 fma.rn.bf16x2 $0, size, times, zero;
-prmt.b32 t, $2, 0, 0x3424;
-shr.b32 size, t, 4;
-and.b32 size, size, 0x07F007F0;
-lop3.b32 size, t, 0x80008000, size, 0xEA;
-fma.rn.bf16x2 $1, size, times, zero;
-}"""
+}}"""
+FP8_TO_BFLOAT16 = [
+    FP8_TO_BFLOAT16.format(moves="shl.b32 size, $1, 4;\nshl.b32 sign, $1, 8;"),
+    FP8_TO_BFLOAT16.format(moves="shr.b32 size, $1, 4;\nmov.b32 sign, $1;"),
+]
+TO_BFLOAT16 = {"int8": INT8_TO_BFLOAT16, "fp8": FP8_TO_BFLOAT16}
 
 
 @jax.tree_util.register_dataclass
@@ -65,27 +67,31 @@ class NarrowRows:
     It takes the place of a cache's array in `ragged_attention` and `update_kv_caches`.
 
     Attributes:
-        values: int8 or float8_e4m3fn, [..., head_dim].
+        words: int16, [..., head_dim / 2]. The lower byte of word i is number i of the row, and the
+            upper one number i + head_dim / 2.
         scales: powers of two, or NaN for a row with a number that is not finite; float32, [...].
+        format: "int8" or "fp8".
     """
 
-    values: Array
+    words: Array
     scales: Array
+    format: str = dataclasses.field(metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the array."""
-        return self.values.shape
+        return *self.words.shape[:-1], 2 * self.words.shape[-1]
 
     @property
-    def format(self) -> str:
-        """ "int8" or "fp8"."""
-        return format_of(self.values.dtype)
+    def values(self) -> Array:
+        """The numbers, int8 or float8_e4m3fn, [..., head_dim]."""
+        return jnp.concatenate(unpack(self.words, self.format), axis=-1)
 
     @classmethod
     def zeros(cls, shape: tuple[int, ...], format: str) -> "NarrowRows":
         """An array of zeros."""
-        return cls(jnp.zeros(shape, FORMATS[format].dtype), jnp.ones(shape[:-1], jnp.float32))
+        words = jnp.zeros((*shape[:-1], shape[-1] // 2), jnp.int16)
+        return cls(words, jnp.ones(shape[:-1], jnp.float32), format)
 
     def widen(self, dtype) -> Array:
         """The array in another dtype."""
@@ -93,29 +99,49 @@ class NarrowRows:
         return wide.astype(dtype)
 
 
-def format_of(dtype) -> str:
-    """The name of the format whose numbers have this type."""
-    return next(name for name, of in FORMATS.items() if of.dtype == dtype)
-
-
 def round_rows(x: Array, format: str) -> NarrowRows:
-    """An array [..., head_dim] in 8 bits. Kernels and XLA use this function alike.
+    """An array [..., head_dim] in 8 bits; `head_dim` is even.
 
     The largest number of a row becomes one of 64 to 127 units in int8, and one of 128 to 240 in
     float8_e4m3fn, whose smallest step is 2 ** -9.
     """
+    halves, scales = round_parts(jnp.split(x, 2, axis=-1), format)
+    return NarrowRows(pack(*halves), scales, format)
+
+
+def round_parts(parts: Sequence[Array], format: str) -> tuple[list[Array], Array]:
+    """Numbers in 8 bits of rows in several parts [..., size], and scales [...].
+
+    Kernels and XLA use this function alike.
+    """
     dtype, exponent, most = FORMATS[format]
-    sizes = jnp.abs(x.astype(jnp.float32))
+    parts = [x.astype(jnp.float32) for x in parts]
+    sizes = [jnp.abs(x) for x in parts]
+    largest_of = lambda arrays: functools.reduce(jnp.maximum, [jnp.max(x, axis=-1) for x in arrays])
     # A maximum of numbers that are not finite may be any number in a kernel.
-    is_finite = jnp.max(jnp.where(sizes < jnp.inf, 0.0, 1.0), axis=-1) == 0
-    largest = jnp.maximum(jnp.max(sizes, axis=-1), SMALLEST)
+    is_finite = largest_of([jnp.where(x < jnp.inf, 0.0, 1.0) for x in sizes]) == 0
+    largest = jnp.maximum(largest_of(sizes), SMALLEST)
     bits = lax.bitcast_convert_type(largest, jnp.int32) & EXPONENT_BITS
     power = lax.bitcast_convert_type(bits, jnp.float32)  # the power of two that is not above it
-    units = x.astype(jnp.float32) * (2.0**exponent / power)[..., None]
-    units = jnp.clip(jnp.floor(units + 0.5) if format == "int8" else units, -most, most)
-    scales = jnp.where(is_finite, power * 2.0**-exponent, jnp.nan)
-    units = jnp.where(is_finite[..., None], units, 0)
-    return NarrowRows(units.astype(dtype), scales)
+
+    def rounded(x):
+        units = x * (2.0**exponent / power)[..., None]
+        units = jnp.clip(jnp.floor(units + 0.5) if format == "int8" else units, -most, most)
+        return jnp.where(is_finite[..., None], units, 0).astype(dtype)
+
+    return list(map(rounded, parts)), jnp.where(is_finite, power * 2.0**-exponent, jnp.nan)
+
+
+def pack(low: Array, high: Array) -> Array:
+    """Words [..., n], int16, of numbers in 8 bits [..., n] for their lower and upper bytes."""
+    low, high = (lax.bitcast_convert_type(x, jnp.int8).astype(jnp.int16) for x in (low, high))
+    return (high << 8) | (low & 255)
+
+
+def unpack(words: Array, format: str) -> tuple[Array, Array]:
+    """The numbers in the lower and in the upper bytes of words [..., n]."""
+    halves = words.astype(jnp.int8), (words >> 8).astype(jnp.int8)
+    return tuple(lax.bitcast_convert_type(x, FORMATS[format].dtype) for x in halves)
 
 
 def wide_array(x: Array | NarrowRows, dtype) -> Array:
@@ -139,19 +165,22 @@ def round_packed(qkv: Array, cached: Array | NarrowRows) -> Array:
     return jnp.concatenate([qkv[:, :first], rounded_like(qkv[:, first:], cached)], axis=1)
 
 
-def widen_in_kernel(x: Array, dtype, *, interpret: bool) -> Array:
-    """Numbers in 8 bits in a wider type, in a Triton kernel.
+def widen_in_kernel(words: Array, format: str, dtype, *, interpret: bool) -> list[Array]:
+    """The numbers in the lower and in the upper bytes of words in a wider type, in a Triton kernel.
 
     A GPU converts 16 integers in a clock on each multiprocessor, which is slower than it reads
-    them. So bfloat16 numbers are put together from the bits of four numbers at once.
+    them. So bfloat16 numbers are put together from the bits of two words at once.
     """
     if interpret or dtype != jnp.bfloat16:
-        return x.astype(dtype)
-    (wide,) = plgpu.elementwise_inline_asm(
-        INT8_TO_BFLOAT16 if x.dtype == jnp.int8 else FP8_TO_BFLOAT16,
-        args=[x],
-        constraints="=r,=r,r",
-        pack=4,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, dtype)],
+        return [x.astype(dtype) for x in unpack(words, format)]
+    made = (
+        plgpu.elementwise_inline_asm(
+            program,
+            args=[words],
+            constraints="=r,r",
+            pack=2,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(words.shape, dtype)],
+        )
+        for program in TO_BFLOAT16[format]
     )
-    return wide
+    return [wide for (wide,) in made]
