@@ -31,8 +31,8 @@ from emsjax.models.architecture import (
 )
 from emsjax.models.attention import attend
 from emsjax.models.linears import NarrowLinear, linear, new_linear, weight_and_bias
-from pallas_kernels.add_norm import sum_over_devices
 from pallas_kernels.add_norm import xla as plain
+from pallas_kernels.add_norm.exchange import Exchange, sum_over_devices
 from pallas_kernels.common.numerics import is_invariant
 
 Angles = tuple[Float[Array, "r p"], Float[Array, "r p"]]  # cosines and sines
@@ -100,16 +100,16 @@ def linear_addend(
     return Addend(pallas_kernels.linear_sums(x, weight), bias, scale)
 
 
-def add_norm(norm: Norm, x: Float[Array, "r e"], y: Addend | None, axis_name: str | None = None):
+def add_norm(norm: Norm, x: Float[Array, "r e"], y: Addend | None, over: Exchange | None = None):
     """Returns x + y and its normalisation. Without y, x is returned as it is.
 
     Args:
-        axis_name: of the devices that have a part of y each; None: y is whole.
+        over: the devices that have a part of y each; None: y is whole.
     """
     if y is None:
         return x, norm(x)
     scale, bias = scale_and_bias(norm)
-    options = {"epsilon": norm.kind.epsilon, "dtype": norm.dtype, "axis_name": axis_name}
+    options = {"epsilon": norm.kind.epsilon, "dtype": norm.dtype, "over": over}
     if norm.kind.centred:
         return pallas_kernels.add_layer_norm(x, y.sums, y.bias, scale, bias, **options)
     options["offset"] = norm.kind.offset
@@ -117,13 +117,13 @@ def add_norm(norm: Norm, x: Float[Array, "r e"], y: Addend | None, axis_name: st
 
 
 def residual_stream(
-    norm: NormKind, x: Float[Array, "r e"], y: Addend | None, axis_name: str | None = None
+    norm: NormKind, x: Float[Array, "r e"], y: Addend | None, over: Exchange | None = None
 ):
-    """Returns x + y; `norm` is the kind of the model's norms. For `axis_name` see `add_norm`."""
+    """Returns x + y; `norm` is the kind of the model's norms. For `over` see `add_norm`."""
     if y is None:
         return x
-    if axis_name is not None:
-        y = y._replace(sums=sum_over_devices(y.sums, axis_name))
+    if over is not None:
+        y = y._replace(sums=sum_over_devices(y.sums, over.axis_name))
     if is_invariant():
         options = {"epsilon": norm.epsilon, "offset": norm.offset}
         return pallas_kernels.add_rms_norm(x, y.sums, y.bias, None, y.scale, **options)[0]
@@ -157,9 +157,6 @@ class DecoderLayer(nnx.Module):
         rngs: random generators for the initial weights.
     """
 
-    # Of the devices over which the layer is split, if it is; the architecture is that of a part.
-    axis_name: str | None = None
-
     def __init__(self, architecture: Architecture, kind: AttentionKind, *, dtype, rngs: nnx.Rngs):
         a = self.architecture = architecture
         self.kind = kind
@@ -185,6 +182,7 @@ class DecoderLayer(nnx.Module):
         y: Addend | None,
         angles: Angles | None,
         attention: Callable,
+        over: Exchange | None = None,
     ):
         """Runs the layer on the residual stream x + y: see `run_layer`.
 
@@ -195,19 +193,20 @@ class DecoderLayer(nnx.Module):
             x, y: the stream's terms. If the layer is split, each device has a part of y.
             angles: of the rows, for rotary positions.
             attention: called with the rows' queries, keys and values as one array.
+            over: the devices over which the layer is split; None: it is not.
         """
-        order, axis_name = self.architecture.order, self.axis_name
+        order = self.architecture.order
         if order == AFTER:
             y, qkv = self.attend(x, angles, attention)
-            _, x = add_norm(self.attention_norm, x, y, axis_name)
-            _, x = add_norm(self.ffn_norm, x, self.feed_forward(x), axis_name)
+            _, x = add_norm(self.attention_norm, x, y, over)
+            _, x = add_norm(self.ffn_norm, x, self.feed_forward(x), over)
             return x, None, qkv
-        x, h = add_norm(self.attention_norm, x, y, axis_name)
+        x, h = add_norm(self.attention_norm, x, y, over)
         y, qkv = self.attend(h, angles, attention)
         if order in (PARALLEL, SHARED):
             h = h if order == SHARED else self.ffn_norm(x)
             return x, add_addends(y, self.feed_forward(h)), qkv
-        x, h = add_norm(self.ffn_norm, x, y, axis_name)
+        x, h = add_norm(self.ffn_norm, x, y, over)
         return x, self.feed_forward(h), qkv
 
     def attend(self, h: Float[Array, "r e"], angles: Angles | None, attention: Callable):
@@ -252,6 +251,7 @@ def run_layer(
     *,
     attention: Callable,
     max_rows_per_sample: int | None,
+    over: Exchange | None = None,
 ):
     """Runs one layer on the residual stream; its rows attend to the cache and themselves.
 
@@ -264,6 +264,7 @@ def run_layer(
         visible: what the rows see of the cache.
         attention: a callable with the signature of `pallas_kernels.ragged_attention`.
         max_rows_per_sample: static bound of rows per sample; None: all rows.
+        over: the devices over which the layer is split; None: it is not.
 
     Returns:
         The next x and y, and the rows' queries, keys and values [r, h, d].
@@ -277,4 +278,4 @@ def run_layer(
             limits["scale"] = kind.scale
         return attend(attention, qkv, cached, rows, visible, **limits)
 
-    return layer(*stream, angles, see)
+    return layer(*stream, angles, see, over)

@@ -1,20 +1,26 @@
 """Residual addition, over devices as well, and normalisation as one Pallas Mosaic GPU kernel.
 
-Every device reads the parts of the others, over NVLink, adds all parts up in the devices' order and
-normalises the sum. For few rows this takes one launch and one exchange of signals in place of a
-collective operation between two launches.
+Every device writes its part of a row into the inboxes of the others, over NVLink, tells them so,
+waits until their parts have come, adds all of them up in the devices' order and normalises the sum.
+For few rows this takes one launch in place of a collective operation between two.
 
-A thread block owns one row, which its threads keep in their registers. It ends when the same block
-of every other device has read this device's part of the row, which may be written again then.
+An inbox has two slots, which calls use in turn, and counts the parts that came. So nothing has to
+be cleared and no device has to wait for another one's reading: a part of the call after the next
+comes into the same slot only when its sender has the next call's part of this device, which is sent
+after this call has been read.
+
+A thread block owns one row, which its threads keep in their registers.
 """
 
 import functools
 from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.add_norm.xla import Norm
@@ -23,14 +29,57 @@ THREADS = 128  # of a block
 MOST_NUMBERS = 128  # of a row, for each thread
 LONGEST_LOADS = (8, 4, 2, 1)  # numbers that a thread reads at once
 MOST_ROWS = 256
+# Most rows whose parts are sent in float32: products of few rows come in shares, whose sum has not
+# been rounded. Products of more rows are numbers in 16 bits.
+MOST_WIDE_ROWS = 64
 MULTIPLE, MOST_SIZE = THREADS, THREADS * MOST_NUMBERS  # of a row
 TAKES = f"at most {MOST_ROWS} rows of at most {MOST_SIZE} numbers, a multiple of {MULTIPLE},"
+LANES = plgpu.LoweringSemantics.Lane
 
 
-def takes(x: Array) -> bool:
-    """Whether the kernel is made for rows of this size and so many of them."""
-    rows, size = x.shape
+def takes(rows: int, size: int) -> bool:
+    """Whether the kernel is made for so many rows of this size."""
     return size % MULTIPLE == 0 and size <= MOST_SIZE and rows <= MOST_ROWS
+
+
+class Buffers(NamedTuple):
+    """A device's memory that the calls of a program share.
+
+    Attributes:
+        inbox: the parts of all devices, [2, devices, rows, size].
+        came: how many parts of each row came, int32 [rows].
+        calls: how many calls there were for each row, int32 [rows].
+    """
+
+    inbox: Any
+    came: Any
+    calls: Any
+
+    @classmethod
+    def meet(cls, axis_name: str, shape: tuple[int, int], dtype) -> "Buffers":
+        """Buffers for terms of a shape, which all devices have when the program goes on."""
+        dtype = jnp.float32 if shape[0] <= MOST_WIDE_ROWS else dtype
+        inbox = jnp.zeros((2, lax.axis_size(axis_name), *shape), dtype)
+        none = jnp.zeros(shape[:1], jnp.int32)
+        buffers = cls(jax.new_ref(inbox), jax.new_ref(none), jax.new_ref(none))
+        # A kernel that uses the memory of others begins when all devices are ready to.
+        plgpu.kernel(
+            functools.partial(_touch, axis_name=axis_name),
+            out_type=[],
+            grid=(1,),
+            grid_names=("block",),
+            compiler_params=plgpu.CompilerParams(lowering_semantics=LANES),
+            kernel_name="meet_devices",
+        )(*buffers)
+        return buffers
+
+
+def _touch(inbox_ref, came_ref, calls_ref, *, axis_name: str):
+    own, numbers = lax.axis_index(axis_name), jnp.zeros(MULTIPLE, inbox_ref.dtype)
+    numbers = plgpu.layout_cast(numbers, plgpu.Layout.WG_STRIDED((MULTIPLE,), vec_size=1))
+    for device in range(lax.axis_size(axis_name)):
+        inbox = plgpu.remote_ref(inbox_ref, (jnp.int32(device),))
+        inbox[0, own, 0, pl.ds(0, MULTIPLE)] = numbers
 
 
 @functools.partial(jax.jit, static_argnames=("norm", "axis_name", "interpret"))
@@ -38,6 +87,7 @@ def add_norm(
     x: Array,  # [rows, size]
     y: Array,  # [rows, size], or [shares, rows, size]: this device's part
     vectors: Mapping[str, Array],  # y_bias, scale, bias, y_scale: [size] each, or left out
+    buffers: Buffers | tuple,
     *,
     norm: Norm,
     axis_name: str,
@@ -45,7 +95,8 @@ def add_norm(
 ) -> tuple[Array, Array]:
     """See `pallas_kernels.add_layer_norm` and `pallas_kernels.add_rms_norm`.
 
-    Interpret mode knows no other device's memory: there, parts are gathered first.
+    Interpret mode knows no other device's memory: there, parts are gathered first, and there are no
+    buffers.
     """
     static = {"norm": norm, "axis_name": None if interpret else axis_name}
     outputs = plgpu.kernel(
@@ -53,35 +104,28 @@ def add_norm(
         out_type=[jax.ShapeDtypeStruct(x.shape, dtype) for dtype in (x.dtype, norm.dtype)],
         grid=x.shape[:1],
         grid_names=("row",),
-        scratch_types=[] if interpret else [plgpu.SemaphoreType.REGULAR],
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=LANES, skip_device_barrier=True),
         kernel_name="sum_add_layer_norm" if norm.centred else "sum_add_rms_norm",
         interpret=plgpu.InterpretGPUParams() if interpret else None,
-    )(x, lax.all_gather(y, axis_name) if interpret else y, *vectors.values())
+    )(x, lax.all_gather(y, axis_name) if interpret else y, *vectors.values(), *buffers)
     return tuple(outputs)
 
 
 def _kernel(
     x_ref,  # [rows, size]
     y_ref,  # [rows, size], or [shares, rows, size]; [devices, ...] without the name of an axis
-    *refs,  # vectors [size]; total and out [rows, size]; a semaphore
+    *refs,  # vectors [size]; with the name of an axis, buffers; total and out [rows, size]
     names: tuple[str, ...],
     norm: Norm,
     axis_name: str | None,
 ):
     vectors, refs = dict(zip(names, refs, strict=False)), refs[len(names) :]
-    total_ref, out_ref = refs[:2]
+    total_ref, out_ref = refs[-2:]
     row, size = lax.axis_index("row"), x_ref.shape[1]
     length = next(n for n in LONGEST_LOADS if size % (THREADS * n) == 0)
     width = THREADS * length
     layout = plgpu.Layout.WG_STRIDED((width,), vec_size=length)
     pieces = [pl.ds(first, width) for first in range(0, size, width)]
-    if axis_name is None:
-        parts = [y_ref.at[device] for device in range(y_ref.shape[0])]
-    else:
-        devices = [jnp.int32(device) for device in range(lax.axis_size(axis_name))]
-        parts = [plgpu.remote_ref(y_ref, (device,)) for device in devices]
-    shares = range(parts[0].shape[0]) if len(parts[0].shape) == 3 else None
     add = functools.partial(functools.reduce, jnp.add)
     load = lambda ref, *at: plgpu.load(ref.at[at], layout=layout, optimized=False)
     wide = lambda pieces: [piece.astype(jnp.float32) for piece in pieces]
@@ -97,17 +141,21 @@ def _kernel(
             return x
         return [a * (b + norm.offset) for a, b in zip(x, wide(factors), strict=True)]
 
-    def sum_of_parts(piece):
-        at = [(row, piece)] if shares is None else [(share, row, piece) for share in shares]
-        return add([add(wide(load(part, *place) for place in at)) for part in parts])
+    def part_of(ref):
+        shares = range(ref.shape[0]) if len(ref.shape) == 3 else None
+        at = lambda piece: [(row, piece)] if shares is None else [(n, row, piece) for n in shares]
+        return [add(wide(load(ref, *place) for place in at(piece))) for piece in pieces]
 
-    # All that is read is asked for before anything is written.
-    y = [sum_of_parts(piece) for piece in pieces]
+    if axis_name is None:
+        parts = [part_of(y_ref.at[device]) for device in range(y_ref.shape[0])]
+        receive = lambda: parts
+    else:
+        receive = _send(part_of(y_ref), Buffers(*refs[:3]), row, pieces, load, axis_name)
+    # All that is read is asked for before the others' parts are waited for.
     x = [load(x_ref, row, piece) for piece in pieces]
     loaded = {name: [load(ref, piece) for piece in pieces] for name, ref in vectors.items()}
     plus = lambda x, name: list(map(jnp.add, x, wide(loaded[name]))) if name in loaded else x
-    if axis_name is not None:
-        _signal(refs[2], axis_name, devices)
+    y = [add(parts) for parts in zip(*receive(), strict=True)]
     if "y_scale" in loaded:
         y = normalised(plus(y, "y_bias"), loaded["y_scale"])
     total = list(map(jnp.add, wide(x), y))
@@ -117,13 +165,52 @@ def _kernel(
     for piece, one, other in zip(pieces, total, out, strict=True):
         total_ref[row, piece] = one
         out_ref[row, piece] = other.astype(out_ref.dtype)
-    if axis_name is not None:
-        pl.semaphore_wait(refs[2], len(devices) - 1)
 
 
-def _signal(semaphore, axis_name: str, devices: list[Array]) -> None:
-    """Tells the same block of every other device that this one has read its part."""
-    own = lax.axis_index(axis_name)
+def _send(part, buffers: Buffers, row, pieces, load, axis_name: str):
+    """Writes this device's part of a row, in pieces, into the inboxes of the others.
+
+    Returns:
+        A function that waits for the others' parts and returns those of all devices, in float32.
+    """
+    own, devices = lax.axis_index(axis_name), range(lax.axis_size(axis_name))
+    call = buffers.calls[row]
+    inbox, came = buffers.inbox.at[call % 2], buffers.came.at[pl.ds(row, 1)]
+    # As the others read it.
+    part = [piece.astype(inbox.dtype) for piece in part]
+
+    def send_to(device):
+        there = plgpu.remote_ref(buffers.inbox, (device,))
+        for piece, numbers in zip(pieces, part, strict=True):
+            there[call % 2, own, row, piece] = numbers
+        _signal(plgpu.remote_ref(buffers.came, (device,)).at[pl.ds(row, 1)])
+
     for device in devices:
-        signal = functools.partial(pl.semaphore_signal, semaphore, 1, device_id=(device,))
-        pl.when(own != device)(signal)
+        pl.when(own != device)(functools.partial(send_to, jnp.int32(device)))
+
+    def receive():
+        _wait(came, (call + 1) * (len(devices) - 1))
+        buffers.calls[row] = call + 1
+        return [
+            [
+                jnp.where(own == device, mine, load(inbox, device, row, piece)).astype(jnp.float32)
+                for piece, mine in zip(pieces, part, strict=True)
+            ]
+            for device in devices
+        ]
+
+    return receive
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+def _signal(ctx, ref):
+    """Counts one, when all threads of the block have written."""
+    utils.warpgroup_barrier()
+    utils.SemaphoreRef(utils.memref_ptr(ref)).signal(1)
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))
+def _wait(ctx, ref, count):
+    """Waits until so many have been counted in all; what was written before is seen then."""
+    semaphore, (count,) = utils.SemaphoreRef(utils.memref_ptr(ref)), count.registers.flat
+    semaphore.wait(count, decrement=False)
