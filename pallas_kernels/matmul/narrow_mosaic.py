@@ -83,7 +83,7 @@ def launch(
     (rows, inputs), outputs, kind = x.shape, weight.shape[1], weight.kind
     padded = mosaic.clusters(rows, outputs, tiling)[0] * tiling.rows
     values, scales, second = narrow_triton.round_rows(x, kind, padded=padded, interpret=interpret)
-    later = () if tiling.swapped else list_second(second, tiling.splits, interpret=interpret)
+    later = () if tiling.swapped else list_second(second, tiling, interpret=interpret)
     kernel = functools.partial(_kernel, tiling=tiling, kind=kind, activation=activation)
     # Rows are copied COPIED_ROWS at a time, unless all are fewer.
     copied = rows if rows < COPIED_ROWS else round_up(rows, COPIED_ROWS)
@@ -100,24 +100,25 @@ def launch(
     return product if rows == copied else product[..., :rows, :]
 
 
-def list_second(second: Array, splits: int, *, interpret: bool) -> tuple[Array, Array]:
-    """Which blocks have second terms in any row.
+def list_second(second: Array, tiling: Tiling, *, interpret: bool) -> tuple[Array, Array]:
+    """Which steps of a share have second terms in any row.
 
     Args:
         second: where they are, int32 [groups of rows, blocks].
-        splits: shares of the blocks.
+        tiling: the product's; a step reads one or several blocks.
 
     Returns:
-        The numbers of those blocks within each share, int32 [splits, blocks / splits], of which
-        the first are set, and how many there are, int32 [splits].
+        The numbers of those steps within each share, int32 [splits, steps], of which the first are
+        set, and how many there are, int32 [splits].
     """
-    blocks = second.shape[1] // splits
+    together = tiling.depth // GROUP
+    steps = second.shape[1] // tiling.splits // together
     return pl.pallas_call(
-        functools.partial(_list_kernel, blocks=blocks),
-        grid=(splits,),
+        functools.partial(_list_kernel, steps=steps, together=together),
+        grid=(tiling.splits,),
         out_shape=(
-            jax.ShapeDtypeStruct((splits, blocks), jnp.int32),
-            jax.ShapeDtypeStruct((splits,), jnp.int32),
+            jax.ShapeDtypeStruct((tiling.splits, steps), jnp.int32),
+            jax.ShapeDtypeStruct((tiling.splits,), jnp.int32),
         ),
         compiler_params=triton_gpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
@@ -125,14 +126,16 @@ def list_second(second: Array, splits: int, *, interpret: bool) -> tuple[Array, 
     )(second)
 
 
-def _list_kernel(second_ref, numbers_ref, counts_ref, *, blocks: int):
+def _list_kernel(second_ref, numbers_ref, counts_ref, *, steps: int, together: int):
     split, groups = pl.program_id(0), second_ref.shape[0]
     group = jnp.arange(pl.next_power_of_2(groups))
-    number = jnp.arange(pl.next_power_of_2(blocks))
-    mask = (group < groups)[:, None] & (number < blocks)[None, :]
-    place = split * blocks + number
-    flags = triton_gpu.load(second_ref.at[group[:, None], place[None, :]], mask=mask, other=0)
-    flag = jnp.max(flags, axis=0)
+    number = jnp.arange(pl.next_power_of_2(steps))
+    mask = (group < groups)[:, None] & (number < steps)[None, :]
+    flag = jnp.zeros(number.shape, jnp.int32)
+    for i in range(together):
+        block = (split * steps + number) * together + i
+        flags = triton_gpu.load(second_ref.at[group[:, None], block[None, :]], mask=mask, other=0)
+        flag = jnp.maximum(flag, jnp.max(flags, axis=0))
     before = (number[None, :] < number[:, None]) & (flag > 0)[None, :]
     rank = jnp.sum(before.astype(jnp.int32), axis=1)
     triton_gpu.store(numbers_ref.at[split, rank], number, mask=flag > 0)
@@ -144,7 +147,7 @@ def _kernel(
     rounded_scales_ref,  # [blocks, 2 * padded]
     values_ref,  # [outputs, inputs]
     scales_ref,  # [outputs]
-    *refs,  # many rows: numbers [splits, blocks / splits], counts [splits]; bias [outputs]; out
+    *refs,  # many rows: numbers [splits, steps], counts [splits]; bias [outputs]; out
     tiling: Tiling,
     kind: Format,
     activation: str | None,
@@ -153,7 +156,7 @@ def _kernel(
     bias_ref, out_ref = refs if len(refs) == 2 else (None, *refs)
     split, warpgroup = lax.axis_index("split"), lax.axis_index("warpgroup")
     together = tiling.depth // GROUP  # blocks of a step of the pipeline
-    blocks = rounded_scales_ref.shape[0] // tiling.splits // together
+    steps = rounded_scales_ref.shape[0] // tiling.splits // together
     row_tiles = rounded_scales_ref.shape[1] // 2 // tiling.rows
     tile_row, tile_column = mosaic.place(out_ref.shape[-2], out_ref.shape[-1], tiling)
     # A warpgroup multiplies some of the tile's rows, or of its columns if operands are swapped.
@@ -202,32 +205,33 @@ def _kernel(
         place = staged.at[warpgroup], first_row, first_column
         mosaic.write(out, own_out, *place, swapped=swapped)
 
-    def term_and_block(step):
-        """Of a step of the pipeline: 0 or 1, and the block's number within the share."""
+    def term_and_blocks(step):
+        """Of a step of the pipeline: 0 or 1, and the number of its blocks, `together` of them."""
         if later is None:
-            return 0, step
-        second = lambda: (jnp.int32(1), later[0][split, step - blocks])
-        return lax.cond(step < blocks, lambda: (jnp.int32(0), step), second)
+            return 0, split * steps + step
+        first = lambda: (jnp.int32(0), split * steps + step)
+        second = lambda: (jnp.int32(1), split * steps + later[0][split, step - steps])
+        return lax.cond(step < steps, first, second)
 
     row_tile, column_tile = tile_row // tiling.rows, tile_column // tiling.columns
 
     def of_rows(step):
-        term, block = term_and_block(step)
-        return term * row_tiles + row_tile, split * blocks + block
+        term, blocks = term_and_blocks(step)
+        return term * row_tiles + row_tile, blocks
 
     def of_scales(step):
-        term, block = term_and_block(step)
-        return split * blocks + block, term * row_tiles + row_tile
+        term, blocks = term_and_blocks(step)
+        return blocks, term * row_tiles + row_tile
 
     def of_weight(step):
-        return column_tile, split * blocks + term_and_block(step)[1]
+        return column_tile, term_and_blocks(step)[1]
 
     neighbours = ("neighbour",) if tiling.cluster > 1 else ()
     block_of = functools.partial(plgpu.BlockSpec, memory_space=plgpu.SMEM)
     lines = mosaic.swizzled(GROUP, kind.dtype)
     pipeline = functools.partial(
         plgpu.emit_pipeline_warp_specialized,
-        grid=(blocks if later is None else blocks + later[1][split],),
+        grid=(steps if later is None else steps + later[1][split],),
         memory_registers=FETCHING_REGISTERS,
         in_specs=[
             block_of((lanes, tiling.depth), of_rows, transforms=lines, collective_axes=neighbours),
