@@ -89,9 +89,9 @@ def test_rows_outside_of_the_caches_write_nothing(implementation):
 
 @every_implementation
 def test_many_caches_are_updated_as_each_one_alone(implementation, monkeypatch):
-    monkeypatch.setattr(cache_update.triton, "ARRAYS_PER_LAUNCH", 4)
-    monkeypatch.setattr(cache_update.triton, "ARRAYS_PER_PROGRAM", 3)
-    monkeypatch.setattr(cache_update.triton, "NUMBERS_PER_PROGRAM", HEAD_DIM)
+    sizes = cache_update.triton.Sizes(arrays=3, numbers=HEAD_DIM, arrays_of_launch=4)
+    monkeypatch.setattr(cache_update.triton, "WIDE", sizes)
+    monkeypatch.setattr(cache_update.triton, "NARROW", sizes)
     _, key, value, key_cache, value_cache, segment_ids, positions, _ = map(
         jnp.asarray, case([3, 0, 1, 8], [0, 5, 2, 9])
     )
@@ -115,6 +115,21 @@ def test_many_caches_are_updated_as_each_one_alone(implementation, monkeypatch):
         )
         for new, apart in zip([*of_packed[0], *of_packed[1]], [*keys, *values], strict=True):
             np.testing.assert_array_equal(new, apart)
+    empty = [pallas_kernels.NarrowRows.zeros(key_cache.shape, "int8")] * len(factors)
+    narrow = pallas_kernels.update_kv_caches(
+        empty, empty, each(key), each(value), *places, **options
+    )
+    for factor, caches in zip(factors, zip(*narrow, strict=True), strict=True):
+        one = [x * factor for x in (key, value)]
+        expected = pallas_kernels.update_kv_caches(
+            empty[:1], empty[:1], *([x] for x in one), *places, **options
+        )
+        for new, ((alone,), row) in zip(caches, zip(expected, one, strict=True), strict=True):
+            np.testing.assert_array_equal(new.words, alone.words)
+            np.testing.assert_array_equal(new.scales, alone.scales)
+            sample, position = segment_ids[0], positions[0]
+            rounded = pallas_kernels.round_rows(row[0], "int8")
+            np.testing.assert_array_equal(new.words[sample, position], rounded.words)
 
 
 def test_an_update_is_in_place():

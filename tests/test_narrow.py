@@ -33,9 +33,11 @@ def weight_of(format, inputs, outputs, seed=0):
 def rows_with_large(rows, inputs, dtype="float32", seed=3):
     """Normal numbers, of which few are 50 times as large; a block of the first row is zero.
 
-    The last rows have large ones in a block in which the others have none.
+    Every third row has zeros in place of negative numbers. The last rows have large ones in a block
+    in which the others have none.
     """
     x = random(rows, inputs, seed=seed)
+    x = x.at[1::3].set(jnp.maximum(x[1::3], 0))
     x = x.at[:, 3].multiply(50).at[-(rows // 4) :, -1].multiply(50)
     return x.at[0, :GROUP].set(0).astype(dtype)
 
@@ -54,7 +56,8 @@ def rounded_in_numpy(x, format, nudge=1.0):
         if largest == 0:
             continue
         units = np.floor(abs(block) * (np.float32(2**16) / largest)).sum()  # of largest / 2**16
-        usual = FORMATS[format].large * np.float32(units) * (largest / np.float32(2**16 * GROUP))
+        share = np.float32(1) / np.float32(np.count_nonzero(block))
+        usual = np.float32(units) * (share * largest * np.float32(2**-16)) * FORMATS[format].large
         first = np.minimum(largest, usual) if format == "int8" else largest
         narrowed = lambda x, top: nearest(np.clip(x * (limit / top) * nudge, -limit, limit)).astype(
             float
@@ -220,6 +223,13 @@ def test_large_inputs_cost_int8_no_more_than_fp8():
     )
     assert lost["int8"] <= lost["fp8"]
     assert lost["int8"] < np.square(plain @ matrix - exact).mean() / 50  # one scale per row
+
+
+def test_zeros_make_no_number_a_large_one():
+    x = jax.nn.relu(random(64, 4096))
+    has_large = lambda x: jnp.any(narrow.round_blocks((x,), FORMATS["int8"]).second_scales > 0)
+    assert not has_large(x.reshape(64, -1, GROUP))
+    assert has_large(x.at[5, 7].set(20.0).reshape(64, -1, GROUP))
 
 
 @every_format

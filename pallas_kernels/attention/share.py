@@ -72,9 +72,10 @@ def attend_share(tile: Tile, *, decoding: bool, one_block: bool) -> None:
         begin = jnp.maximum(begin, tile.first_seen // keys)
     carry = _start(tile)
     if decoding:
-        # Fetched before the long loop, needed after it.
-        fresh, visible = fresh_keys(tile.lane), fresh_visible(tile.lane)
+        # Fetched before the long loop, needed after it; registers hold them as they are.
+        fresh = tile.fetch_fresh(jnp.minimum(tile.lane, last(fresh_end)))
         carry = loop(begin, end, committed_block, carry, masked=True)
+        fresh, visible = tile.as_cached(fresh), fresh_visible(tile.lane)
         carry = attend(_sum_total(carry), *fresh, visible)
         if not one_block:
             carry = loop(1, pl.cdiv(fresh_end, tile.tiling.rows), fresh_tile, carry)

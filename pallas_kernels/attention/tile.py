@@ -81,19 +81,26 @@ class Tile:
 
         Where `defined` [m] is given and false, they are those of `others`.
         """
+        return self.as_cached(self.fetch_fresh(row, defined, others))
+
+    def fetch_fresh(self, row, defined=None, others=(None, None)):
+        """What `load_fresh` reads, to be given to `as_cached` when it is needed."""
         fresh, first_heads = self.places.fresh[1:], (0, 0)
         if not fresh:
             heads = self.kv_heads * self.launch.group
             fresh, first_heads = self.places.fresh * 2, (heads, heads + self.kv_heads)
         row = self.sample_row + row
         heads = [first + self.head if first else self.head for first in first_heads]
-        loaded = [
+        return [
             self.load_parts(ref, row, head, defined, other)
             for ref, head, other in zip(fresh, heads, others, strict=True)
         ]
+
+    def as_cached(self, fetched):
+        """Fetched keys and values as the cache would hold them."""
         if self.launch.format is not None:
-            loaded = map(self._rounded, loaded)
-        return confine(*loaded)
+            fetched = map(self._rounded, fetched)
+        return confine(*fetched)
 
     def load_cached(self, which: int, entry, defined=None):
         """Committed keys (0) or values (1) of the entries `entry` [m].

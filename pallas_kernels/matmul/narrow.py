@@ -9,8 +9,9 @@ rounded too coarsely beside them (fp8). They have a second term:
 
     x = scale * values + second_scale * second_values
 
-The second values are zero unless the block has numbers larger than LARGE times its mean absolute
-value.
+The second values are zero unless the block has numbers larger than LARGE times the mean absolute
+value of those that are not zero: zeros, of which a feed-forward part has many after a ReLU, are
+exact in any steps.
 """
 
 import dataclasses
@@ -35,8 +36,8 @@ class Format:
         limit: what the largest absolute value of a column or group is divided by to get its scale.
         range: the smallest and largest value.
         grouped: whether each GROUP of inputs has its own scales.
-        large: how many times the mean absolute value of its block a number of a row is to be large;
-            None: rows are not rounded.
+        large: how many times the mean absolute value of its block's other numbers than zero a
+            number of a row is to be large; None: rows are not rounded.
     """
 
     dtype: jnp.dtype
@@ -232,11 +233,12 @@ def round_blocks(parts: tuple[Array, ...], kind: Format) -> Rounded:
 
 
 def _mean(sizes: tuple[Array, ...], largest: Array) -> Array:
-    """The mean of numbers of 0 to `largest`; integers have one sum in any order of addition."""
+    """The mean of the numbers above 0, `largest` at most; integers have one sum in any order."""
     factors = _over(2.0**16, largest)
     whole = ((size * factors[..., None]).astype(jnp.int32) for size in sizes)
     total = sum(jnp.sum(part, axis=-1) for part in whole)
-    return total.astype(jnp.float32) * (largest * (1 / (2**16 * GROUP)))
+    count = sum(jnp.sum((size > 0).astype(jnp.int32), axis=-1) for size in sizes)
+    return total.astype(jnp.float32) * (_over(1.0, count.astype(jnp.float32)) * largest * 2.0**-16)
 
 
 def _over(number: float, top: Array) -> Array:

@@ -10,7 +10,6 @@ from pallas_kernels.matmul.mosaic_tiles import (
     CLUSTERS,
     FETCHING_REGISTERS,
     FEWEST_STAGES,
-    L2_BYTES_PER_CLOCK,
     LINE,
     MOST_REGISTERS,
     MOST_STAGES,
@@ -32,11 +31,16 @@ COLUMNS = (128, 96, 192, 64)  # in order of preference
 MULTIPLES = (GROUP, UNIT)  # of inputs and outputs
 FEWEST_BLOCKS = 8  # of a share
 FEW_ROWS = 32  # whose lanes, two of each row, cost less than reading the weights
-FEW_ROWS_COLUMNS, FEW_ROWS_STAGES = (128, 64), 10  # of such a tile
+FEW_ROWS_COLUMNS, FEW_ROWS_STAGES = (128, 64), 8  # of such a tile
 FEW_ROWS_UNIT = 16  # of their number: the scales of their lanes fill a line of shared memory
+TOGETHER = (1, 2)  # blocks of a step
+FEWEST_STEPS = 3  # in flight, where a step has several blocks
 # Of all threads of a multiprocessor, in a clock. A sum is converted (integers), scaled and added.
 PRODUCTS_PER_CLOCK = 4096
 SCALED_PER_CLOCK = 64
+STEP_CLOCKS = 350  # between the last product of a step and the first of the next
+MEMORY_BYTES_PER_CLOCK = 1900  # of all multiprocessors
+L2_BYTES_PER_CLOCK = 4600
 
 
 def tiling_for(rows: int, inputs: int, outputs: int, *, split: bool, swap: bool) -> Tiling:
@@ -54,7 +58,7 @@ def tiling_for(rows: int, inputs: int, outputs: int, *, split: bool, swap: bool)
     fitting = (
         tiling
         for tiling in tilings(SPLITS if split else SPLITS[:1])
-        if inputs // GROUP % tiling.splits == 0
+        if inputs % (tiling.depth * tiling.splits) == 0
         and (tiling.splits == 1 or inputs // GROUP // tiling.splits >= FEWEST_BLOCKS)
         and outputs % (tiling.columns * tiling.cluster) == 0
     )
@@ -64,16 +68,25 @@ def tiling_for(rows: int, inputs: int, outputs: int, *, split: bool, swap: bool)
 
 def few_rows_tiling(rows: int, inputs: int, outputs: int, *, split: bool) -> Tiling:
     """The tiling of a product that waits for its weights: one row of tiles, operands swapped."""
-    columns = next((n for n in FEW_ROWS_COLUMNS if outputs % n == 0), UNIT)
-    blocks, splits = inputs // GROUP, 1
-    while (
-        split
-        and 2 * splits * outputs // columns <= MULTIPROCESSORS
-        and blocks % (2 * splits) == 0
-        and blocks // (2 * splits) >= FEWEST_BLOCKS
-    ):
-        splits *= 2
-    return swapped(rows, columns, splits)
+    fitting = [columns for columns in FEW_ROWS_COLUMNS if outputs % columns == 0] or [UNIT]
+    blocks = inputs // GROUP
+
+    def splits_of(columns):
+        splits = 1
+        while (
+            split
+            and 2 * splits * outputs // columns <= MULTIPROCESSORS
+            and blocks % (2 * splits) == 0
+            and blocks // (2 * splits) >= FEWEST_BLOCKS
+        ):
+            splits *= 2
+        return splits
+
+    # Fewer columns are better than more shares.
+    columns = next((n for n in fitting if splits_of(n) == 1), fitting[-1])
+    splits = splits_of(columns)
+    together = max(n for n in TOGETHER if blocks // splits % n == 0)
+    return swapped(rows, columns, splits, together=together)
 
 
 def swapped(
@@ -94,18 +107,20 @@ def swapped(
 
 def tilings(every_splits: tuple[int, ...]) -> Iterator[Tiling]:
     """Every tiling that fits on a multiprocessor."""
-    for (rows, warpgroups), columns, cluster, splits in itertools.product(
-        ROWS.items(), COLUMNS, CLUSTERS, every_splits
+    for (rows, warpgroups), columns, cluster, splits, together in itertools.product(
+        ROWS.items(), COLUMNS, CLUSTERS, every_splits, TOGETHER
     ):
-        stages = stages_that_fit(rows, columns, warpgroups)
-        if sums_fit(rows, columns, warpgroups) and stages >= FEWEST_STAGES:
-            yield Tiling(rows, columns, splits, cluster, warpgroups, stages, depth=GROUP)
+        stages = stages_that_fit(rows, columns, warpgroups) // together
+        fewest = FEWEST_STAGES if together == 1 else FEWEST_STEPS
+        if sums_fit(rows, columns, warpgroups, together) and stages >= fewest:
+            depth = together * GROUP
+            yield Tiling(rows, columns, splits, cluster, warpgroups, stages, depth=depth)
 
 
-def sums_fit(rows: int, columns: int, warpgroups: int) -> bool:
-    """Whether a thread's registers hold its sums, those of one block and those of all."""
+def sums_fit(rows: int, columns: int, warpgroups: int, together: int = 1) -> bool:
+    """Whether a thread's registers hold its sums, those of a step's blocks and those of all."""
     of_thread = min(MOST_REGISTERS, (REGISTERS - FETCHING_REGISTERS) // warpgroups)
-    sums = 2 * rows * columns // warpgroups // WARPGROUP_THREADS
+    sums = (1 + together) * rows * columns // warpgroups // WARPGROUP_THREADS
     return sums + OTHER_REGISTERS <= of_thread and instruction_fits(columns, warpgroups)
 
 
@@ -120,16 +135,18 @@ def stages_that_fit(rows: int, columns: int, warpgroups: int, most: int = MOST_S
 def clocks(rows: int, inputs: int, outputs: int, tiling: Tiling) -> float:
     """An estimate of a launch's clocks.
 
-    On an H200 (jax 0.11.2) the tiles that it chose for OPT-6.7B's weights took at most 6 % longer
-    than the fastest at 192 and 512 rows, and 18 % at 64.
+    On an H200 (jax 0.11.2) the tiles that it chooses for OPT-6.7B's weights took at most 3 % longer
+    than the fastest at 64 and 192 rows.
 
-    A block takes as long as the slower of two: its products with half of the scaling, as one
-    warpgroup multiplies while another scales, and reading it from the L2 cache.
+    A block takes as long as the slowest of three: its products, their scaling and its part of a
+    step; reading it from the L2 cache; reading its part of the weight from memory.
     """
-    tiles = pl.cdiv(rows, tiling.rows) * (outputs // tiling.columns) * tiling.splits
-    size = tiling.rows * tiling.columns
-    computing = size * GROUP / PRODUCTS_PER_CLOCK + size / SCALED_PER_CLOCK / 2
+    row_tiles, together = pl.cdiv(rows, tiling.rows), tiling.depth // GROUP
+    tiles = row_tiles * (outputs // tiling.columns) * tiling.splits
+    at_once, size = min(tiles, MULTIPROCESSORS), tiling.rows * tiling.columns
+    computing = size * GROUP / PRODUCTS_PER_CLOCK + size / SCALED_PER_CLOCK + STEP_CLOCKS / together
     own = tiling.rows / tiling.cluster + tiling.columns
-    fetching = GROUP * min(tiles, MULTIPROCESSORS) * own / L2_BYTES_PER_CLOCK
-    steps, waves = inputs // GROUP // tiling.splits, pl.cdiv(tiles, MULTIPROCESSORS)
-    return waves * (steps * max(computing, fetching) + TILE_CLOCKS)
+    fetching = GROUP * at_once * own / L2_BYTES_PER_CLOCK
+    reading = GROUP * at_once * tiling.columns / row_tiles / MEMORY_BYTES_PER_CLOCK
+    blocks, waves = inputs // GROUP // tiling.splits, pl.cdiv(tiles, MULTIPROCESSORS)
+    return waves * (blocks * max(computing, fetching, reading) + TILE_CLOCKS)
