@@ -41,6 +41,7 @@ COLUMNS, FEW_COLUMNS = 64, 32
 PROGRAMS_WANTED = 384
 MOST_SPLITS, FEWEST_BLOCKS = 8, 8  # shares of the contracted axis, and blocks of a share
 ROUNDED_ROWS = 8  # of a program that rounds
+FEW_ROUNDING = 1024  # programs: fewer fill the device with several warps each
 NIBBLE_UNIT = 16  # four bits in the upper half of a byte are this many times as large
 GATES, TAKES = True, "narrow weights"
 MULTIPLES = (GROUP, 2 * COLUMNS)  # of inputs and outputs; a gated weight has two halves
@@ -143,7 +144,8 @@ def round_rows(x: Array, kind: Format, *, padded: int, interpret: bool) -> tuple
     """The values of rows, [2, padded, inputs], their scales, float32 [blocks, 2, padded], and where
     blocks of ROUNDED_ROWS rows have second terms, int32 [padded / ROUNDED_ROWS, blocks].
 
-    The axes of size 2 count terms. Rows beyond the last are zero.
+    The axes of size 2 count terms. Rows beyond the last are zero. Integers are undefined where
+    there is no second term, since their scale is zero.
     """
     blocks, groups = x.shape[1] // GROUP, padded // ROUNDED_ROWS
     factor = jnp.float8_e4m3fn if kind.dtype == jnp.float8_e4m3fn else jnp.int8
@@ -155,7 +157,11 @@ def round_rows(x: Array, kind: Format, *, padded: int, interpret: bool) -> tuple
             jax.ShapeDtypeStruct((blocks, 2, padded), jnp.float32),
             jax.ShapeDtypeStruct((groups, blocks), jnp.int32),
         ),
-        compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
+        compiler_params=plgpu.CompilerParams(
+            # Few programs wait for their own instructions, many for those of each other.
+            num_warps=4 if groups * blocks < FEW_ROUNDING else 1,
+            num_stages=1,
+        ),
         interpret=interpret,
         name="round_blocks",
     )(x)
@@ -171,13 +177,19 @@ def _round_kernel(x_ref, values_ref, scales_ref, second_ref, *, kind: Format):
     mask = jnp.broadcast_to((row < x_ref.shape[0])[:, None], (ROUNDED_ROWS, size))
     load = lambda place: plgpu.load(x_ref.at[row[:, None], place[None, :]], mask=mask, other=0)
     rounded = round_blocks(tuple(load(place).astype(jnp.float32) for place in at), kind)
-    terms = (rounded.values, rounded.scales), (rounded.second_values, rounded.second_scales)
-    for term, (values, scales) in enumerate(terms):
+    # A row that is not finite has no part in this: its comparison is false.
+    has_second = jnp.max((rounded.second_scales > 0).astype(jnp.int32))
+    second_ref[group, block] = has_second
+
+    def store(term, values):
         for place, part in zip(at, values, strict=True):
             plgpu.store(values_ref.at[term, row[:, None], place[None, :]], part)
+
+    store(0, rounded.values)
+    is_read = (has_second > 0) | jnp.issubdtype(values_ref.dtype, jnp.floating)
+    pl.when(is_read)(lambda: store(1, rounded.second_values))
+    for term, scales in enumerate((rounded.scales, rounded.second_scales)):
         plgpu.store(scales_ref.at[block, term, row], scales)
-    # A row that is not finite has no part in this: its comparison is false.
-    second_ref[group, block] = jnp.max((rounded.second_scales > 0).astype(jnp.int32))
 
 
 def _kernel(
