@@ -60,9 +60,9 @@ class LLM:
             raise ValueError(f"unexpected keys {set(given) - SPECULATION}")
         if given.get("method") == BEHAVIOUR.get("fails_with", "none"):
             raise RuntimeError("no such method\\n")
-        tell("made", model=model, dtype=dtype, skip_tokenizer_init=skip_tokenizer_init, max_model_len=max_model_len,
-             max_num_seqs=max_num_seqs, enable_prefix_caching=enable_prefix_caching,
-             speculative_config=speculative_config)
+        tell("made", model=model, dtype=dtype, skip_tokenizer_init=skip_tokenizer_init,
+             max_model_len=max_model_len, max_num_seqs=max_num_seqs,
+             enable_prefix_caching=enable_prefix_caching, speculative_config=speculative_config)
         config = SimpleNamespace(dtype=f"torch.{BEHAVIOUR.get('dtype', dtype)}")
         self.llm_engine = SimpleNamespace(vllm_config=SimpleNamespace(model_config=config))
         self.has_tokenizer = not skip_tokenizer_init

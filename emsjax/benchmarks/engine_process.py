@@ -5,8 +5,8 @@ only the engine is in the process. The outputs say what the engine was given, by
 where it has one, so that they can be refused if that differs. Speculation is set as in
 `emsjax.benchmarks.peers`, but for the length of a match in SGLang, whose n-grams have any.
 
-The arguments are those of vLLM 0.20 and SGLang 0.5. Caches of prompts are off: every call repeats
-the same prompts.
+The arguments are those of vLLM and SGLang as of 2026. Caches of prompts are off, because every call
+repeats the same prompts.
 """
 
 import json
