@@ -17,7 +17,7 @@ from emsjax.engine.completions import Completion, completions_of
 from emsjax.engine.preparation import check, holds_prompts, with_checked_drafter
 from emsjax.engine.replicas import make_slots, reopen, rows_of_all
 from emsjax.engine.requests import PLACEHOLDER, check_requests
-from emsjax.engine.slots import sequences_of
+from emsjax.engine.slots import PIECE_STEPS, sequences_of
 from emsjax.sampling import LogitsProcessor, Sampling
 from emsjax.streaming import (
     WIDTH,
@@ -127,7 +127,7 @@ class Engine:
         if last is not None and inspect.getgeneratorstate(last) != inspect.GEN_CLOSED:
             raise ValueError("the slots serve another call: read its results, or close it, first")
         reopen(self.slots, requests)
-        rows = rows_of_all(self.slots, entries, partial=partial)
+        rows = rows_of_all(self.slots, entries, piece_steps=PIECE_STEPS if partial else 0)
         if source is None:
             results = completions_of(rows, requests, partial=partial)
         else:

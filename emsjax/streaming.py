@@ -23,7 +23,7 @@ from emsjax.engine.requests import (
     check_requests,
     read_prompt,
 )
-from emsjax.engine.slots import NOT_YET, Entry, Row, sequences_of
+from emsjax.engine.slots import NOT_YET, PIECE_STEPS, Entry, Row, sequences_of
 from emsjax.sampling import LogitsProcessor, Sampling
 from pallas_kernels.common.blocks import round_up
 
@@ -119,7 +119,7 @@ def stream(
         Exception: the iterator's own exception, after all earlier prompts are done; a note gives
             their number.
     """
-    partial = check_flag("partial", partial)
+    piece_steps = PIECE_STEPS if check_flag("partial", partial) else 0
     options = {
         "attention_mask": attention_mask,
         "max_new_tokens": max_new_tokens,
@@ -142,14 +142,14 @@ def stream(
     )
     if not is_list(prompts):
         sizes = {"batch_size": batch_size, "max_len": max_len}
-        sizes |= {"partial": partial, "devices": devices}
+        sizes |= {"piece_steps": piece_steps, "devices": devices}
         return stream_numbered(run, enumerate(prompts), **sizes, **options)
     longest_sequence(run, max_len)  # checks it, although the prompts decide
     run, requests = check(run, prompts, **options)
     count = min(check_at_least("batch_size", batch_size, 1), requests.total_sequences)
     slots = make_slots(run, requests, count, devices)
-    rows = rows_of_all(slots, sequences_of(requests), partial=partial)
-    return configured_generator(completions_of(rows, requests, partial=partial))
+    rows = rows_of_all(slots, sequences_of(requests), piece_steps=piece_steps)
+    return configured_generator(completions_of(rows, requests, partial=piece_steps > 0))
 
 
 def is_list(prompts: Any) -> bool:
@@ -172,7 +172,7 @@ def stream_numbered(
     batch_size: int,
     max_len: int | None = None,
     devices: Sequence[jax.Device | Mesh] | None = None,
-    partial: bool = False,
+    piece_steps: int = 0,
     variants: Variants = ONE_VARIANT,
     **options: Any,
 ) -> Iterator[Completion]:
@@ -183,6 +183,8 @@ def stream_numbered(
     Args:
         prompts: pairs of number and prompt, or `Numbered`. An iterator that has to wait for its
             next prompt yields `NOT_YET` meanwhile, so that other sequences are decoded.
+        piece_steps: steps after which the pieces that sequences have gained are yielded, each time,
+            as with `partial` of `stream`; 0: there are no pieces.
         variants: settings, stops and values of processors that only some prompts have; there is
             then one of each per variant, in `options` and in the processors.
     """
@@ -191,8 +193,8 @@ def stream_numbered(
     run, requests = check_unseen(run, longest, variants, **options)
     source = Source(prompts, run.model.config, requests, longest, variants)
     slots = make_slots(run, requests, batch_size, devices)
-    rows = rows_of_all(slots, source.entries(), partial=partial)
-    return configured_generator(source.completions(rows, partial=partial))
+    rows = rows_of_all(slots, source.entries(), piece_steps=piece_steps)
+    return configured_generator(source.completions(rows, partial=piece_steps > 0))
 
 
 def longest_sequence(run: Run, max_len: int | None) -> int:

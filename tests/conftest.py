@@ -62,7 +62,7 @@ CHECKED = [
     "verification",
 ]
 COMMANDS = re.compile(
-    "test_(cli|cli_.*|demo_recipe|docs|peers|plotting|ray|readme|.*benchmarks?"
+    "test_(cli|cli_.*|demo_recipe|docs|peers|peer_engines|plotting|ray|readme|specdec_bench|.*benchmarks?"
     "|argument_fuzz|hostile_folders|torch_files"
     "|distillation.*|draft_length|goodput|step_costs|testing|vanilla)"
 )

@@ -81,6 +81,55 @@ def test_a_folder_has_one_commit_and_one_kind_of_device(folder, monkeypatch, cap
     assert_error(capsys, bench(folder, "--only", "first,forth"), "unknown forth")
 
 
+def write_folder(folder, files, commit="abc"):
+    """A folder as `bench all` leaves it, with these results beside the manifest."""
+    folder.mkdir()
+    for name, results in {every.MANIFEST: {"commit": commit, "runs": {}}, **files}.items():
+        (folder / name).write_text(json.dumps(results))
+
+
+def test_results_of_one_commit_go_together(tmp_path):
+    of_entries = {"commit": "abc", "entries": [{"batch": 1, "commit": "abc"}]}
+    write_folder(tmp_path / "one", {"step.json": {"commit": "abc"}, "peers.json": of_entries})
+    (tmp_path / "one" / "step.log").write_text("commit def")
+    every.check_one_commit(tmp_path / "one")
+
+
+@pytest.mark.parametrize(
+    ("results", "shown"),
+    [
+        ({"commit": "def", "entries": []}, "def"),
+        ({"commit": "abc", "entries": [{"commit": "abc"}, {"commit": "def"}]}, "abc, def"),
+        ({"commit": "abc", "rounds": {"first": [{"commit": "def"}]}}, "abc, def"),
+        ({"commit": None}, "None"),
+        ({"entries": []}, "none"),
+    ],
+)
+def test_results_of_other_commits_are_named(tmp_path, results, shown):
+    files = {"good.json": {"commit": "abc"}, "other.json": results, "late.json": {"commit": "fed"}}
+    write_folder(tmp_path / "mixed", files)
+    with pytest.raises(ValueError, match="not of commit abc") as caught:
+        every.check_one_commit(tmp_path / "mixed")
+    assert str(caught.value).endswith(f": late.json: fed; other.json: {shown}")
+
+
+def test_a_manifest_without_a_commit_is_refused(tmp_path):
+    write_folder(tmp_path / "none", {"step.json": {"commit": None}}, commit=None)
+    with pytest.raises(ValueError, match="names no commit"):
+        every.check_one_commit(tmp_path / "none")
+
+
+def test_what_a_run_writes_passes_the_check(folder, monkeypatch):
+    written = PROGRAM.replace('{"argv": rest}', '{"commit": rest[rest.index("--commit") + 1]}')
+    (folder.parent / "written.py").write_text(written)
+    monkeypatch.setenv("FIXED", "1")
+    assert bench(folder) == 0
+    every.check_one_commit(folder)
+    (folder / "first.json").write_text('{"commit": "def"}')
+    with pytest.raises(ValueError, match=r"first\.json: def$"):
+        every.check_one_commit(folder)
+
+
 @pytest.mark.parametrize("name", every.RUNS)
 def test_each_run_is_a_command_with_options_that_exist(name):
     program, *words = every.RUNS[name].arguments.split()

@@ -1,5 +1,6 @@
 """`stream` yields the completions of `generate` as they finish and reads prompts as needed."""
 
+import dataclasses
 import gc
 import itertools
 import threading
@@ -12,6 +13,8 @@ from toy import NEARLY_GREEDY, VOCAB, ragged_prompts, shallow_model
 
 import emsjax
 from emsjax.decode.step import decode_loop
+from emsjax.engine.adapt import make_run
+from emsjax.ray.background import Ask, Background
 
 PROMPT_SIXTEENTHS = (6, 16)  # of the row counts of steps that feed prompts
 LENGTHS = [5, 9, 20, 3, 14, 1, 2, 33, 7, 11, 4]
@@ -289,3 +292,38 @@ def test_an_engine_rejects_prompts_that_do_not_fit_before_any_work():
     with pytest.raises(ValueError, match="more than max_len 16"):
         engine.stream(ragged_prompts([9]), max_new_tokens=8)
     assert len(list(engine.stream(ragged_prompts([9]), max_new_tokens=7))) == 1
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_an_engine_and_slots_in_a_thread_yield_pieces(in_background):
+    model, prompts = shallow_model(), ragged_prompts(LENGTHS[:3])
+    options = {"max_new_tokens": 20, "eos_token_ids": ()}
+    whole = emsjax.generate(model, prompts, **options)
+    joined, pieces = [[] for _ in prompts], []
+
+    def add(piece):
+        assert piece.finish_reason is None
+        pieces.append(piece)
+        joined[piece.prompt] += piece.tokens.tolist()
+
+    if in_background:
+        held = Background(make_run(model, None), batch_size=2, max_len=64, piece_steps=5, **options)
+        asks = [Ask(prompt, on_piece=add) for prompt in prompts]
+        found = [one for (one,) in held.submit(asks).result(60)]
+        held.close()
+    else:
+        engine = emsjax.Engine(model, batch_size=2, max_len=64)
+        every = list(engine.stream(prompts, partial=True, **options))
+        found = [one for one in every if one.finish_reason is not None]
+        for one in every:
+            if one.finish_reason is None:
+                add(one)
+    assert_same(found if not in_background else numbered(found), whole)
+    assert joined == whole.tokens.tolist()
+    most = 5 if in_background else 8  # one token per step
+    assert max(len(piece.tokens) for piece in pieces) == most
+
+
+def numbered(found):
+    """The completions of a batch, in whose slots prompts have other numbers."""
+    return [dataclasses.replace(one, prompt=i) for i, one in enumerate(found)]

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -157,6 +157,40 @@ def measure(name: str, run: Run, folder: Path, commit: str | None) -> dict[str, 
         ended = subprocess.run([sys.executable, "-m", *words], stdout=log, stderr=log, check=False)
     seconds = round(time.time() - started, 1)
     return {"command": shlex.join(words), "exit_code": ended.returncode, "seconds": seconds}
+
+
+def check_one_commit(folder: Path) -> None:
+    """Checks that all results in a folder of `emsjax bench all` are of its manifest's commit.
+
+    A resumed benchmark names the commit of each of its entries, which are checked too.
+
+    Raises:
+        ValueError: the manifest names no commit, or a file names another one or none; the message
+            has the names of all such files, each with its commits.
+        OSError: the folder has no manifest.
+    """
+    commit = json.loads((folder / MANIFEST).read_bytes())["commit"]
+    if commit is None:
+        raise ValueError(f"{folder / MANIFEST} names no commit")
+    found = {
+        path.name: sorted(set(map(str, commits_of(json.loads(path.read_bytes())))))
+        for path in sorted(folder.glob("*.json"))
+        if path.name != MANIFEST
+    }
+    others = {name: of for name, of in found.items() if of != [commit]}
+    if others:
+        shown = "; ".join(f"{name}: {', '.join(of) or 'none'}" for name, of in others.items())
+        raise ValueError(f"{folder} has results that are not of commit {commit}: {shown}")
+
+
+def commits_of(results: Any) -> Iterator[str | None]:
+    """The commits that a JSON value names at any depth."""
+    if isinstance(results, dict):
+        if "commit" in results:
+            yield results["commit"]
+        results = list(results.values())
+    for value in results if isinstance(results, list) else ():
+        yield from commits_of(value)
 
 
 def device_state() -> list[str] | None:

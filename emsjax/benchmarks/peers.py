@@ -1,9 +1,10 @@
-"""`emsjax bench peers`: the same prompts through `emsjax.generate` and through transformers.
+"""`emsjax bench peers`: the same prompts through `emsjax.generate` and through other libraries.
 
 Both decode greedily with the same weights, and draft in the same way: by prompt lookup of up to 7
 tokens after a match of 2, and with the same draft model, 4 tokens at a time. transformers does not
-draft for more than one sample, so larger batches are decoded plainly there. Figures are of whole
-calls, including the host's work; the time of a call for one token is subtracted as prefill.
+draft for more than one sample, so larger batches are decoded plainly there. vLLM and SGLang run in
+processes of their own before: see `emsjax.benchmarks.engines`. Figures are of whole calls, with the
+host's work; the time of a call for one token is subtracted as prefill.
 """
 
 import dataclasses
@@ -11,7 +12,8 @@ import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -52,6 +54,20 @@ class Subject:
     @property
     def methods(self) -> tuple[str, ...]:
         return METHODS if self.draft_model is not None else METHODS[:-1]
+
+
+class Calls(NamedTuple):
+    """The calls of a library that has decoded a batch in another process.
+
+    Attributes:
+        seconds: of each call, by number of new tokens, which are 1 and the most.
+        tokens: the new tokens of each sequence.
+    """
+
+    library: str
+    method: str
+    seconds: Mapping[int, Sequence[float]]
+    tokens: Sequence[Sequence[int]]
 
 
 def scripted_subject(shape: str, draft_shape: str, new_tokens: int) -> Subject:
@@ -191,9 +207,18 @@ def up_to_end(tokens: np.ndarray, ends: Sequence[int]) -> np.ndarray:
 
 
 def measure(
-    subject: Subject, libraries: Mapping[str, Decode], batch: int, repeats: int, say
+    subject: Subject,
+    libraries: Mapping[str, Decode],
+    batch: int,
+    repeats: int,
+    say: Callable[[str], None],
+    others: Sequence[Calls] = (),
 ) -> dict[str, Any]:
-    """Measure the entry of one batch size; libraries and methods take turns."""
+    """Measure the entry of one batch size; libraries and methods take turns.
+
+    Args:
+        others: what was measured before, in other processes.
+    """
     prompts = subject.prompts(batch)
     expected = subject.expected(prompts)
     runs = {
@@ -204,6 +229,7 @@ def measure(
     }
     seconds = {name: {1: [], subject.new_tokens: []} for name in runs}
     tokens, identical = {}, dict.fromkeys(runs, True)
+    same = lambda new: all(map(np.array_equal, new, expected))
     for repeat in range(repeats + 1):
         for name, decode in runs.items():
             for count, times in seconds[name].items():
@@ -213,8 +239,12 @@ def measure(
                     times.append(time.perf_counter() - begin)
             if expected is None:
                 expected = new
-            identical[name] &= all(map(np.array_equal, new, expected))
+            identical[name] &= same(new)
             tokens[name] = sum(map(len, new))
+    for calls in others:
+        name = calls.library, calls.method
+        seconds[name], identical[name] = calls.seconds, same(calls.tokens)
+        tokens[name] = sum(map(len, calls.tokens))
     entry = {"batch": batch, "mean_prompt_tokens": float(np.mean([len(p) for p in prompts]))}
     entry["runs"] = []
     for (library, method), times in seconds.items():
@@ -244,12 +274,18 @@ def run(
     repeats: int,
     output: Path | None,
     say: Callable[[str], None],
+    others: Mapping[int, Sequence[Calls]] = MappingProxyType({}),
 ) -> None:
-    """Measure the batch sizes that are missing in `results`, and write the file after each."""
+    """Measure the batch sizes that are missing in `results`, and write the file after each.
+
+    Args:
+        others: by batch size, what was measured before, in other processes.
+    """
     done = {entry["batch"] for entry in results["entries"]}
     for batch in batch_sizes:
         if batch not in done:
-            add_entry(measure(subject, libraries, batch, repeats, say), results, output)
+            theirs = others.get(batch, ())
+            add_entry(measure(subject, libraries, batch, repeats, say, theirs), results, output)
 
 
 def all_identical(results: Mapping[str, Any]) -> bool:

@@ -119,10 +119,10 @@ BENCHMARKS = {
     ),
     "peers": Benchmark(
         "peers_command",
-        "this library beside transformers",
-        "Speed of plain and speculative greedy decoding here and in transformers, with the same "
-        "weights and prompts. Without torch only this library is measured. Exit code 1 unless all "
-        "tokens are identical.",
+        "this library beside transformers, vLLM and SGLang",
+        "Speed of plain and speculative greedy decoding here and in transformers, vLLM and SGLang, "
+        "where they are installed, with the same weights and prompts. Exit code 1 unless all of "
+        "them ran and all tokens are identical.",
         of_subject.add_peers_options,
         resumes=True,
     ),

@@ -188,5 +188,7 @@ def add_ems_sd_options(parser: argparse.ArgumentParser) -> None:
 
 def add_peers_options(parser: argparse.ArgumentParser) -> None:
     add_subject_options(parser)
+    shown = "of transformers, vllm and sglang (default: those that are installed)"
+    parser.add_argument("--libraries", type=names, metavar="NAME,NAME,...", help=shown)
     add_batch_sizes(parser, shown="1,8,24")
     add_result_options(parser, resumes=True)

@@ -131,17 +131,17 @@ def reopen(slots: Mapping[jax.Device | None, Slots], requests: Requests) -> None
 
 
 def rows_of_all(
-    slots: Mapping[Place | None, Slots], entries: Iterator[Entry], *, partial: bool = False
+    slots: Mapping[Place | None, Slots], entries: Iterator[Entry], *, piece_steps: int = 0
 ) -> Generator[Row, None, None]:
     """Yields the rows of all sequences, each from the device that had a slot for it.
 
     The first error on any device stops all devices.
 
     Args:
-        partial: see `Slots.serve`.
+        piece_steps: see `Slots.serve`.
     """
     if set(slots) == {None}:
-        yield from slots[None].serve(entries, partial=partial)
+        yield from slots[None].serve(entries, piece_steps=piece_steps)
         return
     shared, rows = Shared(entries), queue.Queue(ROWS_KEPT * len(slots))
     chosen = current_numerics()  # other threads begin without this one's
@@ -159,7 +159,7 @@ def rows_of_all(
     def work(device: Place) -> None:
         try:
             with own_settings(chosen), _default(device):
-                all(map(put, slots[device].serve(shared, partial=partial)))
+                all(map(put, slots[device].serve(shared, piece_steps=piece_steps)))
             put(None)
         except BaseException as error:
             put(error)

@@ -24,7 +24,7 @@ from emsjax.sampling import Settings
 
 STEPS = 64  # per call of the loop; finished sequences wait no longer than this
 BUDGET_CHECK_STEPS = 16  # per call of the loop if there is a deadline
-PARTIAL_STEPS = 8  # per call of the loop if rows of unfinished sequences are wanted
+PIECE_STEPS = 8  # between two pieces of a sequence, unless others are asked for
 WAITING_STEPS = 16  # per call of the loop if the next sequence has not arrived yet
 IDLE_SECONDS = 0.01  # between two looks for the next sequence while no slot is busy
 NO_LIMIT = np.iinfo(np.int32).max // 2  # steps
@@ -143,7 +143,7 @@ class Slots:
         *,
         enough: int | None = None,
         deadline: float | None = None,
-        partial: bool = False,
+        piece_steps: int = 0,
     ) -> Generator[Any, None, None]:
         """Yields each sequence's row as it finishes; sequences enter in the given order.
 
@@ -155,16 +155,16 @@ class Slots:
                 data for each prompt; None: an eighth of the slots.
             deadline: time of `time.monotonic` after which the rows of all unfinished sequences
                 are yielded, marked `active`.
-            partial: whether after each call of the loop the rows of all sequences that still decode
-                are yielded, marked `active`.
+            piece_steps: steps after which the rows of all sequences that still decode are yielded,
+                marked `active`, each time; 0: they are not.
         """
         self.serving = True
         try:
-            yield from self._serve(entries, enough, deadline, partial)
+            yield from self._serve(entries, enough, deadline, piece_steps)
         finally:
             self.serving = False
 
-    def _serve(self, entries: Iterator[Any], enough: int | None, deadline, partial: bool):
+    def _serve(self, entries: Iterator[Any], enough: int | None, deadline, piece_steps):
         if not self.per_prompt:
             enough = 1
         elif enough is None:
@@ -183,12 +183,12 @@ class Slots:
                     yield entry
                 entry = next(entries, None)
             steps = STEPS if deadline is None else BUDGET_CHECK_STEPS
-            steps = PARTIAL_STEPS if partial else steps
+            steps = piece_steps or steps
             waits = entry is NOT_YET
             if self.staged or self.busy:
                 idle = self.count if waits or entry is None else enough
                 self.decode(idle, min(steps, WAITING_STEPS) if waits else steps)
-                yield from self.rows_of_call(partial)
+                yield from self.rows_of_call(piece_steps > 0)
             else:
                 sleep(IDLE_SECONDS)
             entry = next(entries, None) if waits else entry

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -26,12 +26,15 @@ class Ask:
         max_new_tokens: as for `Numbered`.
         key_number: decides its random keys.
         variant: its settings, where there are several variants.
+        on_piece: is called with each piece that its sequences have gained, in the thread that
+            decodes, if the slots yield pieces (`piece_steps`); None: pieces are dropped.
     """
 
     prompt: Sequence[int]
     max_new_tokens: Any = None
     key_number: int = 0
     variant: int = 0
+    on_piece: Callable[[Completion], None] | None = None
 
 
 class Batch:
@@ -121,7 +124,11 @@ class Background:
     def _decode(self) -> None:
         try:
             for completion in self.completions:
-                batch, place, _ = self.waiting[completion.prompt]
+                batch, place, ask = self.waiting[completion.prompt]
+                if completion.finish_reason is None:
+                    if ask.on_piece is not None:
+                        ask.on_piece(completion)
+                    continue
                 if completion.error is not None:  # without the number, which is the stream's
                     error = completion.error.replace(f"prompts[{completion.prompt}]", "the prompt")
                     completion = dataclasses.replace(completion, error=error)
