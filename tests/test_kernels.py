@@ -540,7 +540,7 @@ GROUPS = [  # which fill small tiles, decoding tiles and longer ones, and which 
         for place, sizes in enumerate(GROUPS)
         for kinds in (("reference", "xla", "xla-parts"), TURNS[place % 2])
         for kind in kinds
-        for masked in ([kinds.index(kind) == place // 2 % 2] if kinds in TURNS else (False, True))
+        for masked in [kinds.index(kind) % 2 == (place // 2 if kinds in TURNS else place) % 2]
     ],
 )
 def test_query_heads_share_keys_and_values_in_groups(
