@@ -19,6 +19,7 @@ from emsjax.terminal import reporting
 SCRIPT = """
 import hashlib, importlib, os, signal, sys, threading, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # the shell may have it ignored
+sys.modules["torch"] = None  # transformers would import it, which takes longest
 moment, count, then, number = sys.argv[1:5]
 sys.argv[1:] = sys.argv[5:]
 

@@ -30,8 +30,8 @@ pyarrow = pytest.importorskip("pyarrow")
 pytestmark = pytest.mark.filterwarnings("ignore")
 PROMPTS, NODES, NEW = 1400, 3, 4
 PATIENCE = 400  # seconds
-# Processes of Ray import the library from where this one has it.
-PLACE = {"PYTHONPATH": os.pathsep.join([os.path.dirname(emsjax.__path__[0]), *sys.path])}
+# They do without torch, which transformers would import: it takes longest.
+WITHOUT_TORCH = "import sys\n\nsys.modules['torch'] = None\n"
 SAMPLED = ["--temperature", "0.9"]
 
 
@@ -56,10 +56,19 @@ def actors(node):
     return found
 
 
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """The environment of Ray's processes: they import the library from where this one has it."""
+    folder = tmp_path_factory.mktemp("place")
+    (folder / "sitecustomize.py").write_text(WITHOUT_TORCH)
+    paths = [str(folder), os.path.dirname(emsjax.__path__[0]), *sys.path]
+    return {"PYTHONPATH": os.pathsep.join(paths)}
+
+
 @pytest.fixture
-def cluster(monkeypatch):
+def cluster(monkeypatch, place):
     """Three nodes of one CPU each."""
-    for name, value in PLACE.items():
+    for name, value in place.items():
         monkeypatch.setenv(name, value)
     # A dead node is noticed after 1.5 seconds, not 15.
     checks = {"health_check_period_ms": 500, "health_check_failure_threshold": 3}
@@ -154,11 +163,11 @@ class Dying(emsjax.ray.Completer):
 
 
 @pytest.fixture(scope="module")
-def local(tmp_path_factory):
+def local(tmp_path_factory, place):
     """Ray on this machine, with two CPUs; the file in which an actor notes that it died."""
     died = tmp_path_factory.mktemp("ray") / "died"
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (PLACE | {"DIED": str(died)}).items():
+        for name, value in (place | {"DIED": str(died)}).items():
             patch.setenv(name, value)
         ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=80 << 20)
         ray.data.DataContext.get_current().enable_progress_bars = False
