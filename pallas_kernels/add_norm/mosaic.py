@@ -1,13 +1,14 @@
 """Residual addition, over devices as well, and normalisation as one Pallas Mosaic GPU kernel.
 
-Every device writes its part of a row into the inboxes of the others, over NVLink, tells them so,
-waits until their parts have come, adds all of them up in the devices' order and normalises the sum.
-For few rows this takes one launch in place of a collective operation between two.
+Every device puts its part of a row where the others can read it, tells them so, waits until they
+have done the same, reads their parts over NVLink, adds all of them up in the devices' order and
+normalises the sum. For few rows this takes one launch in place of a collective operation between
+two.
 
-An inbox has two slots, which calls use in turn, and counts the parts that came. So nothing has to
-be cleared and no device has to wait for another one's reading: a part of the call after the next
-comes into the same slot only when its sender has the next call's part of this device, which is sent
-after this call has been read.
+There are two slots, which calls use in turn, and parts that are there are counted. So nothing has
+to be cleared and no device has to wait for another one's reading: a device fills the slot again in
+the call after the next, when it has been told of the next call's parts, and the others told it so
+after they had read this call's.
 
 A thread block owns one row, which its threads keep in their registers.
 """
@@ -46,22 +47,21 @@ class Buffers(NamedTuple):
     """A device's memory that the calls of a program share.
 
     Attributes:
-        inbox: the parts of all devices, [2, devices, rows, size].
-        came: how many parts of each row came, int32 [rows].
+        parts: this device's parts, [2, rows, size].
+        ready: how many parts of each row others had ready, int32 [rows].
         calls: how many calls there were for each row, int32 [rows].
     """
 
-    inbox: Any
-    came: Any
+    parts: Any
+    ready: Any
     calls: Any
 
     @classmethod
     def meet(cls, axis_name: str, shape: tuple[int, int], dtype) -> "Buffers":
         """Buffers for terms of a shape, which all devices have when the program goes on."""
         dtype = jnp.float32 if shape[0] <= MOST_WIDE_ROWS else dtype
-        inbox = jnp.zeros((2, lax.axis_size(axis_name), *shape), dtype)
         none = jnp.zeros(shape[:1], jnp.int32)
-        buffers = cls(jax.new_ref(inbox), jax.new_ref(none), jax.new_ref(none))
+        buffers = cls(*map(jax.new_ref, (jnp.zeros((2, *shape), dtype), none, none)))
         # A kernel that uses the memory of others begins when all devices are ready to.
         plgpu.kernel(
             functools.partial(_touch, axis_name=axis_name),
@@ -74,12 +74,12 @@ class Buffers(NamedTuple):
         return buffers
 
 
-def _touch(inbox_ref, came_ref, calls_ref, *, axis_name: str):
-    own, numbers = lax.axis_index(axis_name), jnp.zeros(MULTIPLE, inbox_ref.dtype)
+def _touch(parts_ref, ready_ref, calls_ref, *, axis_name: str):
+    numbers = jnp.zeros(MULTIPLE, parts_ref.dtype)
     numbers = plgpu.layout_cast(numbers, plgpu.Layout.WG_STRIDED((MULTIPLE,), vec_size=1))
     for device in range(lax.axis_size(axis_name)):
-        inbox = plgpu.remote_ref(inbox_ref, (jnp.int32(device),))
-        inbox[0, own, 0, pl.ds(0, MULTIPLE)] = numbers
+        parts = plgpu.remote_ref(parts_ref, (jnp.int32(device),))
+        parts[0, 0, pl.ds(0, MULTIPLE)] = numbers
 
 
 @functools.partial(jax.jit, static_argnames=("norm", "axis_name", "interpret"))
@@ -150,7 +150,7 @@ def _kernel(
         parts = [part_of(y_ref.at[device]) for device in range(y_ref.shape[0])]
         receive = lambda: parts
     else:
-        receive = _send(part_of(y_ref), Buffers(*refs[:3]), row, pieces, load, axis_name)
+        receive = _share(part_of(y_ref), Buffers(*refs[:3]), row, pieces, load, axis_name)
     # All that is read is asked for before the others' parts are waited for.
     x = [load(x_ref, row, piece) for piece in pieces]
     loaded = {name: [load(ref, piece) for piece in pieces] for name, ref in vectors.items()}
@@ -167,36 +167,32 @@ def _kernel(
         out_ref[row, piece] = other.astype(out_ref.dtype)
 
 
-def _send(part, buffers: Buffers, row, pieces, load, axis_name: str):
-    """Writes this device's part of a row, in pieces, into the inboxes of the others.
+def _share(part, buffers: Buffers, row, pieces, load, axis_name: str):
+    """Puts this device's part of a row, in pieces, where the others can read it.
 
     Returns:
         A function that waits for the others' parts and returns those of all devices, in float32.
     """
     own, devices = lax.axis_index(axis_name), range(lax.axis_size(axis_name))
     call = buffers.calls[row]
-    inbox, came = buffers.inbox.at[call % 2], buffers.came.at[pl.ds(row, 1)]
     # As the others read it.
-    part = [piece.astype(inbox.dtype) for piece in part]
+    part = [piece.astype(buffers.parts.dtype) for piece in part]
+    for piece, numbers in zip(pieces, part, strict=True):
+        buffers.parts[call % 2, row, piece] = numbers
 
-    def send_to(device):
-        there = plgpu.remote_ref(buffers.inbox, (device,))
-        for piece, numbers in zip(pieces, part, strict=True):
-            there[call % 2, own, row, piece] = numbers
-        _signal(plgpu.remote_ref(buffers.came, (device,)).at[pl.ds(row, 1)])
+    def tell(device):
+        _signal(plgpu.remote_ref(buffers.ready, (device,)).at[pl.ds(row, 1)])
 
     for device in devices:
-        pl.when(own != device)(functools.partial(send_to, jnp.int32(device)))
+        pl.when(own != device)(functools.partial(tell, jnp.int32(device)))
 
     def receive():
-        _wait(came, (call + 1) * (len(devices) - 1))
+        _wait(buffers.ready.at[pl.ds(row, 1)], (call + 1) * (len(devices) - 1))
         buffers.calls[row] = call + 1
+        of_devices = [plgpu.remote_ref(buffers.parts, (jnp.int32(device),)) for device in devices]
         return [
-            [
-                jnp.where(own == device, mine, load(inbox, device, row, piece)).astype(jnp.float32)
-                for piece, mine in zip(pieces, part, strict=True)
-            ]
-            for device in devices
+            [load(parts, call % 2, row, piece).astype(jnp.float32) for piece in pieces]
+            for parts in of_devices
         ]
 
     return receive
