@@ -27,8 +27,7 @@ def on_devices(function, number):
 def add_norm(x, y, vectors, *, centred, **options):
     """Returns every device's results, [devices, rows, size] each."""
     add = pallas_kernels.add_layer_norm if centred else pallas_kernels.add_rms_norm
-    over = pallas_kernels.Exchange.over(TP, *x.shape, dtype=y.dtype, **options)
-    options = {"over": over, "epsilon": 1e-5, "dtype": jnp.bfloat16}
+    options |= {"axis_name": TP, "epsilon": 1e-5, "dtype": jnp.bfloat16}
     return [jax.lax.all_gather(found, TP) for found in add(x, y, **vectors, **options)]
 
 
@@ -77,13 +76,7 @@ def test_sums_of_parts_equal_numpy_on_every_device(case, implementation):
 @needs_new_jax
 def test_sums_lower_for_cuda():
     static = {"norm": mosaic.Norm(1e-5, jnp.bfloat16, centred=True), "axis_name": TP}
-
-    def twice(x, y, vectors):
-        buffers = mosaic.Buffers.meet(TP, x.shape, y.dtype)
-        x, _ = mosaic.add_norm(x, y, vectors, buffers, **static)
-        return mosaic.add_norm(x, y, vectors, buffers, **static)
-
-    function = on_devices(twice, 2)
+    function = on_devices(functools.partial(mosaic.add_norm, **static), 2)
     arrays = numbers(0, 3, 256, dtype=jnp.float32), numbers(1, 6, 256), {}
     lowered = jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()

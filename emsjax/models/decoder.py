@@ -28,7 +28,6 @@ from emsjax.models.linears import copy_to_quantize, new_linear, project, quantiz
 from emsjax.models.rotary import angles
 from emsjax.models.splitting import Placement, specs_of
 from emsjax.tensor_parallel import AXIS, REPLICATED, TensorParallel, side_by_side, take_rows
-from pallas_kernels.add_norm.exchange import Exchange
 from pallas_kernels.common.indexing import take
 
 CACHE_SIZES = ("num_layers", "kv_heads", "head_dim")
@@ -141,13 +140,11 @@ class Decoder(nnx.Module):
         """The call on one device, with its part of the model and of the cache's layers."""
         x, y = self.embed(token_ids, rows.positions)
         turns = [angles(rotary, rows.positions) for rotary in self.architecture.rotaries]
-        norm, over = self.architecture.norm, None
-        if self.is_split:
-            over = Exchange.over(AXIS, *x.shape, dtype=self.dtype)
+        norm, axis_name = self.architecture.norm, AXIS if self.is_split else None
         fresh, tapped = [], {}
         for index, (layer, cached) in enumerate(zip(self.layers, cached_layers, strict=True)):
             if index in taps:
-                tapped[index] = residual_stream(norm, x, y, over)
+                tapped[index] = residual_stream(norm, x, y, axis_name)
             x, y, qkv = run_layer(
                 layer,
                 (x, y),
@@ -157,10 +154,9 @@ class Decoder(nnx.Module):
                 cache.visible,
                 attention=attention,
                 max_rows_per_sample=max_rows_per_sample,
-                over=over,
             )
             fresh.append(qkv)
-        hidden = tapped[len(self.layers)] = residual_stream(norm, x, y, over)
+        hidden = tapped[len(self.layers)] = residual_stream(norm, x, y, axis_name)
         return hidden, tuple(fresh), tuple(tapped[index] for index in taps)
 
     def embed(

@@ -31,8 +31,8 @@ from emsjax.models.architecture import (
 )
 from emsjax.models.attention import attend
 from emsjax.models.linears import NarrowLinear, linear, new_linear, weight_and_bias
+from pallas_kernels.add_norm import sum_over_devices
 from pallas_kernels.add_norm import xla as plain
-from pallas_kernels.add_norm.exchange import Exchange, sum_over_devices
 from pallas_kernels.common.numerics import is_invariant
 
 Angles = tuple[Float[Array, "r p"], Float[Array, "r p"]]  # cosines and sines
@@ -100,16 +100,16 @@ def linear_addend(
     return Addend(pallas_kernels.linear_sums(x, weight), bias, scale)
 
 
-def add_norm(norm: Norm, x: Float[Array, "r e"], y: Addend | None, over: Exchange | None = None):
+def add_norm(norm: Norm, x: Float[Array, "r e"], y: Addend | None, axis_name: str | None = None):
     """Returns x + y and its normalisation. Without y, x is returned as it is.
 
     Args:
-        over: the devices that have a part of y each; None: y is whole.
+        axis_name: of the devices that have a part of y each; None: y is whole.
     """
     if y is None:
         return x, norm(x)
     scale, bias = scale_and_bias(norm)
-    options = {"epsilon": norm.kind.epsilon, "dtype": norm.dtype, "over": over}
+    options = {"epsilon": norm.kind.epsilon, "dtype": norm.dtype, "axis_name": axis_name}
     if norm.kind.centred:
         return pallas_kernels.add_layer_norm(x, y.sums, y.bias, scale, bias, **options)
     options["offset"] = norm.kind.offset
@@ -117,13 +117,13 @@ def add_norm(norm: Norm, x: Float[Array, "r e"], y: Addend | None, over: Exchang
 
 
 def residual_stream(
-    norm: NormKind, x: Float[Array, "r e"], y: Addend | None, over: Exchange | None = None
+    norm: NormKind, x: Float[Array, "r e"], y: Addend | None, axis_name: str | None = None
 ):
-    """Returns x + y; `norm` is the kind of the model's norms. For `over` see `add_norm`."""
+    """Returns x + y; `norm` is the kind of the model's norms. For `axis_name` see `add_norm`."""
     if y is None:
         return x
-    if over is not None:
-        y = y._replace(sums=sum_over_devices(y.sums, over.axis_name))
+    if axis_name is not None:
+        y = y._replace(sums=sum_over_devices(y.sums, axis_name))
     if is_invariant():
         options = {"epsilon": norm.epsilon, "offset": norm.offset}
         return pallas_kernels.add_rms_norm(x, y.sums, y.bias, None, y.scale, **options)[0]
@@ -157,6 +157,9 @@ class DecoderLayer(nnx.Module):
         rngs: random generators for the initial weights.
     """
 
+    # Of the devices over which the layer is split, if it is; the architecture is that of a part.
+    axis_name: str | None = None
+
     def __init__(self, architecture: Architecture, kind: AttentionKind, *, dtype, rngs: nnx.Rngs):
         a = self.architecture = architecture
         self.kind = kind
@@ -182,7 +185,6 @@ class DecoderLayer(nnx.Module):
         y: Addend | None,
         angles: Angles | None,
         attention: Callable,
-        over: Exchange | None = None,
     ):
         """Runs the layer on the residual stream x + y: see `run_layer`.
 
@@ -193,20 +195,19 @@ class DecoderLayer(nnx.Module):
             x, y: the stream's terms. If the layer is split, each device has a part of y.
             angles: of the rows, for rotary positions.
             attention: called with the rows' queries, keys and values as one array.
-            over: the devices over which the layer is split; None: it is not.
         """
-        order = self.architecture.order
+        order, axis_name = self.architecture.order, self.axis_name
         if order == AFTER:
             y, qkv = self.attend(x, angles, attention)
-            _, x = add_norm(self.attention_norm, x, y, over)
-            _, x = add_norm(self.ffn_norm, x, self.feed_forward(x), over)
+            _, x = add_norm(self.attention_norm, x, y, axis_name)
+            _, x = add_norm(self.ffn_norm, x, self.feed_forward(x), axis_name)
             return x, None, qkv
-        x, h = add_norm(self.attention_norm, x, y, over)
+        x, h = add_norm(self.attention_norm, x, y, axis_name)
         y, qkv = self.attend(h, angles, attention)
         if order in (PARALLEL, SHARED):
             h = h if order == SHARED else self.ffn_norm(x)
             return x, add_addends(y, self.feed_forward(h)), qkv
-        x, h = add_norm(self.ffn_norm, x, y, over)
+        x, h = add_norm(self.ffn_norm, x, y, axis_name)
         return x, self.feed_forward(h), qkv
 
     def attend(self, h: Float[Array, "r e"], angles: Angles | None, attention: Callable):
@@ -251,7 +252,6 @@ def run_layer(
     *,
     attention: Callable,
     max_rows_per_sample: int | None,
-    over: Exchange | None = None,
 ):
     """Runs one layer on the residual stream; its rows attend to the cache and themselves.
 
@@ -264,7 +264,6 @@ def run_layer(
         visible: what the rows see of the cache.
         attention: a callable with the signature of `pallas_kernels.ragged_attention`.
         max_rows_per_sample: static bound of rows per sample; None: all rows.
-        over: the devices over which the layer is split; None: it is not.
 
     Returns:
         The next x and y, and the rows' queries, keys and values [r, h, d].
@@ -278,4 +277,4 @@ def run_layer(
             limits["scale"] = kind.scale
         return attend(attention, qkv, cached, rows, visible, **limits)
 
-    return layer(*stream, angles, see, over)
+    return layer(*stream, angles, see)

@@ -25,7 +25,7 @@ from emsjax.models.linears import (
     NarrowVariable,
     narrow_linear,
 )
-from emsjax.tensor_parallel import TensorParallel
+from emsjax.tensor_parallel import AXIS, TensorParallel
 from pallas_kernels.matmul import narrow
 from pallas_kernels.matmul.narrow import GROUP, NarrowWeight
 
@@ -221,6 +221,7 @@ class Placement:
             return
         part = self.architecture.part(self.devices)
         layer.architecture = dataclasses.replace(part, layers=(), rotaries=())
+        layer.axis_name = AXIS
         for name, inputs in (("out_proj", part.columns[0]), ("down_proj", part.ffn_size)):
             if isinstance(getattr(layer, name), NarrowLinear):
                 getattr(layer, name).inputs = inputs

@@ -2,15 +2,22 @@
 
 import functools
 import importlib
+from types import ModuleType
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.add_norm import triton, xla
-from pallas_kernels.add_norm.exchange import Exchange, sum_over_devices
 from pallas_kernels.add_norm.xla import Norm
 from pallas_kernels.common.blocks import in_blocks
-from pallas_kernels.common.implementations import choose, with_gradient_of
+from pallas_kernels.common.implementations import (
+    check_mosaic,
+    choose,
+    runs_mosaic,
+    with_gradient_of,
+)
 from pallas_kernels.common.numerics import is_invariant
 
 IMPLEMENTATIONS = {"triton": triton.add_norm, "xla": xla.add_norm}
@@ -25,7 +32,7 @@ def add_layer_norm(
     *,
     epsilon: float,
     dtype=None,
-    over: Exchange | None = None,
+    axis_name: str | None = None,
     implementation: str | None = None,
     interpret: bool = False,
     numerics: str | None = None,
@@ -43,11 +50,13 @@ def add_layer_norm(
         scale, bias: the normalisation's affine parameters, [size] each; None: not applied.
         epsilon: added to the variance.
         dtype: the dtype of the normalisation; None: x's.
-        over: every one of these devices has a part of y, and all parts are added. The function is
-            then called on every device, as by `jax.shard_map`. None: y is whole.
+        axis_name: every device on this axis of a mesh has a part of y, and all parts are added.
+            The function is then called on every device, as by `jax.shard_map`. None: y is whole.
         implementation: "triton" (one launch), "xla", or None: Triton on NVIDIA GPUs of
-            compute capability 8.0 and newer, XLA elsewhere. With `over`, which has its own, it is
-            that of the launch after a collective operation.
+            compute capability 8.0 and newer, XLA elsewhere. With an `axis_name`: "mosaic" (Pallas
+            Mosaic GPU: one launch in which the devices read each other's parts; jax 0.11, compute
+            capability 9.0 and one process), or after a collective operation one of the others;
+            None: Mosaic for few rows in fast numerics.
         interpret: run the Triton kernel in interpret mode, on any device.
         numerics: "fast" or "invariant": see `pallas_kernels.numerics`; None: the context's.
 
@@ -59,7 +68,7 @@ def add_layer_norm(
     vectors = {"y_bias": y_bias, "scale": scale, "bias": bias}
     norm = Norm(epsilon, dtype or x.dtype, centred=True)
     options = {"implementation": implementation, "interpret": interpret}
-    return _add_norm(x, y, vectors, norm, over, is_invariant(numerics), options)
+    return _add_norm(x, y, vectors, norm, axis_name, is_invariant(numerics), options)
 
 
 def add_rms_norm(
@@ -72,7 +81,7 @@ def add_rms_norm(
     epsilon: float,
     offset: float = 0.0,
     dtype=None,
-    over: Exchange | None = None,
+    axis_name: str | None = None,
     implementation: str | None = None,
     interpret: bool = False,
     numerics: str | None = None,
@@ -85,7 +94,7 @@ def add_rms_norm(
     as in layers that normalise both the input and the output of each part.
 
     Args:
-        x, y, y_bias, dtype, over, implementation, interpret, numerics: as in `add_layer_norm`.
+        x, y, y_bias, dtype, axis_name, implementation, interpret, numerics: as in `add_layer_norm`.
         scale: the scale of the normalisation, [size]; None: 1 - offset.
         y_scale: the scale of the addend's normalisation, [size]; None: it is not normalised.
         epsilon: added to the mean square.
@@ -99,7 +108,26 @@ def add_rms_norm(
     vectors = {"y_bias": y_bias, "scale": scale, "y_scale": y_scale}
     norm = Norm(epsilon, dtype or x.dtype, centred=False, offset=offset)
     options = {"implementation": implementation, "interpret": interpret}
-    return _add_norm(x, y, vectors, norm, over, is_invariant(numerics), options)
+    return _add_norm(x, y, vectors, norm, axis_name, is_invariant(numerics), options)
+
+
+def sum_over_devices(y: Array, axis_name: str, *, numerics: str | None = None) -> Array:
+    """The float32 sum of all devices' parts of a term; in invariant numerics its terms,
+    [devices, r, e].
+
+    The terms are then to be added in the devices' order, while the order in which a library for
+    collective operations adds depends on the size of the array.
+
+    Args:
+        y: this device's part, [r, e], or the shares [shares, r, e] of it.
+        axis_name: the axis of the mesh on which the devices are.
+        numerics: "fast" or "invariant": see `pallas_kernels.numerics`; None: the context's.
+    """
+    invariant = is_invariant(numerics)
+    y = y.astype(jnp.float32)
+    if y.ndim == 3:
+        y = functools.reduce(jnp.add, y) if invariant else y.sum(axis=0)
+    return lax.all_gather(y, axis_name) if invariant else lax.psum(y, axis_name)
 
 
 def _add_norm(
@@ -107,20 +135,23 @@ def _add_norm(
     y,
     vectors: dict[str, Array | None],
     norm: Norm,
-    over: Exchange | None,
+    axis_name: str | None,
     invariant: bool,
     options: dict[str, Any],
 ):
     vectors = {name: vector for name, vector in vectors.items() if vector is not None}
     implementation, interpret = options["implementation"], options["interpret"]
     reference = functools.partial(xla.add_norm, norm=norm)
-    if over is not None:
-        if over.buffers is not None:
-            mosaic = importlib.import_module("pallas_kernels.add_norm.mosaic")
-            static = {"norm": norm, "axis_name": over.axis_name, "interpret": over.interpret}
-            return mosaic.add_norm(x, y, vectors, over.buffers, **static)
+    if axis_name is not None:
+        over_devices = _over_devices(x, invariant, **options)
         numerics = "invariant" if invariant else "fast"
-        y = sum_over_devices(y, over.axis_name, numerics=numerics)
+        whole = functools.partial(sum_over_devices, axis_name=axis_name, numerics=numerics)
+        if over_devices is not None:
+            static = {"norm": norm, "axis_name": axis_name, "interpret": interpret}
+            kernel = functools.partial(over_devices.add_norm, **static)
+            in_xla = lambda x, y, vectors: reference(x, whole(y), vectors)
+            return with_gradient_of(in_xla, kernel)(x, y, vectors)
+        y = whole(y)
     if choose(implementation, IMPLEMENTATIONS, interpret) == "triton":
         kernel = functools.partial(triton.add_norm, norm=norm, interpret=interpret)
     elif invariant:
@@ -129,6 +160,28 @@ def _add_norm(
         # Without the barrier XLA would recompute x, a sum itself, in each fusion that reads it.
         return reference(lax.optimization_barrier(x), y, vectors)
     return with_gradient_of(reference, kernel)(x, y, vectors)
+
+
+def _over_devices(x, invariant: bool, *, implementation, interpret: bool) -> ModuleType | None:
+    """The kernel that adds the devices' parts up itself; None: a collective operation does.
+
+    Raises:
+        ValueError: "mosaic" was asked for, and cannot be.
+    """
+    asked = implementation == "mosaic"
+    if asked:
+        check_mosaic(interpret)
+    elif implementation is not None or interpret or not runs_mosaic():
+        return None
+    mosaic = importlib.import_module("pallas_kernels.add_norm.mosaic")
+    if mosaic.takes(x) and not invariant and jax.process_count() == 1:
+        return mosaic
+    if asked:
+        raise ValueError(
+            f"implementation 'mosaic' takes {mosaic.TAKES} in fast numerics and one process, not "
+            f"an array {x.shape}"
+        )
+    return None
 
 
 def _in_blocks(function, x, y, vectors: dict[str, Array]):
