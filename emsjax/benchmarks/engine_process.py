@@ -167,7 +167,7 @@ def main(name: str, method: str, inputs_path: str, output_path: str) -> None:
     ]
     told = {"version": engine.version, "dtype": engine.dtype.removeprefix("torch.")}
     with open(output_path, "w") as file:
-        json.dump({**told, "device": device_name(), "batches": batches}, file)
+        json.dump({**told, "device": device_name(), "batches": batches}, file, allow_nan=False)
 
 
 if __name__ == "__main__":
