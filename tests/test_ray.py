@@ -30,6 +30,8 @@ pyarrow = pytest.importorskip("pyarrow")
 pytestmark = pytest.mark.filterwarnings("ignore")
 PROMPTS, NODES, NEW = 1400, 3, 4
 PATIENCE = 400  # seconds
+# Processes of Ray import the library from where this one has it.
+PLACES = [os.path.dirname(emsjax.__path__[0]), *sys.path]
 # They do without torch, which transformers would import: it takes longest.
 WITHOUT_TORCH = "import sys\n\nsys.modules['torch'] = None\n"
 SAMPLED = ["--temperature", "0.9"]
@@ -57,29 +59,24 @@ def actors(node):
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """The environment of Ray's processes: they import the library from where this one has it."""
-    folder = tmp_path_factory.mktemp("place")
+def cluster(tmp_path_factory):
+    """Three nodes of one CPU each. `DIED` names the file in which an actor notes its death."""
+    folder = tmp_path_factory.mktemp("ray")
     (folder / "sitecustomize.py").write_text(WITHOUT_TORCH)
-    paths = [str(folder), os.path.dirname(emsjax.__path__[0]), *sys.path]
-    return {"PYTHONPATH": os.pathsep.join(paths)}
-
-
-@pytest.fixture
-def cluster(monkeypatch, place):
-    """Three nodes of one CPU each."""
-    for name, value in place.items():
-        monkeypatch.setenv(name, value)
+    own = {"PYTHONPATH": os.pathsep.join([str(folder), *PLACES]), "DIED": str(folder / "died")}
     # A dead node is noticed after 1.5 seconds, not 15.
     checks = {"health_check_period_ms": 500, "health_check_failure_threshold": 3}
-    options = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": False}
-    options["_system_config"] = checks
-    cluster = cluster_utils.Cluster(initialize_head=True, head_node_args=options)
-    for _ in range(NODES - 1):
-        cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
-    cluster.wait_for_nodes()
-    yield cluster
-    cluster.shutdown()
+    size = {"num_cpus": 1, "object_store_memory": 80 << 20}
+    options = size | {"include_dashboard": False, "_system_config": checks}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in own.items():
+            patch.setenv(name, value)
+        cluster = cluster_utils.Cluster(initialize_head=True, head_node_args=options)
+        for _ in range(NODES - 1):
+            cluster.add_node(**size)
+        cluster.wait_for_nodes()
+        yield cluster
+        cluster.shutdown()
 
 
 class Run:
@@ -121,37 +118,6 @@ def own_print():
     assert builtins.print is before
 
 
-def test_killed_actors_and_nodes_lose_nothing(tiny_model, paths, cluster):
-    texts = [TEXTS[i % 5][: 3 + i % 11] for i in range(PROMPTS)]
-    lines = [json.dumps({"id": f"r{i}", "prompt": text}) for i, text in enumerate(texts)]
-    paths.input.write_text("\n".join(lines))
-    paths.output = paths.output.with_name("out")
-    run = Run(tiny_model, paths, cluster.address)
-    run.wait_for(lambda: len(run.parts) >= 2)
-    victims = [node for node in cluster.list_all_nodes() if node is not cluster.head_node]
-    run.wait_for(lambda: any(actors(node) for node in victims))
-    busy = [node for node in victims if actors(node)]
-    actors(busy[0])[0].send_signal(signal.SIGKILL)
-    killed_at = len(run.parts)
-    run.wait_for(lambda: len(run.parts) >= killed_at + 3)
-    running = run.process.poll() is None
-    cluster.remove_node(busy[-1], allow_graceful=False)
-    assert running
-    assert len(run.parts) < PROMPTS // 64
-    run.wait_for(lambda: False)
-    assert run.process.returncode == 0, run.stderr.read_text()
-    assert f"{PROMPTS} results" in run.stderr.read_text()
-
-    results = [line for part in run.parts for line in read_lines(part)]
-    assert [line["id"] for line in results] == [f"r{i}" for i in range(PROMPTS)]
-    options = {"sampling": emsjax.Sampling(0.9), "key": jax.random.key(0), "batch_size": 64}
-    expected = whole(tiny_model, texts, max_new_tokens=NEW, **options)
-    assert [line["tokens"] for line in results] == expected
-    half = len(run.sizes) // 2
-    assert max(run.sizes[half:]) < max(run.sizes[:half]) + (32 << 20)
-    print(f"driver: {run.sizes[0] >> 20} to {max(run.sizes) >> 20} MiB")
-
-
 class Dying(emsjax.ray.Completer):
     """Kills its process at one row, the first time."""
 
@@ -162,20 +128,16 @@ class Dying(emsjax.ray.Completer):
         return await super().__call__(batch)
 
 
-@pytest.fixture(scope="module")
-def local(tmp_path_factory, place):
-    """Ray on this machine, with two CPUs; the file in which an actor notes that it died."""
-    died = tmp_path_factory.mktemp("ray") / "died"
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in (place | {"DIED": str(died)}).items():
-            patch.setenv(name, value)
-        ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=80 << 20)
-        ray.data.DataContext.get_current().enable_progress_bars = False
-        yield died
-        ray.shutdown()
+@pytest.fixture
+def connected(cluster):
+    """A connection of this process to the cluster."""
+    ray.init(cluster.address)
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    yield
+    ray.shutdown()
 
 
-def test_rows_are_completed_wherever_they_are(tiny_model, local):
+def test_rows_are_completed_wherever_they_are(tiny_model, connected):
     """In two actors, of which one dies; all kinds of rows, in batches of two formats."""
     texts = [TEXTS[i % 5][: 3 + i % 11] for i in range(120)]
     rows = [
@@ -185,7 +147,8 @@ def test_rows_are_completed_wherever_they_are(tiny_model, local):
     rows[7]["prompt"], rows[9]["max_new_tokens"] = "", 0
     options = {"dtype": "float32", "batch_size": 8, "max_len": 40, "max_new_tokens": NEW}
     options |= {"model": str(tiny_model), "sampling": emsjax.Sampling(0.9), "num_sequences": 2}
-    options["drafter"] = lambda model: emsjax.PromptLookup(match_length=1)
+    # Short drafts make few row counts, all of which every actor compiles.
+    options["drafter"] = lambda model: emsjax.PromptLookup(match_length=1, max_draft_tokens=2)
     mapped = ray.data.from_items(rows, override_num_blocks=6).map_batches(
         Dying,
         fn_constructor_kwargs=options,
@@ -193,7 +156,7 @@ def test_rows_are_completed_wherever_they_are(tiny_model, local):
         compute=ray.data.ActorPoolStrategy(size=2, max_concurrent_calls_per_actor=2),
     )
     out = mapped.take_all()
-    assert local.exists()
+    assert os.path.exists(os.environ["DIED"])
     out.sort(key=lambda row: (row["index"], row["sequence"]))
     assert [(row["id"], row["sequence"]) for row in out] == [
         (row["id"], n) for row in rows for n in range(2)
@@ -251,7 +214,7 @@ def test_tokens_are_completed_without_a_number_and_kept(tiny_model, complete):
         assert out[tuple(prompt)]["num_drafted"] >= out[tuple(prompt)]["num_accepted"]
 
 
-def test_a_file_that_a_host_cannot_read_is_one_line(tiny_model, paths, local, capfd):
+def test_a_file_that_a_host_cannot_read_is_one_line(tiny_model, paths, connected, capfd):
     paths.input = paths.input.with_suffix(".parquet")
     paths.input.write_text("junk")
     paths.output = paths.output.with_name("out")
@@ -269,3 +232,34 @@ def test_a_file_that_a_host_cannot_read_is_one_line(tiny_model, paths, local, ca
 def test_a_dataset_without_what_is_needed_is_an_error(complete, row, part):
     with pytest.raises(ValueError, match=part):
         complete([row], sampling=emsjax.Sampling(0.9))
+
+
+def test_killed_actors_and_nodes_lose_nothing(tiny_model, paths, cluster):
+    texts = [TEXTS[i % 5][: 3 + i % 11] for i in range(PROMPTS)]
+    lines = [json.dumps({"id": f"r{i}", "prompt": text}) for i, text in enumerate(texts)]
+    paths.input.write_text("\n".join(lines))
+    paths.output = paths.output.with_name("out")
+    run = Run(tiny_model, paths, cluster.address)
+    run.wait_for(lambda: len(run.parts) >= 2)
+    busy = lambda: [node for node in cluster.list_all_nodes() if actors(node)]
+    run.wait_for(lambda: len(busy()) > 1)
+    *_, first, second = sorted(busy(), key=lambda node: node is not cluster.head_node)
+    actors(first)[0].send_signal(signal.SIGKILL)
+    killed_at = len(run.parts)
+    run.wait_for(lambda: len(run.parts) >= killed_at + 3)
+    early = list(run.sizes)  # most parts are still to come
+    running = run.process.poll() is None and bool(actors(second))
+    cluster.remove_node(second, allow_graceful=False)
+    assert running
+    assert len(run.parts) < PROMPTS // 64
+    run.wait_for(lambda: False)
+    assert run.process.returncode == 0, run.stderr.read_text()
+    assert f"{PROMPTS} results" in run.stderr.read_text()
+
+    results = [line for part in run.parts for line in read_lines(part)]
+    assert [line["id"] for line in results] == [f"r{i}" for i in range(PROMPTS)]
+    options = {"sampling": emsjax.Sampling(0.9), "key": jax.random.key(0), "batch_size": 64}
+    expected = whole(tiny_model, texts, max_new_tokens=NEW, **options)
+    assert [line["tokens"] for line in results] == expected
+    assert max(run.sizes) < max(early) + (32 << 20)
+    print(f"driver: {run.sizes[0] >> 20} to {max(run.sizes) >> 20} MiB")
