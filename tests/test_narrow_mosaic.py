@@ -118,15 +118,18 @@ def test_the_kernel_lowers_for_cuda(format, rows):
 @pytest.mark.parametrize("split", [True, False])
 def test_tiles_cover_the_product_and_fit_on_the_device(rows, inputs, outputs, split):
     tiling = narrow_tiles.tiling_for(rows, inputs, outputs, split=split, swap=True)
-    assert inputs % (tiling.splits * GROUP) == outputs % (tiling.columns * tiling.cluster) == 0
+    assert (
+        inputs % (tiling.splits * tiling.depth) == outputs % (tiling.columns * tiling.cluster) == 0
+    )
     assert split or tiling.splits == 1
     if inputs > GROUP:
         lanes = 2 * tiling.rows if tiling.swapped else tiling.rows
-        assert narrow_tiles.sums_fit(lanes, tiling.columns, tiling.warpgroups)
+        together = tiling.depth // GROUP
+        assert narrow_tiles.sums_fit(lanes, tiling.columns, tiling.warpgroups, together)
         own = (tiling.columns if tiling.swapped else tiling.rows) // tiling.warpgroups
         assert own % mosaic_tiles.UNIT == 0
         assert not tiling.swapped or tiling.rows >= rows
-        stage = GROUP * (lanes + tiling.columns) + 4 * lanes
+        stage = together * (GROUP * (lanes + tiling.columns) + 4 * lanes)
         staged = tiling.warpgroups * mosaic_tiles.UNIT * mosaic_tiles.LINE
         assert tiling.stages * stage + staged <= mosaic_tiles.SHARED_BYTES
 
