@@ -84,7 +84,7 @@ def rounded_by_kernel(x, kind):
 
 @pytest.mark.parametrize(("splits", "together"), [(1, 1), (2, 1), (2, 3)])
 def test_steps_with_second_terms_are_listed(splits, together):
-    second = np.random.default_rng(0).random((5, 12 * together)) < 0.1
+    second = np.random.default_rng(0).random((5, 12 * together)) < 0.1 / together
     second[:, 6 * together :] &= splits == 1  # a share may have none
     tiling = mosaic_tiles.Tiling(64, 64, splits, 1, 1, 3, depth=together * GROUP)
     second = jnp.asarray(second, jnp.int32)
