@@ -55,9 +55,10 @@ def test_every_tile_gives_the_same_product(number, tile):
     out = np.asarray(narrow_mosaic.launch(x, weight, None, **options), np.float64)
     total = out if splits == 1 else out.sum(axis=0)
     expected = rounded_by_kernel(x, weight.kind) @ np.float64(weight.dense())
-    # A matrix unit keeps fewer bits of the sums of products in fp8.
-    rounded = COMPILED and format == "fp8"
-    close(total, expected, "bfloat16" if rounded else "float32", format, rounded=rounded)
+    if COMPILED and format == "fp8":  # a matrix unit keeps fewer bits of the sums of its products
+        assert np.max(abs(total - expected)) <= 2**-9 * np.max(abs(expected))
+        return
+    close(total, expected, "float32", format)
 
 
 @pytest.mark.gpu

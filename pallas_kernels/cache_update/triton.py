@@ -27,8 +27,8 @@ class Sizes(NamedTuple):
 
 # An array takes three parameters of a launch; in 8 bits its scales take two more.
 WIDE = Sizes(arrays=8, numbers=4096, arrays_of_launch=128)
-# Rounding takes a hundred times the instructions of copying, and each array has its own: a program
-# waits for them to be fetched.
+# Rounding takes many more instructions than copying, and each array has its own: a program waits
+# for them to be fetched.
 NARROW = Sizes(arrays=2, numbers=1024, arrays_of_launch=64)
 
 
