@@ -22,6 +22,7 @@ from jax import lax
 from emsjax.benchmarks.device_times import kernel_times, kernels_per_step
 from emsjax.benchmarks.rejected import RejectedDrafter
 from emsjax.benchmarks.scripted import assign
+from emsjax.benchmarks.starts import MostRows, start
 from emsjax.decode.cache import KVCache
 from emsjax.decode.layout import UNPADDED
 from emsjax.decode.row_counts import round_up_length
@@ -30,7 +31,6 @@ from emsjax.decode.state import DecodeState
 from emsjax.decode.step import decode_loop
 from emsjax.drafters import DraftModel
 from emsjax.engine.adapt import as_drafter, make_run
-from emsjax.generation import init_state
 from emsjax.models.config import DecoderConfig
 from emsjax.models.decoder import Decoder
 from emsjax.models.numbers import BFLOAT16, NumberFormats
@@ -214,16 +214,17 @@ class StepRun(LoopRun):
         if rows > 1:
             drafter = RejectedDrafter(vocab - 1, rows - 1, **drafts)
         room = long + rows if draft_length is not None else max(MAX_NEW_TOKENS, long + rows)
-        state = init_state(
+        if draft_length is None:  # every step feeds all rows
+            self.layout = MostRows()
+        state = start(
             model,
             drafter,
-            list(prompts),
+            prompts,
+            layout=self.layout,
+            attention=attention,
             draft_length=draft_length,
             max_new_tokens=room,
             sampling=sampling,
-            key=jax.random.key(0),
-            eos_token_ids=(),
-            attention_implementation=attention,
         )
         super().__init__(model, drafter, state, attention, draft_length)
 

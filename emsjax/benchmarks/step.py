@@ -2,7 +2,8 @@
 
 A step consists of draft, pack, forward, verify and commit in the library's own device loop, here
 with random weights and drafts that are always rejected: at a shape BxR every step feeds R
-rows of each of B samples and emits one token per sample. The state is reset before every run, so
+rows of each of B samples and emits one token per sample. Only the program for these rows is
+compiled, and the contexts' keys and values are random. The state is reset before every run, so
 that all runs have the same contexts. The time of a step is a tenth of the difference between runs
 of 13 and of 3 steps. The floor counts the work that no step can avoid: every product takes the time
 to read its weights or to compute, whichever is longer, and the committed keys and values are read
@@ -11,7 +12,7 @@ once.
 The JSON file has the `rates` and an entry of `shapes` for each shape: the runs' times in ms by
 number of steps (`runs_ms`), the time of a step (`best_ms` from the fastest runs, `median_ms` from
 the differences), the floor in ms and the ratios to it at the reference and at the measured rates
-(`floor_ms`, `best_ratio`, `median_ratio`), the loop's counts of rows, seconds of prefill and
+(`floor_ms`, `best_ratio`, `median_ratio`), the loop's counts of rows, seconds of
 compilation (`setup_s`), and on a GPU a `profile` of device time per step by kernel class.
 """
 

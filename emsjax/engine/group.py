@@ -24,7 +24,12 @@ def sequences_served(group: np.ndarray, slots: int) -> np.ndarray:
 
 
 def begin_group(
-    run: Run, requests: Requests, group: np.ndarray, slots: int, cache_length: int
+    run: Run,
+    requests: Requests,
+    group: np.ndarray,
+    slots: int,
+    cache_length: int,
+    cache: KVCache | None = None,
 ) -> DecodeState:
     """Returns the state before the first step of one group of sequences.
 
@@ -34,6 +39,8 @@ def begin_group(
     Args:
         group: consecutive sequence numbers.
         slots: number of slots, at least the number of sequences; slots left over are idle.
+        cache: the slots' prompts without their last tokens, for drafters without `taps`. None: it
+            is computed.
     """
     served = sequences_served(group, slots)
     prompt_of_slot = served // requests.num_sequences
@@ -53,11 +60,12 @@ def begin_group(
         jax.tree.map(lambda x: x[prompt_of_slot], requests.settings),
     )
     slot_prompts = (prompt_of_slot - first).astype(np.int32) if fork else None
+    observed = None
     # The drafter is kept out, so one compiled prefill of the target serves all drafters and
     # policies.
     if run.taps:
         cache, observed = _prefilled_observed(run, tokens, lengths, cache_length=cache_length)
-    else:
+    elif cache is None:
         cache = _prefilled(
             run.model,
             tokens,
@@ -66,7 +74,6 @@ def begin_group(
             cache_length=cache_length,
             kernels=run.kernels,
         )
-        observed = None
     without_model = dataclasses.replace(run, model=None)
     prompts = (tokens, lengths)
     common = requests.common
