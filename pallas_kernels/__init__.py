@@ -16,8 +16,9 @@ from pallas_kernels.common.narrow_rows import NarrowRows, round_rows
 from pallas_kernels.common.numerics import numerics
 from pallas_kernels.cutoff import sampling_cutoff
 from pallas_kernels.logsumexp import log_sum_exp
-from pallas_kernels.matmul import linear, linear_sums
+from pallas_kernels.matmul import linear, linear_sums, rounding_for
 from pallas_kernels.matmul.narrow import NarrowWeight
+from pallas_kernels.matmul.rounded import RoundedRows
 from pallas_kernels.rotary import rotate_heads
 
 dialect.register()
@@ -25,6 +26,7 @@ dialect.register()
 __all__ = [
     "NarrowRows",
     "NarrowWeight",
+    "RoundedRows",
     "add_layer_norm",
     "add_rms_norm",
     "confine",
@@ -36,6 +38,7 @@ __all__ = [
     "reference",
     "rotate_heads",
     "round_rows",
+    "rounding_for",
     "sampling_cutoff",
     "update_kv_cache",
     "update_kv_caches",

@@ -78,19 +78,22 @@ def rounded_by_kernel(x, kind):
     """Rounded rows as the kernel has them: near-ties may go another way than in XLA."""
     padded = round_up(len(x), narrow_triton.ROUNDED_ROWS)
     rounded = narrow_triton.round_rows(x, kind, padded=padded, interpret=not runs_triton())
-    values, scales = (np.asarray(array, np.float64) for array in rounded[:2])
+    values, scales = (np.asarray(array, np.float64) for array in (rounded.values, rounded.scales))
     blocks = values.reshape(2, padded, -1, GROUP) * np.moveaxis(scales, 0, 2)[..., None]
     return blocks.sum(axis=0).reshape(padded, -1)[: len(x)]
 
 
-@pytest.mark.parametrize(("splits", "together"), [(1, 1), (2, 1), (2, 3)])
-def test_steps_with_second_terms_are_listed(splits, together):
-    second = np.random.default_rng(0).random((5, 12 * together)) < 0.1 / together
+# More groups than are read at once, of which the last have second terms of their own.
+@pytest.mark.parametrize(
+    ("splits", "together", "groups"), [(1, 1, 5), (2, 1, 70), (2, 3, 5), (1, 1, 130)]
+)
+def test_steps_with_second_terms_are_listed(splits, together, groups):
+    second = np.random.default_rng(0).random((groups, 12 * together)) < 0.5 / together / groups
     second[:, 6 * together :] &= splits == 1  # a share may have none
     tiling = mosaic_tiles.Tiling(64, 64, splits, 1, 1, 3, depth=together * GROUP)
     second = jnp.asarray(second, jnp.int32)
     numbers, counts = narrow_mosaic.list_second(second, tiling, interpret=True)
-    in_steps = np.asarray(second).reshape(5, -1, together).any(axis=(0, 2))
+    in_steps = np.asarray(second).reshape(groups, -1, together).any(axis=(0, 2))
     assert not in_steps.all()
     for share, flags in enumerate(np.split(in_steps, splits)):
         assert numbers[share, : counts[share]].tolist() == np.flatnonzero(flags).tolist()

@@ -34,6 +34,7 @@ from emsjax.models.linears import NarrowLinear, linear, new_linear, weight_and_b
 from pallas_kernels.add_norm import sum_over_devices
 from pallas_kernels.add_norm import xla as plain
 from pallas_kernels.common.numerics import is_invariant
+from pallas_kernels.matmul.rounded import RoundedRows, Rounding
 
 Angles = tuple[Float[Array, "r p"], Float[Array, "r p"]]  # cosines and sines
 
@@ -100,16 +101,25 @@ def linear_addend(
     return Addend(pallas_kernels.linear_sums(x, weight), bias, scale)
 
 
-def add_norm(norm: Norm, x: Float[Array, "r e"], y: Addend | None, axis_name: str | None = None):
+def add_norm(
+    norm: Norm,
+    x: Float[Array, "r e"],
+    y: Addend | None,
+    axis_name: str | None = None,
+    rounding: Rounding | None = None,
+):
     """Returns x + y and its normalisation. Without y, x is returned as it is.
 
     Args:
         axis_name: of the devices that have a part of y each; None: y is whole.
+        rounding: how the product that follows takes its rows, if it rounds them: the normalised
+            rows may be rounded already.
     """
     if y is None:
         return x, norm(x)
     scale, bias = scale_and_bias(norm)
     options = {"epsilon": norm.kind.epsilon, "dtype": norm.dtype, "axis_name": axis_name}
+    options["rounding"] = rounding
     if norm.kind.centred:
         return pallas_kernels.add_layer_norm(x, y.sums, y.bias, scale, bias, **options)
     options["offset"] = norm.kind.offset
@@ -202,15 +212,25 @@ class DecoderLayer(nnx.Module):
             _, x = add_norm(self.attention_norm, x, y, axis_name)
             _, x = add_norm(self.ffn_norm, x, self.feed_forward(x), axis_name)
             return x, None, qkv
-        x, h = add_norm(self.attention_norm, x, y, axis_name)
+        is_shared = order == SHARED  # two products take the same rows
+        sums = angles is not None
+        rounding = None if is_shared else self.rounding(self.qkv_proj, x, sums=sums)
+        x, h = add_norm(self.attention_norm, x, y, axis_name, rounding)
         y, qkv = self.attend(h, angles, attention)
         if order in (PARALLEL, SHARED):
-            h = h if order == SHARED else self.ffn_norm(x)
+            h = h if is_shared else self.ffn_norm(x)
             return x, add_addends(y, self.feed_forward(h)), qkv
-        x, h = add_norm(self.ffn_norm, x, y, axis_name)
+        x, h = add_norm(self.ffn_norm, x, y, axis_name, self.rounding(self.up_proj, x))
         return x, self.feed_forward(h), qkv
 
-    def attend(self, h: Float[Array, "r e"], angles: Angles | None, attention: Callable):
+    def rounding(self, module, x: Float[Array, "r e"], *, sums: bool = False) -> Rounding | None:
+        """How a linear layer takes as many rows as x has, in the dtype of a norm."""
+        dtype = self.attention_norm.dtype
+        return pallas_kernels.rounding_for(len(x), dtype, weight_and_bias(module)[0], sums=sums)
+
+    def attend(
+        self, h: Float[Array, "r e"] | RoundedRows, angles: Angles | None, attention: Callable
+    ):
         """The attention part: its term of the residual stream, and the rows' q, k and v."""
         a = self.architecture
         heads = (a.heads + 2 * a.kv_heads, a.head_dim)
@@ -233,7 +253,7 @@ class DecoderLayer(nnx.Module):
         out = attention(qkv, self.kind).reshape(h.shape[0], -1)
         return linear_addend(self.out_proj, self.attention_out_norm, out), qkv
 
-    def feed_forward(self, h: Float[Array, "r e"]) -> Addend:
+    def feed_forward(self, h: Float[Array, "r e"] | RoundedRows) -> Addend:
         """The feed-forward part, as a term of the residual stream."""
         a = self.architecture
         h = linear(self.up_proj, h, activation=ACTIVATIONS[a.activation], gated=a.gated)

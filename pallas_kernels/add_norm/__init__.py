@@ -19,6 +19,8 @@ from pallas_kernels.common.implementations import (
     with_gradient_of,
 )
 from pallas_kernels.common.numerics import is_invariant
+from pallas_kernels.matmul.narrow import GROUP
+from pallas_kernels.matmul.rounded import RoundedRows, Rounding
 
 IMPLEMENTATIONS = {"triton": triton.add_norm, "xla": xla.add_norm}
 
@@ -33,10 +35,11 @@ def add_layer_norm(
     epsilon: float,
     dtype=None,
     axis_name: str | None = None,
+    rounding: Rounding | None = None,
     implementation: str | None = None,
     interpret: bool = False,
     numerics: str | None = None,
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array | RoundedRows]:
     """x + y + y_bias in x's dtype, and its layer normalisation, each [rows, size].
 
     Everything is computed in float32; the sum is rounded to x's dtype before it is
@@ -52,6 +55,8 @@ def add_layer_norm(
         dtype: the dtype of the normalisation; None: x's.
         axis_name: every device on this axis of a mesh has a part of y, and all parts are added.
             The function is then called on every device, as by `jax.shard_map`. None: y is whole.
+        rounding: of `pallas_kernels.rounding_for`: the Triton kernel then returns the normalised
+            rows as that product takes them, and whatever else computes them ignores it.
         implementation: "triton" (one launch), "xla", or None: Triton on NVIDIA GPUs of
             compute capability 8.0 and newer, XLA elsewhere. With an `axis_name`: "mosaic" (Pallas
             Mosaic GPU: one launch in which the devices read each other's parts; jax 0.11, compute
@@ -67,7 +72,7 @@ def add_layer_norm(
     """
     vectors = {"y_bias": y_bias, "scale": scale, "bias": bias}
     norm = Norm(epsilon, dtype or x.dtype, centred=True)
-    options = {"implementation": implementation, "interpret": interpret}
+    options = {"implementation": implementation, "interpret": interpret, "rounding": rounding}
     return _add_norm(x, y, vectors, norm, axis_name, is_invariant(numerics), options)
 
 
@@ -82,10 +87,11 @@ def add_rms_norm(
     offset: float = 0.0,
     dtype=None,
     axis_name: str | None = None,
+    rounding: Rounding | None = None,
     implementation: str | None = None,
     interpret: bool = False,
     numerics: str | None = None,
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array | RoundedRows]:
     """x + y + y_bias in x's dtype, and its RMS normalisation, each [rows, size].
 
         rms_norm(x, scale) = x / sqrt(mean(x ** 2) + epsilon) * (scale + offset)
@@ -94,7 +100,8 @@ def add_rms_norm(
     as in layers that normalise both the input and the output of each part.
 
     Args:
-        x, y, y_bias, dtype, axis_name, implementation, interpret, numerics: as in `add_layer_norm`.
+        x, y, y_bias, dtype, axis_name, rounding, implementation, interpret, numerics: as in
+            `add_layer_norm`.
         scale: the scale of the normalisation, [size]; None: 1 - offset.
         y_scale: the scale of the addend's normalisation, [size]; None: it is not normalised.
         epsilon: added to the mean square.
@@ -107,7 +114,7 @@ def add_rms_norm(
     """
     vectors = {"y_bias": y_bias, "scale": scale, "y_scale": y_scale}
     norm = Norm(epsilon, dtype or x.dtype, centred=False, offset=offset)
-    options = {"implementation": implementation, "interpret": interpret}
+    options = {"implementation": implementation, "interpret": interpret, "rounding": rounding}
     return _add_norm(x, y, vectors, norm, axis_name, is_invariant(numerics), options)
 
 
@@ -140,6 +147,7 @@ def _add_norm(
     options: dict[str, Any],
 ):
     vectors = {name: vector for name, vector in vectors.items() if vector is not None}
+    rounding = options.pop("rounding")
     implementation, interpret = options["implementation"], options["interpret"]
     reference = functools.partial(xla.add_norm, norm=norm)
     if axis_name is not None:
@@ -154,6 +162,8 @@ def _add_norm(
         y = whole(y)
     if choose(implementation, IMPLEMENTATIONS, interpret) == "triton":
         kernel = functools.partial(triton.add_norm, norm=norm, interpret=interpret)
+        if rounding is not None and x.shape[1] % GROUP == 0:
+            return kernel(x, y, vectors, rounding=rounding)
     elif invariant:
         kernel = functools.partial(_in_blocks, reference)
     else:

@@ -1,4 +1,7 @@
-"""Residual addition and normalisation as one Pallas Triton kernel."""
+"""Residual addition and normalisation as one Pallas Triton kernel.
+
+If a product with a narrow weight follows, the kernel rounds the rows for it as well.
+"""
 
 import functools
 from collections.abc import Mapping
@@ -10,33 +13,55 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.add_norm.xla import Norm
+from pallas_kernels.matmul.narrow import GROUP
+from pallas_kernels.matmul.rounded import RoundedRows, Rounding, array_types, store_rounded
+
+WARPS = 8  # of a row
 
 
-@functools.partial(jax.jit, static_argnames=("norm", "interpret"))
+@functools.partial(jax.jit, static_argnames=("norm", "rounding", "interpret"))
 def add_norm(
     x: Array,  # [rows, size]
     y: Array,  # [rows, size], or [shares, rows, size]
     vectors: Mapping[str, Array],  # y_bias, scale, bias, y_scale: [size] each, or left out
     *,
     norm: Norm,
+    rounding: Rounding | None = None,
     interpret: bool = False,
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array | RoundedRows]:
     """See `pallas_kernels.add_layer_norm` and `pallas_kernels.add_rms_norm`."""
-    return pl.pallas_call(
-        functools.partial(_kernel, names=tuple(vectors), norm=norm),
-        grid=x.shape[:1],
-        out_shape=tuple(jax.ShapeDtypeStruct(x.shape, kind) for kind in (x.dtype, norm.dtype)),
-        compiler_params=plgpu.CompilerParams(num_warps=8, num_stages=1),
+    rows, size = x.shape
+    if rounding is None:
+        programs, normalised = rows, (jax.ShapeDtypeStruct(x.shape, norm.dtype),)
+    else:
+        programs = rounding.padded
+        normalised = array_types(rounding, size, groups=programs)
+    total, *out = pl.pallas_call(
+        functools.partial(_kernel, names=tuple(vectors), norm=norm, rounding=rounding),
+        grid=(programs,),
+        out_shape=(jax.ShapeDtypeStruct(x.shape, x.dtype), *normalised),
+        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
         interpret=interpret,
         name="add_layer_norm" if norm.centred else "add_rms_norm",
     )(x, y, *vectors.values())
+    if rounding is None:
+        return total, *out
+    return total, RoundedRows(*out, rows=rows, dtype=jnp.dtype(norm.dtype))
 
 
-def _kernel(x_ref, y_ref, *refs, names: tuple[str, ...], norm: Norm):
-    *vector_refs, total_ref, out_ref = refs
+def _kernel(
+    x_ref,  # [rows, size]
+    y_ref,  # [rows, size], or [shares, rows, size]
+    *refs,  # vectors [size]; total; the normalised rows, or the three arrays of RoundedRows
+    names: tuple[str, ...],
+    norm: Norm,
+    rounding: Rounding | None,
+):
+    vector_refs, (total_ref, *out_refs) = refs[: len(names)], refs[len(names) :]
     row, size = pl.program_id(0), x_ref.shape[1]
     at = jnp.arange(pl.next_power_of_2(size))
-    mask = at < size
+    # Rows that are added for a product are zero.
+    mask = at < size if rounding is None else (at < size) & (row < x_ref.shape[0])
     load = lambda place: plgpu.load(place, mask=mask, other=0).astype(jnp.float32)
     vectors = dict(zip(names, (load(ref.at[at]) for ref in vector_refs), strict=True))
 
@@ -57,4 +82,15 @@ def _kernel(x_ref, y_ref, *refs, names: tuple[str, ...], norm: Norm):
     total = total.astype(x_ref.dtype)
     plgpu.store(total_ref.at[row, at], total, mask=mask)
     out = normalised(total.astype(jnp.float32), "scale") + vectors.get("bias", 0)
-    plgpu.store(out_ref.at[row, at], out.astype(out_ref.dtype), mask=mask)
+    out = out.astype(norm.dtype)
+    if rounding is None:
+        plgpu.store(out_refs[0].at[row, at], out, mask=mask)
+        return
+    values_ref, scales_ref, second_ref = out_refs
+    block = jnp.arange(len(at) // GROUP)
+    blocks = (jnp.where(mask, out.astype(jnp.float32), 0).reshape(len(block), GROUP),)
+    of_row = jnp.full_like(block, row)
+    exists = block < size // GROUP
+    where = values_ref, scales_ref, blocks, of_row, block
+    has_second = store_rounded(*where, rounding.kind, exists)
+    plgpu.store(second_ref.at[of_row, block], has_second, mask=exists)

@@ -5,6 +5,7 @@ import importlib
 from types import ModuleType
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -18,6 +19,7 @@ from pallas_kernels.common.numerics import is_invariant
 from pallas_kernels.matmul import narrow, xla
 from pallas_kernels.matmul.activations import ACTIVATIONS, FUSED
 from pallas_kernels.matmul.narrow import NarrowWeight
+from pallas_kernels.matmul.rounded import RoundedRows, Rounding
 
 KERNELS = ("triton", "mosaic")  # modules beside this one, imported when they are used
 XLA_SHARES = 2
@@ -31,7 +33,7 @@ MAX_ROWS_IN_SHARES = 408
 
 
 def linear(
-    x: Array,  # [rows, inputs]
+    x: Array | RoundedRows,  # [rows, inputs]
     weight: Array | NarrowWeight,  # [inputs, outputs]
     bias: Array | None = None,  # [outputs]
     *,
@@ -48,7 +50,7 @@ def linear(
         activation(x @ gate + gate_bias) * (x @ up + up_bias)
 
     Args:
-        x: [rows, inputs].
+        x: [rows, inputs]; they may be rounded already, see `rounding_for`.
         weight: [inputs, outputs], or [inputs, 2 * outputs] if `gated`. A product with a
             narrow weight has no gradient.
         bias: one number per column of `weight`; None: no bias.
@@ -121,7 +123,7 @@ def linear(
 
 
 def linear_sums(
-    x: Array,  # [rows, inputs]
+    x: Array | RoundedRows,  # [rows, inputs]
     weight: Array | NarrowWeight,  # [inputs, outputs]
     *,
     transposed: bool = False,
@@ -172,6 +174,37 @@ def linear_sums(
     return with_gradient_of(reference, wide)(x, weight)
 
 
+def rounding_for(
+    rows: int,
+    dtype: jnp.dtype,
+    weight: Array | NarrowWeight,
+    *,
+    sums: bool = False,
+    numerics: str | None = None,
+) -> Rounding | None:
+    """How `linear` takes rows that are rounded already, if its default kernel rounds them.
+
+    Such rows come from `pallas_kernels.add_layer_norm` and `pallas_kernels.add_rms_norm`.
+
+    Args:
+        rows, dtype: number and dtype of the rows.
+        weight: the product's.
+        sums: the product is that of `linear_sums`.
+        numerics: "fast" or "invariant"; None: the context's.
+
+    Returns:
+        The rounding; None: the product takes the rows as they are.
+    """
+    if not (isinstance(weight, NarrowWeight) and weight.kind.rounds_rows and weight.order is None):
+        return None
+    x = jax.ShapeDtypeStruct((rows, weight.shape[0]), dtype)
+    kernel = _narrow_kernel(x, weight, None, False, split=sums, invariant=is_invariant(numerics))
+    if kernel is None:
+        return None
+    module, tiling = kernel  # which takes weights of whole blocks of inputs only
+    return Rounding(weight.kind, module.padded_rows(rows, weight.shape[1], tiling))
+
+
 def _narrow_kernel(
     x, weight: NarrowWeight, implementation, interpret: bool, **kind: bool
 ) -> tuple[ModuleType, Any] | None:
@@ -183,9 +216,11 @@ def _narrow_kernel(
         kind: `split` and `invariant`, as the kernels' `tiling_for` takes them.
 
     Raises:
-        ValueError: see `linear`.
+        ValueError: see `linear`; or rows are rounded already, and XLA would take them.
     """
     name = choose(implementation, (*KERNELS, "xla"), interpret)
+    if name == "xla" and isinstance(x, RoundedRows):
+        raise ValueError("implementation 'xla' takes rows as they are, not RoundedRows")
     if name == "xla":
         return None
     module = _module(f"narrow_{name}")

@@ -31,9 +31,11 @@ from pallas_kernels.matmul.mosaic_tiles import (
     Tiling,
 )
 from pallas_kernels.matmul.narrow import GROUP, Format, NarrowWeight
+from pallas_kernels.matmul.rounded import RoundedRows
 
 MULTIPLES = narrow_tiles.MULTIPLES
 GATES, TAKES = False, "weights of formats that round rows (int8, fp8),"
+LISTED_GROUPS = 64  # groups of rows of which flags are read at once
 
 
 def tiling_for(
@@ -68,9 +70,14 @@ def takes(weight: NarrowWeight) -> bool:
     return fits and weight.kind.rounds_rows
 
 
+def padded_rows(rows: int, outputs: int, tiling: Tiling) -> int:
+    """Number of rows that the kernel takes, with those beyond the last."""
+    return mosaic.clusters(rows, outputs, tiling)[0] * tiling.rows
+
+
 @functools.partial(jax.jit, static_argnames=("tiling", "activation", "dtype", "interpret"))
 def launch(
-    x: Array,  # [rows, inputs]
+    x: Array | RoundedRows,  # [rows, inputs]
     weight: NarrowWeight,  # [inputs, outputs]
     bias: Array | None,  # [outputs]
     *,
@@ -81,17 +88,17 @@ def launch(
 ) -> Array:
     """[rows, outputs], or shares [splits, rows, outputs]: see `pallas_kernels.linear`."""
     (rows, inputs), outputs, kind = x.shape, weight.shape[1], weight.kind
-    padded = mosaic.clusters(rows, outputs, tiling)[0] * tiling.rows
-    values, scales, second = narrow_triton.round_rows(x, kind, padded=padded, interpret=interpret)
-    later = () if tiling.swapped else list_second(second, tiling, interpret=interpret)
+    padded = padded_rows(rows, outputs, tiling)
+    x = narrow_triton.in_kernel_form(x, kind, padded, interpret=interpret)
+    later = () if tiling.swapped else list_second(x.second, tiling, interpret=interpret)
     kernel = functools.partial(_kernel, tiling=tiling, kind=kind, activation=activation)
     # Rows are copied COPIED_ROWS at a time, unless all are fewer.
     copied = rows if rows < COPIED_ROWS else round_up(rows, COPIED_ROWS)
     out = jax.ShapeDtypeStruct((copied, outputs), dtype)
     name = f"narrow_linear_{inputs}x{outputs}"
     product = mosaic.over_tiles(kernel, out, tiling, name=name, interpret=interpret)(
-        values.reshape(2 * padded, inputs),
-        scales.reshape(-1, 2 * padded),
+        x.values.reshape(2 * padded, inputs),
+        x.scales.reshape(-1, 2 * padded),
         weight.values,
         weight.scales.reshape(outputs).astype(jnp.float32),
         *later,
@@ -128,14 +135,21 @@ def list_second(second: Array, tiling: Tiling, *, interpret: bool) -> tuple[Arra
 
 def _list_kernel(second_ref, numbers_ref, counts_ref, *, steps: int, together: int):
     split, groups = pl.program_id(0), second_ref.shape[0]
-    group = jnp.arange(pl.next_power_of_2(groups))
     number = jnp.arange(pl.next_power_of_2(steps))
-    mask = (group < groups)[:, None] & (number < steps)[None, :]
-    flag = jnp.zeros(number.shape, jnp.int32)
-    for i in range(together):
-        block = (split * steps + number) * together + i
-        flags = triton_gpu.load(second_ref.at[group[:, None], block[None, :]], mask=mask, other=0)
-        flag = jnp.maximum(flag, jnp.max(flags, axis=0))
+    at_once = min(pl.next_power_of_2(groups), LISTED_GROUPS)
+
+    def more(i, flag):
+        group = i * at_once + jnp.arange(at_once)
+        mask = (group < groups)[:, None] & (number < steps)[None, :]
+        for i in range(together):
+            block = (split * steps + number) * together + i
+            place = second_ref.at[group[:, None], block[None, :]]
+            flags = triton_gpu.load(place, mask=mask, other=0)
+            flag = jnp.maximum(flag, jnp.max(flags, axis=0))
+        return flag
+
+    none = jnp.zeros(number.shape, jnp.int32)
+    flag = lax.fori_loop(0, pl.cdiv(groups, at_once), more, none)
     before = (number[None, :] < number[:, None]) & (flag > 0)[None, :]
     rank = jnp.sum(before.astype(jnp.int32), axis=1)
     triton_gpu.store(numbers_ref.at[split, rank], number, mask=flag > 0)

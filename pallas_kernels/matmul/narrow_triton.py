@@ -21,7 +21,14 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.common.implementations import stages_that_fit
 from pallas_kernels.matmul.activations import IN_KERNELS
-from pallas_kernels.matmul.narrow import GROUP, Format, NarrowWeight, round_blocks
+from pallas_kernels.matmul.narrow import GROUP, Format, NarrowWeight
+from pallas_kernels.matmul.rounded import (
+    RoundedRows,
+    Rounding,
+    array_types,
+    parts_of_blocks,
+    store_rounded,
+)
 
 
 class Tiling(NamedTuple):
@@ -95,7 +102,7 @@ def takes(weight: NarrowWeight) -> bool:
 
 @functools.partial(jax.jit, static_argnames=("tiling", "activation", "gated", "dtype", "interpret"))
 def launch(
-    x: Array,  # [rows, inputs]
+    x: Array | RoundedRows,  # [rows, inputs]
     weight: NarrowWeight,  # [inputs, columns]
     bias: Array | None,  # [columns]
     *,
@@ -109,9 +116,7 @@ def launch(
     (rows, inputs), columns, kind = x.shape, weight.shape[1], weight.kind
     outputs = columns // 2 if gated else columns
     shares = (tiling.splits,) if tiling.splits > 1 else ()
-    rounded = round_rows(
-        x, kind, padded=pl.cdiv(rows, tiling.rows) * tiling.rows, interpret=interpret
-    )
+    x = in_kernel_form(x, kind, padded_rows(rows, columns, tiling), interpret=interpret)
     optional = {"zeros": weight.zeros, "bias": bias}
     optional = {name: array for name, array in optional.items() if array is not None}
     kernel = functools.partial(
@@ -137,26 +142,38 @@ def launch(
         ),
         interpret=interpret,
         name="narrow_linear",
-    )(*rounded, values, weight.scales, *optional.values())
+    )(x.values, x.scales, x.second, values, weight.scales, *optional.values())
 
 
-def round_rows(x: Array, kind: Format, *, padded: int, interpret: bool) -> tuple[Array, ...]:
-    """The values of rows, [2, padded, inputs], their scales, float32 [blocks, 2, padded], and where
-    blocks of ROUNDED_ROWS rows have second terms, int32 [padded / ROUNDED_ROWS, blocks].
+def padded_rows(rows: int, outputs: int, tiling: Tiling) -> int:
+    """Number of rows that the kernel takes, with those beyond the last."""
+    del outputs
+    return pl.cdiv(rows, tiling.rows) * tiling.rows
 
-    The axes of size 2 count terms. Rows beyond the last are zero. Integers are undefined where
-    there is no second term, since their scale is zero.
+
+def in_kernel_form(
+    x: Array | RoundedRows, kind: Format, padded: int, *, interpret: bool
+) -> RoundedRows:
+    """Rows as a kernel takes them, rounded here or before.
+
+    Raises:
+        ValueError: they were rounded for another kernel.
     """
+    if not isinstance(x, RoundedRows):
+        return round_rows(x, kind, padded=padded, interpret=interpret)
+    if x.padded != padded:
+        raise ValueError(f"rows are rounded for {x.padded} rows, and the kernel takes {padded}")
+    return x
+
+
+def round_rows(x: Array, kind: Format, *, padded: int, interpret: bool) -> RoundedRows:
+    """Rounds rows in a launch of its own, and adds zeros up to `padded` rows."""
+    rounding = Rounding(kind, padded)
     blocks, groups = x.shape[1] // GROUP, padded // ROUNDED_ROWS
-    factor = jnp.float8_e4m3fn if kind.dtype == jnp.float8_e4m3fn else jnp.int8
-    return pl.pallas_call(
+    arrays = pl.pallas_call(
         functools.partial(_round_kernel, kind=kind),
         grid=(groups, blocks),
-        out_shape=(
-            jax.ShapeDtypeStruct((2, padded, x.shape[1]), factor),
-            jax.ShapeDtypeStruct((blocks, 2, padded), jnp.float32),
-            jax.ShapeDtypeStruct((groups, blocks), jnp.int32),
-        ),
+        out_shape=array_types(rounding, x.shape[1], groups=groups),
         compiler_params=plgpu.CompilerParams(
             # Few programs wait for their own instructions, many for those of each other.
             num_warps=4 if groups * blocks < FEW_ROUNDING else 1,
@@ -165,37 +182,27 @@ def round_rows(x: Array, kind: Format, *, padded: int, interpret: bool) -> tuple
         interpret=interpret,
         name="round_blocks",
     )(x)
+    return RoundedRows(*arrays, rows=x.shape[0], dtype=x.dtype)
 
 
 def _round_kernel(x_ref, values_ref, scales_ref, second_ref, *, kind: Format):
-    group, block = pl.program_id(0), pl.program_id(1)
+    group, number = pl.program_id(0), pl.program_id(1)
     row = group * ROUNDED_ROWS + jnp.arange(ROUNDED_ROWS)
-    # A weight with two values in each byte has them in halves of a block, and so has a row.
-    halves = 2 if kind.is_packed else 1
-    size = GROUP // halves
-    at = [block * GROUP + half * size + jnp.arange(size) for half in range(halves)]
-    mask = jnp.broadcast_to((row < x_ref.shape[0])[:, None], (ROUNDED_ROWS, size))
-    load = lambda place: plgpu.load(x_ref.at[row[:, None], place[None, :]], mask=mask, other=0)
-    rounded = round_blocks(tuple(load(place).astype(jnp.float32) for place in at), kind)
-    # A row that is not finite has no part in this: its comparison is false.
-    has_second = jnp.max((rounded.second_scales > 0).astype(jnp.int32))
-    second_ref[group, block] = has_second
+    block = jnp.full(ROUNDED_ROWS, number)
 
-    def store(term, values):
-        for place, part in zip(at, values, strict=True):
-            plgpu.store(values_ref.at[term, row[:, None], place[None, :]], part)
+    def load(at):
+        mask = jnp.broadcast_to((row < x_ref.shape[0])[:, None], at.shape)
+        return plgpu.load(x_ref.at[row[:, None], at], mask=mask, other=0).astype(jnp.float32)
 
-    store(0, rounded.values)
-    is_read = (has_second > 0) | jnp.issubdtype(values_ref.dtype, jnp.floating)
-    pl.when(is_read)(lambda: store(1, rounded.second_values))
-    for term, scales in enumerate((rounded.scales, rounded.second_scales)):
-        plgpu.store(scales_ref.at[block, term, row], scales)
+    parts = tuple(map(load, parts_of_blocks(block, kind)))
+    has_second = store_rounded(values_ref, scales_ref, parts, row, block, kind)
+    second_ref[group, number] = jnp.max(has_second)
 
 
 def _kernel(
     rounded_ref,  # [2, padded, inputs]
     rounded_scales_ref,  # [blocks, 2, padded]
-    second_ref,  # [padded / ROUNDED_ROWS, blocks]
+    second_ref,  # [groups of rows, blocks]
     values_ref,  # [columns, inputs], or bytes
     scales_ref,  # [groups, columns]
     *refs,  # zeros [groups, columns] and bias [columns] if named; out
@@ -236,8 +243,9 @@ def _kernel(
     totals = (jnp.zeros((len(lanes), width), jnp.float32),) * len(parts)
     totals = lax.fori_loop(0, blocks, lambda i, totals: add_block(i, totals, own_term), totals)
     if kind.rounds_rows:
-        groups = pl.cdiv(tiling.rows, ROUNDED_ROWS)
-        group = first_row // ROUNDED_ROWS + jnp.arange(groups)
+        of_group = rounded_ref.shape[1] // second_ref.shape[0]  # rows
+        groups = pl.cdiv(tiling.rows, of_group)
+        group = first_row // of_group + jnp.arange(groups)
 
         def has_second(numbers, mask=None):
             found = plgpu.load(

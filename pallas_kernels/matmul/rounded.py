@@ -1,0 +1,110 @@
+"""Rows rounded to the type of a narrow weight's values, as the kernels of products take them.
+
+Rounding is a launch of its own, unless the kernel that computes the rows rounds them as well.
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.matmul.narrow import GROUP, Format, round_blocks
+
+
+class Rounding(NamedTuple):
+    """How the kernel of a product takes its rows: see `pallas_kernels.rounding_for`.
+
+    Attributes:
+        kind: the weight's format.
+        padded: number of rows with those beyond the last, which are zero.
+    """
+
+    kind: Format
+    padded: int
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["values", "scales", "second"],
+    meta_fields=["rows", "dtype"],
+)
+@dataclasses.dataclass(frozen=True)
+class RoundedRows:
+    """Rounded rows [rows, inputs], and zeros up to a number of rows that a kernel asks for.
+
+    Attributes:
+        values: int8 or float8_e4m3fn [2, padded, inputs]: first and second terms. Integers are
+            undefined where there is no second term, since their scale is zero.
+        scales: float32 [blocks, 2, padded], for blocks of GROUP inputs.
+        second: int32 [groups, blocks]: 1 where a row of a group of them has a second term.
+        rows: number of rows.
+        dtype: what the rows' numbers had before.
+    """
+
+    values: Array
+    scales: Array
+    second: Array
+    rows: int
+    dtype: jnp.dtype
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and inputs."""
+        return self.rows, self.values.shape[2]
+
+    @property
+    def padded(self) -> int:
+        """Number of rows with those beyond the last."""
+        return self.values.shape[1]
+
+
+def array_types(
+    rounding: Rounding, inputs: int, *, groups: int
+) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Shapes and types of the arrays of `RoundedRows`."""
+    (kind, padded), blocks = rounding, inputs // GROUP
+    factor = jnp.float8_e4m3fn if kind.dtype == jnp.float8_e4m3fn else jnp.int8
+    return (
+        jax.ShapeDtypeStruct((2, padded, inputs), factor),
+        jax.ShapeDtypeStruct((blocks, 2, padded), jnp.float32),
+        jax.ShapeDtypeStruct((groups, blocks), jnp.int32),
+    )
+
+
+def parts_of_blocks(block: Array, kind: Format) -> list[Array]:
+    """The inputs of blocks [n], each [n, inputs]: a weight with two values in each byte has them in
+    halves of a block, and so has a row."""
+    halves = 2 if kind.is_packed else 1
+    size = GROUP // halves
+    within = jnp.arange(size)[None, :]
+    return [(block * GROUP)[:, None] + half * size + within for half in range(halves)]
+
+
+def store_rounded(
+    values_ref,  # [2, padded, inputs]
+    scales_ref,  # [blocks, 2, padded]
+    parts: tuple[Array, ...],  # of n blocks, float32 [n, inputs] each
+    row: Array,  # [n]
+    block: Array,  # [n]
+    kind: Format,
+    mask: Array | None = None,  # [n]; None: all are stored
+) -> Array:
+    """Rounds blocks in a Triton kernel and stores them; where they have second terms, int32 [n]."""
+    rounded = round_blocks(parts, kind)
+    # A row that is not finite has no part in this: its comparison is false.
+    has_second = rounded.second_scales > 0
+    is_read = has_second | jnp.issubdtype(values_ref.dtype, jnp.floating)
+    terms = (
+        (rounded.values, rounded.scales, mask),
+        (rounded.second_values, rounded.second_scales, is_read if mask is None else is_read & mask),
+    )
+    for term, (values, scales, stored) in enumerate(terms):
+        for at, part in zip(parts_of_blocks(block, kind), values, strict=True):
+            kept = None if stored is None else jnp.broadcast_to(stored[:, None], part.shape)
+            plgpu.store(values_ref.at[term, row[:, None], at], part, mask=kept)
+        plgpu.store(scales_ref.at[block, term, row], scales, mask=mask)
+    return has_second.astype(jnp.int32)
