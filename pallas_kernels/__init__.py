@@ -18,7 +18,7 @@ from pallas_kernels.cutoff import sampling_cutoff
 from pallas_kernels.logsumexp import log_sum_exp
 from pallas_kernels.matmul import linear, linear_sums, rounding_for
 from pallas_kernels.matmul.narrow import NarrowWeight
-from pallas_kernels.matmul.rounded import RoundedRows
+from pallas_kernels.matmul.rounded import RoundedRows, Rounding
 from pallas_kernels.rotary import rotate_heads
 
 dialect.register()
@@ -27,6 +27,7 @@ __all__ = [
     "NarrowRows",
     "NarrowWeight",
     "RoundedRows",
+    "Rounding",
     "add_layer_norm",
     "add_rms_norm",
     "confine",

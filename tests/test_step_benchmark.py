@@ -13,6 +13,7 @@ from emsjax.benchmarks import device_times, drafting, overheads, runs, step
 from emsjax.benchmarks.rates import Rates
 from emsjax.benchmarks.registry import BENCHMARKS
 from emsjax.benchmarks.shapes import MODELS
+from emsjax.engine import group
 from emsjax.models.numbers import NumberFormats
 from emsjax.models.opt import OPTConfig
 
@@ -161,6 +162,25 @@ def test_rows_other_than_the_shape_are_an_error():
 def test_a_context_too_short_for_the_steps_is_an_error():
     with pytest.raises(ValueError, match="--context must be at least 7, not 6"):
         runs.StepRun(runs.random_model(MODELS["tiny"]), (1, 1), 6, None)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+def test_a_timed_step_has_one_row_count_and_no_prefill(kv_dtype, monkeypatch):
+    monkeypatch.setattr(group, "_prefilled", None)  # nothing may be prefilled
+    model = runs.random_model(MODELS["tiny"]).with_kv_dtype(kv_dtype)
+    with standard_dtypes():
+        run = runs.StepRun(model, (2, 9), 20, None)
+    state, layout = run.state, run.assembled().whole().layout
+    assert layout.row_counts(2, 9) == (18,)
+    assert len(runs.StepRun.layout.row_counts(2, 9)) > 1  # of other runs
+    np.testing.assert_array_equal(state.cache.lengths, state.lengths - 1)
+    seen = []
+    for layer in state.cache.layers:
+        for array in (layer.keys, layer.values):
+            wide = array if kv_dtype is None else array.widen(jnp.float32)
+            seen.append(np.asarray(wide, np.float32))
+    assert len({array.tobytes() for array in seen}) == len(seen)  # others in each place
+    assert 0.9 < np.std(seen) < 1.1
 
 
 def test_a_source_drafts_and_its_tokens_are_replaced():
