@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.matmul.rounded import RoundedRows, Rounding
+
 
 class Norm(NamedTuple):
     """The static part of a normalisation.
@@ -29,10 +31,11 @@ def add_norm(
     vectors: Mapping[str, Array],  # y_bias, scale, bias, y_scale: [size] each, or left out
     *,
     norm: Norm,
+    rounding: Rounding | None = None,
     interpret: bool = False,
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array | RoundedRows]:
     """See `pallas_kernels.add_layer_norm` and `pallas_kernels.add_rms_norm`."""
-    del interpret  # it concerns the Triton kernel
+    del rounding, interpret  # they concern the Triton kernel
     if "y_scale" in vectors:
         y = add(jnp.zeros(x.shape, jnp.float32), y, vectors.get("y_bias"))
         y = normalise(y, vectors["y_scale"], None, norm._replace(dtype=jnp.float32))

@@ -138,8 +138,8 @@ def _list_kernel(second_ref, numbers_ref, counts_ref, *, steps: int, together: i
     number = jnp.arange(pl.next_power_of_2(steps))
     at_once = min(pl.next_power_of_2(groups), LISTED_GROUPS)
 
-    def more(i, flag):
-        group = i * at_once + jnp.arange(at_once)
+    def more(chunk, flag):
+        group = chunk * at_once + jnp.arange(at_once)
         mask = (group < groups)[:, None] & (number < steps)[None, :]
         for i in range(together):
             block = (split * steps + number) * together + i
