@@ -71,7 +71,7 @@ COMMANDS = re.compile(
 DEPEND_ON_JAX = re.compile(
     "test_(cache_update|device|generation|implementations|indexing|invariant_products|kernels"
     "|linear|linear_mosaic|log_sum_exp|memory|narrow|narrow_mosaic|own_drafter|own_policy|packing"
-    "|prefill|rotary|sampling|sampling_cutoff|step|tensor_parallel)"
+    "|prefill|rotary|rounded_rows|sampling|sampling_cutoff|step|tensor_parallel)"
 )
 # What these assert is about steps, their rows, batches or policies: their steps have several row
 # counts.

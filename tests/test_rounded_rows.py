@@ -35,8 +35,8 @@ def normalise(rows, size, rounding, *, centred=True, dtype="bfloat16"):
     return pallas_kernels.add_rms_norm(x, shares, bias, scale, **options)
 
 
-def same_rows(one, other):
-    """Whether two arrays of rounded rows have the same bits wherever they are defined."""
+def check_same_bits(one, other):
+    """Compares rounded rows wherever they are defined; returns where they have second terms."""
     np.testing.assert_array_equal(one.values[0].astype(jnp.float32), other.values[0].astype(float))
     np.testing.assert_array_equal(one.scales, other.scales)
     blocks = one.scales.shape[0]
@@ -57,7 +57,7 @@ def test_a_norm_rounds_as_the_product_would(format, rows, size, centred):
     assert (rounded.shape, rounded.dtype) == (normalised.shape, normalised.dtype)
     options = {"padded": 16, "interpret": TRITON["interpret"]}
     expected = narrow_triton.round_rows(normalised, rounding.kind, **options)
-    defined = same_rows(rounded, expected)
+    defined = check_same_bits(rounded, expected)
     assert 0 < defined[:rows].sum() < defined[:rows].size
     np.testing.assert_array_equal(rounded.second, defined)
     assert not rounded.scales[:, :, rows:].any()
@@ -66,7 +66,7 @@ def test_a_norm_rounds_as_the_product_would(format, rows, size, centred):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "options", [TRITON, pytest.param(MOSAIC, marks=needs_new_jax)], ids=["triton", "mosaic"]
+    "options", [pytest.param(MOSAIC, marks=needs_new_jax), TRITON], ids=["mosaic", "triton"]
 )
 @pytest.mark.parametrize("format", ROUNDING)
 @pytest.mark.parametrize("rows", [5, 70])
@@ -91,6 +91,8 @@ def test_rows_rounded_for_another_kernel_are_an_error():
         pallas_kernels.linear(rounded, weight, **TRITON)
     with pytest.raises(ValueError, match="'xla' takes rows as they are"):
         pallas_kernels.linear(rounded, weight, implementation="xla")
+    with pytest.raises(ValueError, match="for 16 rows at most, not 20"):
+        normalise(20, 384, Rounding(FORMATS["int8"], 16))
 
 
 @pytest.mark.parametrize("capability", [8.0, 9.0])

@@ -22,7 +22,7 @@ from jax import lax
 from emsjax.benchmarks.device_times import kernel_times, kernels_per_step
 from emsjax.benchmarks.rejected import RejectedDrafter
 from emsjax.benchmarks.scripted import assign
-from emsjax.benchmarks.starts import MostRows, start
+from emsjax.benchmarks.starts import MostRows, arbitrary_state
 from emsjax.decode.cache import KVCache
 from emsjax.decode.layout import UNPADDED
 from emsjax.decode.row_counts import round_up_length
@@ -216,7 +216,7 @@ class StepRun(LoopRun):
         room = long + rows if draft_length is not None else max(MAX_NEW_TOKENS, long + rows)
         if draft_length is None:  # every step feeds all rows
             self.layout = MostRows()
-        state = start(
+        state = arbitrary_state(
             model,
             drafter,
             prompts,

@@ -29,7 +29,7 @@ class MostRows(Layout):
         return (batch * k1,)
 
 
-def start(
+def arbitrary_state(
     model: Any,
     drafter: Any,
     prompts: np.ndarray,

@@ -66,7 +66,8 @@ def add_layer_norm(
         numerics: "fast" or "invariant": see `pallas_kernels.numerics`; None: the context's.
 
     Raises:
-        ValueError: `implementation` or `numerics` is unknown, or the device cannot run it.
+        ValueError: `implementation` or `numerics` is unknown, the device cannot run it, or the
+            rounding is for fewer rows.
 
     Reference: layer normalisation, arXiv 1607.06450.
     """
@@ -108,7 +109,7 @@ def add_rms_norm(
         offset: added to both scales: 1 for weights that are stored as differences from 1.
 
     Raises:
-        ValueError: `implementation` or `numerics` is unknown, or the device cannot run it.
+        ValueError: see `add_layer_norm`.
 
     Reference: RMS normalisation, arXiv 1910.07467.
     """

@@ -35,6 +35,8 @@ def add_norm(
         programs, normalised = rows, (jax.ShapeDtypeStruct(x.shape, norm.dtype),)
     else:
         programs = rounding.padded
+        if rows > programs:
+            raise ValueError(f"the rounding is for {programs} rows at most, not {rows}")
         normalised = array_types(rounding, size, groups=programs)
     total, *out = pl.pallas_call(
         functools.partial(_kernel, names=tuple(vectors), norm=norm, rounding=rounding),

@@ -65,7 +65,7 @@ class RoundedRows:
 def array_types(
     rounding: Rounding, inputs: int, *, groups: int
 ) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Shapes and types of the arrays of `RoundedRows`."""
+    """Shapes and types of the arrays of `RoundedRows`; each of `groups` of rows has its flags."""
     (kind, padded), blocks = rounding, inputs // GROUP
     factor = jnp.float8_e4m3fn if kind.dtype == jnp.float8_e4m3fn else jnp.int8
     return (
