@@ -2,6 +2,8 @@
 in a process that has four.
 """
 
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -9,6 +11,9 @@ from test_distillation import SHALLOW, documents, make, trainer
 from toy import ragged_prompts, shallow_model
 
 import emsjax
+from emsjax.benchmarks import groups
+from emsjax.benchmarks.workloads import ScriptedModels
+from emsjax.cli.main import main
 from emsjax.distillation import PackedSequences, train
 from emsjax.engine.slots import Slots
 
@@ -80,3 +85,42 @@ def test_devices_share_the_sequences_of_training():
     six = PackedSequences(documents(*[30] * 20), 16, 6)[0]
     with pytest.raises(ValueError, match="6 sequences cannot be distributed equally over 4 dev"):
         four.step(four.initial(), six)
+
+
+def test_groups_are_measured_with_as_many_slots_altogether(tmp_path, monkeypatch):
+    path, made = tmp_path / "groups.json", []
+
+    def recorded(run, requests, count, devices, make=groups.make_slots):
+        made.append((len(devices), count))
+        return make(run, requests, count, devices)
+
+    monkeypatch.setattr(groups, "make_slots", recorded)
+    sizes = ["--batch-size", "8", "--prompts", "9", "--max-new-tokens", "3", "--repeats", "2"]
+    options = ["bench", "groups", "--shape", "tiny", "--sizes", "2", *sizes, "--output", str(path)]
+    assert main(options) == 0
+    results = json.loads(path.read_bytes())
+    (of,) = results["entries"]
+    assert made == [(of["groups"], of["slots"])] == [(2, 4)]
+    assert of["identical"]
+    assert len(of["runs_s"]) == 2
+    assert of["tokens_per_s"]["max"] == pytest.approx(9 * 3 / min(of["runs_s"]))
+    of["identical"] = False
+    path.write_text(json.dumps(results))
+    assert main(options) == 1  # the entry is not measured again
+    assert len(made) == 1
+
+
+def test_a_token_that_is_not_the_scripts_is_found():
+    bench = groups.Bench(ScriptedModels("tiny", "tiny", prompt_tokens=(3, 5)), 2, 2)
+    tokens = np.append(bench.prompts[1], bench.expected[1])
+    row = {"tokens": tokens, "lengths": len(tokens), "prompt_lengths": len(bench.prompts[1])}
+    assert bench.is_expected(row | {"sequence_ids": 1})
+    tokens[-1] += 1
+    assert not bench.is_expected(row | {"sequence_ids": 1})
+
+
+def test_groups_that_are_not_possible_are_named():
+    assert groups.sizes_of(8, 64, None) == (1, 2, 4, 8)
+    assert groups.sizes_of(8, 2, None) == (4, 8)
+    with pytest.raises(ValueError, match="8 devices with 4 slots make groups of 2, 4, 8, not 1, 3"):
+        groups.sizes_of(8, 4, (1, 2, 3))

@@ -6,6 +6,7 @@ import shlex
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jsonl import (
@@ -21,7 +22,9 @@ from jsonl import (
 
 import emsjax
 from emsjax import streaming
+from emsjax.benchmarks.shapes import MODELS
 from emsjax.cli.main import main
+from emsjax.models.numbers import NumberFormats
 from emsjax.policies import profiles as profile_store
 from emsjax.policies.costs import COSTS, FORMAT
 from emsjax.records import output as batch_output
@@ -400,6 +403,18 @@ def test_what_cannot_be_profiled_is_named_before_the_work(
         code = stop.code
     assert_error(capsys, code, *parts)
     assert not list(profiles.glob("*"))
+
+
+def test_shapes_are_profiled_by_their_names(profiles, monkeypatch):
+    measured = {"seconds": 0.0, "costs": {}}
+    monkeypatch.setattr("emsjax.benchmarks.step_costs.measure_profile", lambda *_: measured)
+    monkeypatch.setattr(profile_store, "store", lambda profile: measured.update(profile) or "here")
+    monkeypatch.setattr("emsjax.cli.profile.report", lambda *_: None)
+    shapes = ["--model", "opt-6.7b", "--draft-model", "opt-125m", "--dtype", "bfloat16"]
+    assert main(["profile", *shapes, "--commit", "abc"]) == 0
+    configs = (MODELS["opt-6.7b"], MODELS["opt-125m"], NumberFormats(jnp.bfloat16))
+    assert measured["subject"] == profile_store.subject(*configs)
+    assert measured["commit"] == "abc"
 
 
 @pytest.mark.parametrize("blocked", ["folder", "file"])

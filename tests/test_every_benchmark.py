@@ -38,6 +38,21 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "results"
 
 
+TOGETHER = """
+import json, os, pathlib, sys, time
+_, name, others, *rest = sys.argv
+output = pathlib.Path(rest[rest.index("--output") + 1])
+here = output.with_suffix(".here")
+here.write_text(os.environ["CUDA_VISIBLE_DEVICES"])
+latest = time.monotonic() + 60
+while not all((output.parent / f"{other}.here").exists() for other in others.split("+") if other):
+    assert time.monotonic() < latest
+    time.sleep(0.01)
+alone = not list(output.parent.glob("*.json"))
+output.write_text(json.dumps({"seen": here.read_text(), "first": alone}))
+"""
+
+
 def manifest_of(folder):
     return json.loads((folder / every.MANIFEST).read_bytes())
 
@@ -68,6 +83,25 @@ def test_every_run_is_recorded_and_those_that_failed_run_again(folder, capsys, m
     assert not (folder / "first.json").exists()  # it had ended
     assert manifest_of(folder)["runs"]["second"]["exit_code"] == 0
     assert len(manifest_of(folder)["device_states"]) == 4
+
+
+def test_runs_of_one_device_go_on_at_once_after_those_of_several(folder, monkeypatch):
+    """Each waits for the others of its time, so that they would not end one after the other."""
+    (folder.parent / "together.py").write_text(TOGETHER)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,7")
+    monkeypatch.setattr(every, "ASK", f"print({json.dumps(FOUND | {'devices': 3})!r})")
+    others = {"a": ("b+c", 1), "b": ("a+c", 1), "c": ("a+b", 1), "all": ("+", 3)}
+    runs = {name: Run(f"together {name} {rest}", count) for name, (rest, count) in others.items()}
+    monkeypatch.setattr(every, "RUNS", runs)
+    assert bench(folder) == 0
+    written = {name: json.loads((folder / f"{name}.json").read_bytes()) for name in runs}
+    assert written["all"] == {"seen": "4,5,7", "first": True}
+    assert sorted(written[name]["seen"] for name in "abc") == ["4", "5", "7"]
+    records = manifest_of(folder)["runs"]
+    assert {name: records[name].get("devices") for name in runs} == {
+        "all": None,
+        **{name: [written[name]["seen"]] for name in "abc"},
+    }
 
 
 def test_a_folder_has_one_commit_and_one_kind_of_device(folder, monkeypatch, capsys):
@@ -137,12 +171,14 @@ def test_each_run_is_a_command_with_options_that_exist(name):
     if program == "emsjax":
         options = make_parser("").parse_args(words)
         assert options.commit == "abc"
-        assert (getattr(options, "tensor_parallel", None) or 1) == every.RUNS[name].devices
+        devices = max(getattr(options, "sizes", (getattr(options, "tensor_parallel", None) or 1,)))
+        assert devices == every.RUNS[name].devices
     else:
         assert (program, words[0]) == ("pallas_kernels.benchmark", "--output")
 
 
 def test_every_benchmark_is_run():
-    run = {words[2] for words in (of.arguments.split() for of in every.RUNS.values()) if words[1:]}
+    commands = [of.arguments.split() for of in every.RUNS.values()]
+    run = {words[2] for words in commands if words[:2] == ["emsjax", "bench"]}
     need_files = {"prompts"}
     assert run == BENCHMARKS.keys() - need_files - {"all"}

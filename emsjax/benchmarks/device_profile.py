@@ -21,6 +21,7 @@ def measure_and_store(
     acceptance_rate: float,
     *,
     output: Path | None = None,
+    commit: str | None = None,
     command: str,
     say: Callable[[str], None],
 ) -> tuple[dict[str, Any], Path]:
@@ -29,6 +30,7 @@ def measure_and_store(
     Args:
         acceptance_rate: probability that a draft token is accepted, for the table of lengths.
         output: a further file to write the profile to.
+        commit: of the measured code; None: the checkout's.
 
     Raises:
         ValueError: models that cannot be measured, or a folder that cannot be written.
@@ -44,7 +46,7 @@ def measure_and_store(
         "subject": subject,
         "command": command,
         "emsjax": own_version(),
-        **surroundings(commit=None),
+        **surroundings(commit),
         "seconds": time.perf_counter() - started,
     }
     write_results(measured, output)

@@ -1,20 +1,24 @@
-"""`emsjax bench all`: every benchmark whose results are committed, at one commit on one device.
+"""`emsjax bench all`: every benchmark whose results are committed, at one commit on one machine.
 
-Each runs in a process of its own, one after the other, and writes NAME.json into the folder; what
-it prints goes to NAME.log. `manifest.json` has the command, hardware, versions and commit; the
-device's power limit, clocks and temperature at the start and at the end (`device_states`); and
-under `runs` each benchmark's command, seconds and exit code. Started again, it goes on with those
-that have not ended with 0. A folder holds the results of one commit and one kind of device.
+Each runs in a process of its own and writes NAME.json into the folder; what it prints goes to
+NAME.log. Where there are several GPUs, as many benchmarks run at once as there are GPUs for them,
+those that need most of them first. `manifest.json` has the command, hardware, versions and commit;
+the devices' power limit, clocks and temperature at the start and at the end (`device_states`); and
+under `runs` each benchmark's command, seconds, exit code and, if only some of the devices were
+visible to it, their numbers. Started again, it goes on with those that have not ended with 0. A
+folder holds the results of one commit and one kind of device.
 """
 
 import argparse
 import json
+import os
 import shlex
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +29,7 @@ from emsjax.records.writing import to_json
 MANIFEST = "manifest.json"
 DEVICE_STATE = "name,power.limit,clocks.sm,clocks.max.sm,clocks.mem,temperature.gpu"
 LEFT_OUT = "left out"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class Run(NamedTuple):
@@ -46,42 +51,64 @@ NARROW = {
     "int4": "--quantize int4",
 }
 SHAPES = "--shapes 1x1,1x8,8x1,8x8,24x1,24x8,64x8"
+TWO, FOUR = (f"--tensor-parallel {n}" for n in (2, 4))
+EMS_ALONE = f"{EMS_SD} --methods ems"
+LARGE = "--shapes 1x1,8x8,24x1,24x8 --profile-top 0"
+# By the number of devices that they need.
+ON_ONE = {
+    "kernels": "pallas_kernels.benchmark",
+    "profile": "emsjax profile --model opt-6.7b --draft-model opt-125m",
+    "step": f"{STEP} {SHAPES} --profile-top 16",
+    **{f"step-{name}": f"{STEP} {SHAPES} {options}" for name, options in NARROW.items()},
+    "step-llama-3.1-8b": f"{STEP} --model llama-3.1-8b",
+    "step-qwen3-8b": f"{STEP} --model qwen3-8b",
+    "step-qwen3-8b-invariant": f"{STEP} --model qwen3-8b --numerics invariant",
+    "step-opt-13b": f"{STEP} --model opt-13b --profile-top 0",
+    "step-opt-66b": f"{STEP} --model opt-66b --shapes 1x1 --profile-top 0",
+    "step-opt-66b-int8": f"{STEP} --model opt-66b {LARGE} {NARROW['int8']}",
+    "ems-sd": f"{EMS_SD} --shape opt-6.7b",
+    "ems-sd-int8": f"{EMS_SD} --shape opt-6.7b --methods greedy,ems --batch-sizes 1,8,24,64 "
+    f"{NARROW['int8']}",
+    "ems-sd-qwen3-8b": f"{EMS_SD} --shape qwen3-8b --methods greedy,ems --batch-sizes 1,8,24,64",
+    "ems-sd-qwen3-8b-invariant": f"{EMS_ALONE} --shape qwen3-8b --batch-sizes 1,8,24,64 "
+    "--numerics invariant",
+    "ems-sd-opt-13b": f"{EMS_ALONE} --shape opt-13b --batch-sizes 24",
+    "drafting": "emsjax bench drafting --model qwen3-8b --draft-model qwen3-0.6b",
+    "drafting-int8": "emsjax bench drafting --model qwen3-8b --sources eagle3,block "
+    "--draft-quantize int8",
+    "drafting-opt-6.7b": "emsjax bench drafting --sources suffix,tree --kv-dtype int8 "
+    "--context 1850 --batch-sizes 64",
+    "draft-length": "emsjax bench draft-length --shape opt-6.7b",
+    "drafters": "emsjax bench drafters",
+    "peers": "emsjax bench peers --shape opt-6.7b",
+    "refill": "emsjax bench refill",
+    "buckets": "emsjax bench buckets",
+    "overheads": "emsjax bench overheads",
+    "first-call": "emsjax bench first-call",
+    "training": "emsjax bench training",
+    "quality": "emsjax bench quality",
+    "divergences": "emsjax bench divergences --models opt-1.3b --batch-sizes 1,8,64 "
+    "--max-new-tokens 690",
+    "invariance": "emsjax bench invariance --layers 1 --skip-fast --processes 8",
+}
+ON_TWO = {
+    "step-opt-13b-two-devices": f"{STEP} --model opt-13b {TWO}",
+    "step-opt-66b-two-devices": f"{STEP} --model opt-66b {LARGE} {TWO}",
+    "step-llama-3.1-70b-two-devices": f"{STEP} --model llama-3.1-70b {LARGE} {TWO}",
+    "ems-sd-opt-13b-two-devices": f"{EMS_ALONE} --shape opt-13b --batch-sizes 24 {TWO}",
+    "ems-sd-opt-66b-two-devices": f"{EMS_ALONE} --shape opt-66b --batch-sizes 8,24 {TWO}",
+}
+ON_FOUR = {
+    "step-opt-13b-four-devices": f"{STEP} --model opt-13b {FOUR}",
+    "step-opt-66b-four-devices": f"{STEP} --model opt-66b {LARGE} {FOUR}",
+    "step-llama-3.1-70b-four-devices": f"{STEP} --model llama-3.1-70b {LARGE} {FOUR}",
+    "ems-sd-opt-66b-four-devices": f"{EMS_ALONE} --shape opt-66b --batch-sizes 8,24,64 {FOUR}",
+    "groups-opt-13b-four-devices": "emsjax bench groups --shape opt-13b --sizes 1,2,4",
+}
 RUNS = {
-    "kernels": Run("pallas_kernels.benchmark"),
-    "step": Run(f"{STEP} {SHAPES} --profile-top 16"),
-    **{f"step-{name}": Run(f"{STEP} {SHAPES} {options}") for name, options in NARROW.items()},
-    "step-llama-3.1-8b": Run(f"{STEP} --model llama-3.1-8b"),
-    "step-qwen3-8b": Run(f"{STEP} --model qwen3-8b"),
-    "step-qwen3-8b-invariant": Run(f"{STEP} --model qwen3-8b --numerics invariant"),
-    "step-opt-13b": Run(f"{STEP} --model opt-13b --profile-top 0"),
-    "step-opt-13b-two-devices": Run(f"{STEP} --model opt-13b --tensor-parallel 2", devices=2),
-    "ems-sd": Run(f"{EMS_SD} --shape opt-6.7b"),
-    "ems-sd-int8": Run(f"{EMS_SD} --shape opt-6.7b --methods greedy,ems {NARROW['int8']}"),
-    "ems-sd-qwen3-8b": Run(f"{EMS_SD} --shape qwen3-8b --methods greedy,ems"),
-    "ems-sd-qwen3-8b-invariant": Run(
-        f"{EMS_SD} --shape qwen3-8b --methods ems --numerics invariant"
-    ),
-    "ems-sd-opt-13b": Run(f"{EMS_SD} --shape opt-13b --methods ems --batch-sizes 24"),
-    "ems-sd-opt-13b-two-devices": Run(
-        f"{EMS_SD} --shape opt-13b --methods ems --batch-sizes 24 --tensor-parallel 2", devices=2
-    ),
-    "drafting": Run("emsjax bench drafting --model qwen3-8b --draft-model qwen3-0.6b"),
-    "drafting-int8": Run(
-        "emsjax bench drafting --model qwen3-8b --sources eagle3,block --draft-quantize int8"
-    ),
-    "draft-length": Run("emsjax bench draft-length --shape opt-6.7b"),
-    "drafters": Run("emsjax bench drafters"),
-    "peers": Run("emsjax bench peers --shape opt-6.7b"),
-    "refill": Run("emsjax bench refill"),
-    "buckets": Run("emsjax bench buckets"),
-    "overheads": Run("emsjax bench overheads"),
-    "first-call": Run("emsjax bench first-call"),
-    "training": Run("emsjax bench training"),
-    "quality": Run("emsjax bench quality"),
-    "divergences": Run(
-        "emsjax bench divergences --models opt-1.3b --batch-sizes 1,8,64 --max-new-tokens 690"
-    ),
-    "invariance": Run("emsjax bench invariance --layers 1 --skip-fast --processes 8"),
+    name: Run(arguments, devices)
+    for devices, runs in ((1, ON_ONE), (2, ON_TWO), (4, ON_FOUR))
+    for name, arguments in runs.items()
 }
 ASK = (
     "import jax; from emsjax.records.writing import to_json; "
@@ -106,22 +133,62 @@ def run(options: argparse.Namespace, command: str) -> int:
     options.output.mkdir(parents=True, exist_ok=True)
     # Other processes are asked, as one that holds a device would leave the benchmarks no memory.
     found = json.loads(_output_of([sys.executable, "-c", ASK]).splitlines()[-1])
-    devices = found.pop("devices")
+    devices = visible_devices(found.pop("devices"))
     manifest = begin(options, command, found)
-    for name, one in runs.items():
-        record = manifest["runs"].get(name, {})
-        if record.get("exit_code") == 0:
-            continue
-        if one.devices > devices:
-            record = {LEFT_OUT: f"{one.devices} devices are needed, and there are {devices}"}
-        else:
-            record = measure(name, one, options.output, manifest["commit"])
+
+    def add(name: str, record: dict[str, Any]) -> None:
         manifest["runs"][name] = record
         write_results(manifest, options.output / MANIFEST)
         print(f"{name}: {shown(record)}", flush=True)
+
+    missing = {
+        name: one
+        for name, one in runs.items()
+        if manifest["runs"].get(name, {}).get("exit_code") != 0
+    }
+    for name, one in list(missing.items()):
+        if one.devices > len(devices):
+            needed = f"{one.devices} devices are needed, and there are {len(devices)}"
+            add(name, {LEFT_OUT: needed})
+            del missing[name]
+    for name, record in measured(missing, devices, options.output, manifest["commit"]):
+        add(name, record)
     manifest["device_states"].append(device_state())
     write_results(manifest, options.output / MANIFEST)
     return max((manifest["runs"][name].get("exit_code", 0) for name in runs), default=0)
+
+
+def visible_devices(count: int) -> list[str]:
+    """The numbers of this machine's devices by which other processes see some of them."""
+    chosen = os.environ.get(VISIBLE)
+    return [str(i) for i in range(count)] if chosen is None else chosen.split(",")[:count]
+
+
+def measured(
+    runs: Mapping[str, Run], devices: list[str], folder: Path, commit: str | None
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Measures all benchmarks, and yields the name and the record of each as it ends.
+
+    Args:
+        devices: the numbers of the devices, which are enough for each of the benchmarks.
+    """
+    # A stable order, so that those that need one device do not keep the others waiting.
+    waiting = sorted(runs, key=lambda name: -runs[name].devices)
+    free = list(devices)
+    at_work: dict[Future, tuple[str, list[str]]] = {}
+    with ThreadPoolExecutor(len(devices)) as pool:
+        while waiting or at_work:
+            for name in list(waiting):
+                if (needed := runs[name].devices) <= len(free):
+                    waiting.remove(name)
+                    own, free = free[:needed], free[needed:]
+                    seen = None if needed == len(devices) else own
+                    begun = pool.submit(measure, name, runs[name], folder, commit, seen)
+                    at_work[begun] = (name, own)
+            for ended in wait(at_work, return_when=FIRST_COMPLETED).done:
+                name, own = at_work.pop(ended)
+                free = sorted(free + own, key=devices.index)
+                yield name, ended.result()
 
 
 def begin(options: argparse.Namespace, command: str, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,15 +215,23 @@ def begin(options: argparse.Namespace, command: str, found: Mapping[str, Any]) -
     return manifest
 
 
-def measure(name: str, run: Run, folder: Path, commit: str | None) -> dict[str, Any]:
-    """Runs a benchmark; returns its command, exit code and seconds."""
+def measure(
+    name: str, run: Run, folder: Path, commit: str | None, devices: list[str] | None
+) -> dict[str, Any]:
+    """Runs a benchmark; returns its command, exit code and seconds.
+
+    Args:
+        devices: the only devices that it sees; None: all.
+    """
     words = [*run.arguments.split(), "--output", str(folder / f"{name}.json")]
     words += [] if commit is None else ["--commit", commit]
-    started = time.time()
+    environment = None if devices is None else {**os.environ, VISIBLE: ",".join(devices)}
+    program, started = [sys.executable, "-m", *words], time.time()
     with (folder / f"{name}.log").open("ab") as log:
-        ended = subprocess.run([sys.executable, "-m", *words], stdout=log, stderr=log, check=False)
+        ended = subprocess.run(program, stdout=log, stderr=log, check=False, env=environment)
     seconds = round(time.time() - started, 1)
-    return {"command": shlex.join(words), "exit_code": ended.returncode, "seconds": seconds}
+    record = {"command": shlex.join(words), "exit_code": ended.returncode, "seconds": seconds}
+    return record if devices is None else {**record, "devices": devices}
 
 
 def check_one_commit(folder: Path) -> None:

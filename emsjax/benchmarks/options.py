@@ -166,6 +166,18 @@ def add_refill_options(parser: argparse.ArgumentParser) -> None:
     add_result_options(parser, resumes=False)
 
 
+def add_groups_options(parser: argparse.ArgumentParser) -> None:
+    shown = f"{SHAPES}: random weights, scripted to output a known text ({SHOWN})"
+    parser.add_argument("--shape", default="opt-13b", help=shown)
+    shown = "devices of a group (default: all that are possible)"
+    parser.add_argument("--sizes", type=positive_ints, metavar="N,N,...", help=shown)
+    add_number(parser, "--batch-size", 64, "slots of all groups together")
+    add_number(parser, "--prompts", 256)
+    add_number(parser, "--max-new-tokens", 128)
+    add_number(parser, "--repeats", 5)
+    add_result_options(parser, resumes=True)
+
+
 def add_first_call_options(parser: argparse.ArgumentParser) -> None:
     add_model(parser, "opt-6.7b")
     add_model(parser, "opt-125m", "--draft-model")

@@ -79,9 +79,10 @@ def add_all_options(parser: argparse.ArgumentParser) -> None:
 BENCHMARKS = {
     "all": Benchmark(
         "every",
-        "every benchmark whose results are committed, at one commit on one device",
+        "every benchmark whose results are committed, at one commit on one machine",
         "Runs every benchmark whose results are committed, each in a process of its own, into one "
-        "folder. Exit code 0 if all of them end with it.",
+        "folder; on several GPUs as many at once as there are GPUs for. Exit code 0 if all of them "
+        "end with it.",
         add_all_options,
         resumes=True,
     ),
@@ -138,6 +139,14 @@ BENCHMARKS = {
         "Speed of slots that refill beside static batches, with a scripted model. Exit code 1 "
         "unless all tokens are those of the script.",
         of.add_refill_options,
+    ),
+    "groups": Benchmark(
+        "groups",
+        "all devices as groups of different sizes, each with a replica of the model",
+        "Speed of all devices together at one batch size, as groups over each of which a replica "
+        "of a scripted model is split. Exit code 1 unless all tokens are those of the script.",
+        of.add_groups_options,
+        resumes=True,
     ),
     "buckets": Benchmark(
         "buckets",

@@ -111,7 +111,7 @@ COMMANDS = {
         help="measure decoding steps on this device, for better draft lengths",
         description="Measure how long decoding and drafting steps of these models take on this "
         "device, and store the result for `emsjax generate`. Only the models' configurations are "
-        "read.",
+        "read; the shapes of `emsjax bench` have names, such as opt-6.7b, and need no files.",
         run=run_profile,
         add_options=add_profile_arguments,
     ),

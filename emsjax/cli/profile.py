@@ -8,8 +8,10 @@ from typing import Any
 from rich.console import Console
 
 from emsjax.benchmarks.device_profile import fitting_measurement, measure_and_store
+from emsjax.benchmarks.shapes import MODELS
 from emsjax.device import dtype_name
 from emsjax.drafters.folders import check_is_no_drafter
+from emsjax.models.config import DecoderConfig
 from emsjax.models.numbers import NumberFormats
 from emsjax.terminal.models import load_config
 from emsjax.terminal.options import number_formats
@@ -23,12 +25,12 @@ def run(options: argparse.Namespace, command: str) -> None:
         ValueError: models that cannot be measured, or a file that cannot be written.
     """
     check_writable("--output", options.output)
-    if options.draft_model is not None:
-        check_is_no_drafter(options.draft_model, options.draft_revision)
-    draft_config = options.draft_model and load_config(options.draft_model, options.draft_revision)
+    draft = (options.draft_model, options.draft_revision)
+    if draft[0] is not None and draft[0] not in MODELS:
+        check_is_no_drafter(*draft)
     measurement = fitting_measurement(
-        load_config(options.model, options.revision),
-        draft_config,
+        config_of(options.model, options.revision),
+        draft[0] and config_of(*draft),
         NumberFormats(dtype_name(options.dtype), **number_formats(options)),
         batch_sizes=options.batch_sizes,
         context=options.context,
@@ -38,6 +40,7 @@ def run(options: argparse.Namespace, command: str) -> None:
         measurement,
         options.acceptance_rate,
         output=options.output,
+        commit=options.commit,
         command=command,
         say=progress(),
     )
@@ -45,6 +48,11 @@ def run(options: argparse.Namespace, command: str) -> None:
     report(measured, console)
     also = "" if options.output is None else f" and {options.output}"
     line(console, f"Stored in {path}{also}; {measured['seconds']:.0f} s")
+
+
+def config_of(model: str, revision: str | None) -> DecoderConfig:
+    """The config of a shape that benchmarks name so, of a local folder or of a Hugging Face id."""
+    return MODELS.get(model) or load_config(model, revision)
 
 
 def report(measured: Mapping[str, Any], console: Console) -> None:

@@ -51,3 +51,4 @@ def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
         "size (default: %(default)s)",
     )
     add("--output", type=Path, metavar="FILE", help="also write the profile to this JSON file")
+    add("--commit", help="commit of the measured code (default: the checkout's)")
