@@ -49,7 +49,8 @@ while not all((output.parent / f"{other}.here").exists() for other in others.spl
     assert time.monotonic() < latest
     time.sleep(0.01)
 alone = not list(output.parent.glob("*.json"))
-output.write_text(json.dumps({"seen": here.read_text(), "first": alone}))
+share = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
+output.write_text(json.dumps({"seen": here.read_text(), "first": alone, "memory": share}))
 """
 
 
@@ -91,17 +92,19 @@ def test_runs_of_one_device_go_on_at_once_after_those_of_several(folder, monkeyp
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,7")
     monkeypatch.setattr(every, "ASK", f"print({json.dumps(FOUND | {'devices': 3})!r})")
     others = {"a": ("b+c", 1), "b": ("a+c", 1), "c": ("a+b", 1), "all": ("+", 3)}
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
     runs = {name: Run(f"together {name} {rest}", count) for name, (rest, count) in others.items()}
+    runs["b"] = runs["b"]._replace(memory=0.9)
     monkeypatch.setattr(every, "RUNS", runs)
     assert bench(folder) == 0
     written = {name: json.loads((folder / f"{name}.json").read_bytes()) for name in runs}
-    assert written["all"] == {"seen": "4,5,7", "first": True}
+    assert written["all"] == {"seen": "4,5,7", "first": True, "memory": None}
+    assert [written[name]["memory"] for name in "abc"] == [None, "0.9", None]
     assert sorted(written[name]["seen"] for name in "abc") == ["4", "5", "7"]
     records = manifest_of(folder)["runs"]
-    assert {name: records[name].get("devices") for name in runs} == {
-        "all": None,
-        **{name: [written[name]["seen"]] for name in "abc"},
-    }
+    assert records["all"]["environment"] == {}
+    assert records["a"]["environment"] == {every.VISIBLE: written["a"]["seen"]}
+    assert records["b"]["environment"] == {every.VISIBLE: written["b"]["seen"], every.MEMORY: "0.9"}
 
 
 def test_a_folder_has_one_commit_and_one_kind_of_device(folder, monkeypatch, capsys):

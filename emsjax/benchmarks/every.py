@@ -4,9 +4,9 @@ Each runs in a process of its own and writes NAME.json into the folder; what it 
 NAME.log. Where there are several GPUs, as many benchmarks run at once as there are GPUs for them,
 those that need most of them first. `manifest.json` has the command, hardware, versions and commit;
 the devices' power limit, clocks and temperature at the start and at the end (`device_states`); and
-under `runs` each benchmark's command, seconds, exit code and, if only some of the devices were
-visible to it, their numbers. Started again, it goes on with those that have not ended with 0. A
-folder holds the results of one commit and one kind of device.
+under `runs` each benchmark's command, environment variables (the devices that it saw, if not all,
+and its share of their memory), seconds and exit code. Started again, it goes on with those that
+have not ended with 0. A folder holds the results of one commit and one kind of device.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from emsjax.records.writing import to_json
 MANIFEST = "manifest.json"
 DEVICE_STATE = "name,power.limit,clocks.sm,clocks.max.sm,clocks.mem,temperature.gpu"
 LEFT_OUT = "left out"
-VISIBLE = "CUDA_VISIBLE_DEVICES"
+VISIBLE, MEMORY = "CUDA_VISIBLE_DEVICES", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
 class Run(NamedTuple):
@@ -38,10 +38,12 @@ class Run(NamedTuple):
     Attributes:
         arguments: of `python -m`, without the output and the commit.
         devices: as many are needed.
+        memory: the share of the devices' memory that JAX takes; None: JAX's default.
     """
 
     arguments: str
     devices: int = 1
+    memory: float | None = None
 
 
 STEP, EMS_SD = "emsjax bench step", "emsjax bench ems-sd --repeats 5"
@@ -105,8 +107,16 @@ ON_FOUR = {
     "ems-sd-opt-66b-four-devices": f"{EMS_ALONE} --shape opt-66b --batch-sizes 8,24,64 {FOUR}",
     "groups-opt-13b-four-devices": "emsjax bench groups --shape opt-13b --sizes 1,2,4",
 }
+LARGE_MODELS, MOST_MEMORY = ("opt-66b", "llama-3.1-70b"), 0.94
+
+
+def memory_of(arguments: str) -> float | None:
+    """The memory of a run with these arguments: see `Run`."""
+    return MOST_MEMORY if any(model in arguments for model in LARGE_MODELS) else None
+
+
 RUNS = {
-    name: Run(arguments, devices)
+    name: Run(arguments, devices, memory_of(arguments))
     for devices, runs in ((1, ON_ONE), (2, ON_TWO), (4, ON_FOUR))
     for name, arguments in runs.items()
 }
@@ -218,20 +228,24 @@ def begin(options: argparse.Namespace, command: str, found: Mapping[str, Any]) -
 def measure(
     name: str, run: Run, folder: Path, commit: str | None, devices: list[str] | None
 ) -> dict[str, Any]:
-    """Runs a benchmark; returns its command, exit code and seconds.
+    """Runs a benchmark; returns its command, environment variables, exit code and seconds.
 
     Args:
         devices: the only devices that it sees; None: all.
     """
     words = [*run.arguments.split(), "--output", str(folder / f"{name}.json")]
     words += [] if commit is None else ["--commit", commit]
-    environment = None if devices is None else {**os.environ, VISIBLE: ",".join(devices)}
-    program, started = [sys.executable, "-m", *words], time.time()
+    given = {} if devices is None else {VISIBLE: ",".join(devices)}
+    given |= {} if run.memory is None else {MEMORY: str(run.memory)}
+    program, environment, started = [sys.executable, "-m", *words], os.environ | given, time.time()
     with (folder / f"{name}.log").open("ab") as log:
         ended = subprocess.run(program, stdout=log, stderr=log, check=False, env=environment)
-    seconds = round(time.time() - started, 1)
-    record = {"command": shlex.join(words), "exit_code": ended.returncode, "seconds": seconds}
-    return record if devices is None else {**record, "devices": devices}
+    return {
+        "command": shlex.join(words),
+        "environment": given,
+        "exit_code": ended.returncode,
+        "seconds": round(time.time() - started, 1),
+    }
 
 
 def check_one_commit(folder: Path) -> None:
