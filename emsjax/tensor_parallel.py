@@ -18,6 +18,7 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from emsjax.checks import check_instance
+from pallas_kernels.common.implementations import on_mesh
 from pallas_kernels.common.indexing import take
 
 AXIS = "tp"
@@ -124,8 +125,13 @@ class TensorParallel:
 
     def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """`function` on every device, with the device's parts of the arguments."""
+
+        def on_device(*parts):
+            with on_mesh(self.mesh):
+                return function(*parts)
+
         specs = {"in_specs": in_specs, "out_specs": out_specs}
-        return jax.shard_map(function, mesh=self.mesh, check_vma=False, **specs)
+        return jax.shard_map(on_device, mesh=self.mesh, check_vma=False, **specs)
 
 
 def side_by_side(part: Array) -> Array:

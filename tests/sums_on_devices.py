@@ -11,7 +11,9 @@ from kernel_cases import COMPILED
 from test_linear_mosaic import needs_new_jax
 
 import pallas_kernels
+from emsjax.tensor_parallel import TensorParallel
 from pallas_kernels.add_norm import mosaic
+from pallas_kernels.common import implementations
 
 TP = "tp"
 needs_devices = pytest.mark.skipif(jax.device_count() < 2, reason="several devices are needed")
@@ -41,6 +43,7 @@ CASES = {
     "shares": (4, 5, 640, 2, ("y_bias", "scale"), False),
     "addend": (2, 2, 1024, 0, ("y_bias", "scale", "y_scale"), False),
     "rows": (2, 35, 128, 3, ("y_bias", "scale", "bias"), True),
+    "many shares": (4, 2, 9216, 3, ("y_bias", "scale"), False),
 }
 
 
@@ -60,8 +63,11 @@ def test_sums_of_parts_equal_numpy_on_every_device(case, implementation):
     totals, outs = jax.jit(on_devices(function, number))(x, y, vectors)
 
     wide = lambda array: np.asarray(array, np.float64)
-    added = wide(y).reshape(number, max(shares, 1), rows, size).sum(axis=(0, 1))
-    added = added + wide(vectors["y_bias"])
+    parts = wide(y).reshape(number, max(shares, 1), rows, size)
+    own = jax.ShapeDtypeStruct((shares, rows, size), y.dtype)
+    if implementation == "mosaic" and shares and mosaic.adds_first(own, number):
+        parts = wide(jnp.asarray(parts.sum(axis=1, keepdims=True), y.dtype))
+    added = parts.sum(axis=(0, 1)) + wide(vectors["y_bias"])
     rms_norm = lambda array: array / np.sqrt((array**2).mean(axis=1, keepdims=True) + 1e-5)
     if "y_scale" in names:
         added = rms_norm(added) * wide(vectors["y_scale"])
@@ -74,12 +80,43 @@ def test_sums_of_parts_equal_numpy_on_every_device(case, implementation):
 
 
 @needs_new_jax
-def test_sums_lower_for_cuda():
+@pytest.mark.parametrize(("size", "shares"), [(256, ()), (5120, (4,)), (9216, (8,))])
+def test_sums_lower_for_cuda(size, shares):
     static = {"norm": mosaic.Norm(1e-5, jnp.bfloat16, centred=True), "axis_name": TP}
     function = on_devices(functools.partial(mosaic.add_norm, **static), 2)
-    arrays = numbers(0, 3, 256, dtype=jnp.float32), numbers(1, 6, 256), {}
+    parts = jnp.zeros((2 * shares[0], 3, size) if shares else (6, size), jnp.bfloat16)
+    arrays = numbers(0, 3, size, dtype=jnp.float32), parts, {}
     lowered = jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()
+
+
+def test_shares_are_added_first_where_that_saves_time_or_they_would_not_fit():
+    first = lambda devices, *shape: mosaic.adds_first(
+        jax.ShapeDtypeStruct(shape, "bfloat16"), devices
+    )
+    assert not first(2, 2, 1, 5120)
+    assert not first(4, 1, 256, 16384)
+    assert first(4, 2, 1, 5120)
+    assert first(2, 4, 24, 5120)
+    assert first(2, 16, 1, 8192)  # 512 KiB
+
+
+@needs_new_jax
+@pytest.mark.parametrize(
+    ("places", "reached"), [((0, 1), True), ((2, 3), False), ((1, 0), False), ((0, 2), False)]
+)
+def test_devices_read_each_other_only_if_they_are_numbered_as_in_the_mesh(
+    places, reached, monkeypatch
+):
+    """Of several groups of devices only the first one's are."""
+    parallel = TensorParallel(Mesh(np.array(jax.devices())[list(places)], (TP,)))
+    add = functools.partial(add_norm, vectors={"y_bias": None, "scale": None}, centred=False)
+    specs = PartitionSpec(), PartitionSpec(TP)
+    monkeypatch.setattr(implementations, "_compute_capability", lambda: 9.0)
+    arrays = numbers(0, 3, 256, dtype=jnp.float32), numbers(1, 6, 256)
+    traced = jax.make_jaxpr(parallel.map(add, specs, specs[0]))(*arrays)
+    assert ("semaphore_wait" in str(traced)) == reached
+    assert ("psum" in str(traced)) != reached
 
 
 @needs_devices

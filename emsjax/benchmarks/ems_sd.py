@@ -206,9 +206,10 @@ class Bench:
         floor = utilisation = None
         if self.rates is not None:
             numbers = NumberFormats.of(self.source.model)
+            peak = numbers.parts * self.rates.matmul  # of all devices
             floor = floor_ms(config, self.batch, rows, context, self.rates, numbers)
             flops = step_flops(config, self.batch * rows, context)
-            utilisation = flops / (step / 1e3) / self.rates.matmul
+            utilisation = flops / (step / 1e3) / peak
         return {
             "tokens_per_s": spread([run["tokens"] / run["seconds"] for run in runs]),
             "live_tokens_per_s": spread([run["live_tokens"] / run["live_seconds"] for run in runs]),

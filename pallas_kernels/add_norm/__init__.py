@@ -5,7 +5,6 @@ import importlib
 from types import ModuleType
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -15,6 +14,7 @@ from pallas_kernels.common.blocks import in_blocks
 from pallas_kernels.common.implementations import (
     check_mosaic,
     choose,
+    reads_other_devices,
     runs_mosaic,
     with_gradient_of,
 )
@@ -60,7 +60,8 @@ def add_layer_norm(
         implementation: "triton" (one launch), "xla", or None: Triton on NVIDIA GPUs of
             compute capability 8.0 and newer, XLA elsewhere. With an `axis_name`: "mosaic" (Pallas
             Mosaic GPU: one launch in which the devices read each other's parts; jax 0.11, compute
-            capability 9.0 and one process), or after a collective operation one of the others;
+            capability 9.0, one process, and devices whose numbers are their places in the mesh:
+            see `pallas_kernels.on_mesh`), or after a collective operation one of the others;
             None: Mosaic for few rows in fast numerics.
         interpret: run the Triton kernel in interpret mode, on any device.
         numerics: "fast" or "invariant": see `pallas_kernels.numerics`; None: the context's.
@@ -152,7 +153,7 @@ def _add_norm(
     implementation, interpret = options["implementation"], options["interpret"]
     reference = functools.partial(xla.add_norm, norm=norm)
     if axis_name is not None:
-        over_devices = _over_devices(x, invariant, **options)
+        over_devices = _over_devices(x, y, axis_name, invariant, **options)
         numerics = "invariant" if invariant else "fast"
         whole = functools.partial(sum_over_devices, axis_name=axis_name, numerics=numerics)
         if over_devices is not None:
@@ -173,7 +174,9 @@ def _add_norm(
     return with_gradient_of(reference, kernel)(x, y, vectors)
 
 
-def _over_devices(x, invariant: bool, *, implementation, interpret: bool) -> ModuleType | None:
+def _over_devices(
+    x, y, axis_name: str, invariant: bool, *, implementation, interpret: bool
+) -> ModuleType | None:
     """The kernel that adds the devices' parts up itself; None: a collective operation does.
 
     Raises:
@@ -185,12 +188,12 @@ def _over_devices(x, invariant: bool, *, implementation, interpret: bool) -> Mod
     elif implementation is not None or interpret or not runs_mosaic():
         return None
     mosaic = importlib.import_module("pallas_kernels.add_norm.mosaic")
-    if mosaic.takes(x) and not invariant and jax.process_count() == 1:
+    if mosaic.takes(x, y, lax.axis_size(axis_name)) and not invariant and reads_other_devices():
         return mosaic
     if asked:
         raise ValueError(
-            f"implementation 'mosaic' takes {mosaic.TAKES} in fast numerics and one process, not "
-            f"an array {x.shape}"
+            f"implementation 'mosaic' takes {mosaic.TAKES} in fast numerics, in one process whose "
+            f"devices are numbered as in the mesh, not an array {x.shape}"
         )
     return None
 
