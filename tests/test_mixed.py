@@ -160,11 +160,12 @@ def test_a_source_that_fails_the_whole_batch_is_left_after_a_step():
     assert (accepted[1:] == 3).all()
 
 
-def choose(records, lengths, limit, prices, free):
+def choose(records, lengths, limit, prices, free, behind=None):
     """The choice among chains of these lengths."""
     usable = jnp.minimum(lengths, limit)
     active = jnp.full(len(lengths), limit > 0)
-    return records.choose(Offers(lengths, usable, usable), active, prices, free)
+    behind = jnp.zeros_like(lengths) if behind is None else behind
+    return records.choose(Offers(lengths, usable, usable), active, prices, free, behind)
 
 
 def test_an_offer_is_worth_what_offers_of_its_length_brought():
@@ -258,6 +259,42 @@ def test_a_model_runs_if_its_gain_over_the_whole_batch_is_worth_its_time():
         choice = choose(records, offers, 4, prices, (True, False))
         assert (batch * gain > 4 * 0.5) == expected
         assert choice.source.tolist() == [expected] * batch
+
+
+def test_a_sample_catches_up_once_it_has_missed_as_much_as_that_costs():
+    """The first sample is 100 tokens behind, the second one 10: 5 and 0.5 steps of reading."""
+    free, offers = (False, True), jnp.array([[3, 0], [3, 0]])
+    prices = Prices(*map(jnp.float32, (1.0, 0.0)), jnp.zeros(2), jnp.array([0.05, 0]))
+    records, behind = Records.init(2, 2, 3), jnp.array([[100, 0], [10, 0]])
+    of = lambda records, behind: choose(records, offers, 3, prices, free, behind)
+    missed, steps = [], 0
+    while not (choice := of(records, behind)).asked[0, 0]:
+        steps += 1
+        assert choice.asked[:, 0].tolist() == [False, True]
+        # Twice as many tokens as there are samples, in steps that cost 1, or 1.5 with reading.
+        records = dataclasses.replace(
+            records.update(choice, jnp.full(2, 2)), tokens=jnp.float32(2), time=jnp.float32(1)
+        )
+        missed.append(float(records.missed[0, 0]))
+        assert records.missed[1, 0] == 0
+        assert choice.time == (1.5 if steps == 1 else 1)
+        behind = behind.at[1, 0].set(0)
+    rate, hoped = (2 + 2) / (1 + 1), hoped_tokens(np.array([2]))[0]
+    assert missed[0] == pytest.approx(min(hoped, 3), rel=1e-6)
+    assert missed[-1] + hoped > rate * 5 > missed[-1] > 0
+    assert of(records, behind).missed[0, 0] == 0
+    assert of(records.admit(jnp.array([True, False])), behind).asked[:, 0].tolist() == [False, True]
+
+
+def test_prompts_are_read_for_the_samples_that_use_the_model_only():
+    lookup, model = scripted(0, 1, max_draft_tokens=5), emsjax.DraftModel(shallow_model(), 3)
+    _, drafted, states = run(lookup, model, steps=6, draft_cost=0.01)
+    asked = np.array([state.choice.asked[:, 1] for state in states])
+    read = np.array([state.sources[1].lengths for state in states])
+    assert (drafted > 0).all()
+    assert asked.any(axis=0).tolist() == [False, False, True, True]
+    assert (read[:, :2] == 0).all()
+    assert (read[-1, 2:] > 0).all()
 
 
 class Now(Scripted):

@@ -12,7 +12,9 @@ from toy import shallow_model
 
 import emsjax
 from emsjax.decode.base import Drafter
+from emsjax.decode.row_counts import chunk_rows
 from emsjax.drafters.choice import Offers, Prices, Records, hoped_tokens
+from emsjax.drafters.draft_model import CATCH_UP_ROWS
 from emsjax.drafters.offers import agreement, expected_offer, no_draft
 
 NEW, BATCH, WIDTH, K = 16, 48, 40, 6
@@ -152,7 +154,9 @@ def test_a_length_limits_the_depth_of_trees_beside_a_model():
         assert state.choice.depths[s] == max(map(len, expected), default=0)
     assert cut > 0
     assert {0, 1} <= set(chosen.tolist())
-    np.testing.assert_allclose(state.choice.time, 1 + 1e-3 * int(asked.max()), rtol=1e-6)
+    unread = np.where(chosen == 1, np.maximum(lengths - CATCH_UP_ROWS, 0), 0).sum()
+    draft_steps = int(asked.max()) + unread / chunk_rows(*tokens.shape)
+    np.testing.assert_allclose(state.choice.time, 1 + 1e-3 * draft_steps, rtol=1e-6)
 
 
 def test_rows_are_paid_by_token_and_draft_steps_by_depth():
@@ -160,7 +164,7 @@ def test_rows_are_paid_by_token_and_draft_steps_by_depth():
     records = Records.init(1, 2, 16)
     prices = lambda row: Prices(jnp.float32(1), jnp.float32(row), jnp.array([0, 0.1]), jnp.zeros(2))
     choose = lambda row, *sizes: records.choose(
-        Offers(*sizes), jnp.array([True]), prices(row), (True, False)
+        Offers(*sizes), jnp.array([True]), prices(row), (True, False), two(0, 0)
     )
     of_trees = two(3, 4), two(3, 4), two(3, 12)  # the second one is a tree
     choice = choose(0.01, *of_trees)

@@ -104,7 +104,7 @@ ON_FOUR = {
     "step-opt-13b-four-devices": f"{STEP} --model opt-13b {FOUR}",
     "step-opt-66b-four-devices": f"{STEP} --model opt-66b {LARGE} {FOUR}",
     "step-llama-3.1-70b-four-devices": f"{STEP} --model llama-3.1-70b {LARGE} {FOUR}",
-    "ems-sd-opt-66b-four-devices": f"{EMS_ALONE} --shape opt-66b --batch-sizes 8,24,64 {FOUR}",
+    "ems-sd-opt-66b-four-devices": f"{EMS_ALONE} --shape opt-66b --batch-sizes 8,24 {FOUR}",
     "groups-opt-13b-four-devices": "emsjax bench groups --shape opt-13b --sizes 1,2,4",
 }
 LARGE_MODELS, MOST_MEMORY = ("opt-66b", "llama-3.1-70b"), 0.94

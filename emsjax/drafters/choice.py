@@ -40,7 +40,7 @@ class Prices(NamedTuple):
         step: a step of the target without drafts.
         row: a draft token that the target verifies.
         draft: a draft step of each source, whatever the number of samples.
-        catch_up: reading, for all samples that come back to a source, what they emitted meanwhile.
+        catch_up: reading a token of a sample that a source has not read yet.
     """
 
     step: Float[Array, ""]
@@ -74,7 +74,7 @@ class Choice:
         depths: tokens on the longest path of each sample's draft, at most.
         classes: class of each sample's offer.
         asked: samples for which each source drafts.
-        returned: whether a sample comes back to each source after steps without it.
+        missed: see `Records`, of which these are the ones after the step.
         time: expected time of the step.
     """
 
@@ -82,14 +82,22 @@ class Choice:
     depths: Int32[Array, "b"]
     classes: Int32[Array, "b"]
     asked: Bool[Array, "b n"]
-    returned: Bool[Array, "n"]
+    missed: Float[Array, "b n"]
     time: Float[Array, ""]
 
     @classmethod
     def none(cls, batch: int, num_sources: int) -> "Choice":
         zeros = jnp.zeros(batch, jnp.int32)
-        nobody = jnp.zeros((batch, num_sources), bool)
-        return cls(zeros + NONE, zeros, zeros, nobody, nobody[0], jnp.zeros((), jnp.float32))
+        nobody, nothing = (jnp.zeros((batch, num_sources), of) for of in (bool, jnp.float32))
+        return cls(zeros + NONE, zeros, zeros, nobody, nothing, jnp.zeros((), jnp.float32))
+
+
+class _Plan(NamedTuple):
+    """The source of each sample, as in `Choice`, and draft steps of each source."""
+
+    source: Int32[Array, "b"]
+    asked: Bool[Array, "b n"]
+    steps: Float[Array, "n"]
 
 
 @pytree
@@ -108,9 +116,8 @@ class Records:
         steps: decayed number of a sample's steps, by source and class of its offer.
         accepted: tokens accepted in them.
         all_steps, all_accepted: the same of all samples, also of those that have finished.
-        uses: steps in which a source was asked for any sample.
-        returns: those of them in which a sample came back to it.
-        away: samples that emitted tokens since a source was last asked for them.
+        missed: tokens that each source was expected to add to a sample in the steps since it was
+            last asked, and did not because it would have had to catch up.
         tokens, time: tokens that all samples emitted, and the time of their steps.
     """
 
@@ -118,9 +125,7 @@ class Records:
     accepted: Float[Array, "b n c"]
     all_steps: Float[Array, "n c"]
     all_accepted: Float[Array, "n c"]
-    uses: Float[Array, "n"]
-    returns: Float[Array, "n"]
-    away: Bool[Array, "b n"]
+    missed: Float[Array, "b n"]
     tokens: Float[Array, ""]
     time: Float[Array, ""]
 
@@ -128,9 +133,8 @@ class Records:
     def init(cls, batch: int, num_sources: int, max_draft_tokens: int) -> "Records":
         zeros = lambda *shape: jnp.zeros(shape, jnp.float32)
         n, c = num_sources, max_draft_tokens.bit_length()
-        away = jnp.zeros((batch, n), bool)
-        every = (zeros(n, c), zeros(n, c), zeros(n), zeros(n))
-        return cls(zeros(batch, n, c), zeros(batch, n, c), *every, away, zeros(), zeros())
+        each = (zeros(batch, n, c), zeros(batch, n, c))
+        return cls(*each, zeros(n, c), zeros(n, c), zeros(batch, n), zeros(), zeros())
 
     def expected(self, depths: Int32[Array, "b n"]) -> Float[Array, "b n"]:
         """Expected accepted tokens of each source's offer, by the length of its longest path.
@@ -157,18 +161,22 @@ class Records:
         active: Bool[Array, "b"],
         prices: Prices,
         free: Sequence[bool],
+        behind: Int32[Array, "b n"],
     ) -> Choice:
         """Chooses a source for each sample, and which sources that are not free run at all.
 
         A sample takes the source with the most expected tokens, less the time of their rows. A
         draft step reads a model's weights once for all samples, and adds a token to every path. So
         the model drafts if what it adds over all samples is worth its draft steps. The worth of
-        time is the tokens that the batch has emitted in it lately.
+        time is the tokens that the batch has emitted in it lately. How many steps will gain by
+        catching up now is unknown, so a sample does once it has missed as much for not having done
+        so (as one buys skis when one has paid their price in rent).
 
         Args:
             offers: what each source offers to each sample.
             active: samples that may draft.
             free: whether each source has drafted already.
+            behind: tokens of each sample that each source has to read before it drafts.
         """
         num_active = jnp.maximum(jnp.sum(active), 1).astype(jnp.float32)
         rate = (self.tokens + num_active) / (self.time + prices.step)  # tokens per time
@@ -177,28 +185,38 @@ class Records:
         gains = expected - rate * prices.row * as_float(offers.rows)
         gains = jnp.where(offers.usable > 0, gains, -jnp.inf)
 
-        runs = _subsets(free)[:, None]  # [m, 1, n]
-        usable = jnp.where(runs, gains, -jnp.inf)  # [m, b, n]
-        source = jnp.where(jnp.max(usable, axis=2) > 0, jnp.argmax(usable, axis=2), NONE)
-        asked = source[..., None] == jnp.arange(len(free))
-        longest = as_float(jnp.max(jnp.where(asked, offers.usable, 0), axis=1))  # [m, n]
-        # A sample that comes back stays for a while: its share of catching up is that of the past.
-        share = self.returns / (self.uses + 1)
-        catch_up = jnp.where(longest > 0, prices.catch_up * share, 0)
-        spent = jnp.sum(prices.draft * longest + catch_up, axis=1)
-        gained = jnp.sum(jnp.maximum(jnp.max(usable, axis=2), 0), axis=1)
-        best = jnp.argmax(gained - rate * spent)
+        reading = prices.catch_up * as_float(behind)
+        dues = jnp.maximum(rate * reading - self.missed, 0)
 
-        source, asked = take(source, best).astype(jnp.int32), take(asked, best)
+        def plan(gains: Float[Array, "b n"]) -> _Plan:
+            usable = jnp.where(_subsets(free)[:, None], gains, -jnp.inf)  # [m, b, n]
+            source = jnp.where(jnp.max(usable, axis=2) > 0, jnp.argmax(usable, axis=2), NONE)
+            asked = source[..., None] == jnp.arange(len(free))
+            steps = as_float(jnp.max(jnp.where(asked, offers.usable, 0), axis=1))  # [m, n]
+            gained = jnp.sum(jnp.where(asked, gains, 0), axis=(1, 2))
+            best = jnp.argmax(gained - rate * jnp.sum(prices.draft * steps, axis=1))
+            return _Plan(*(take(x, best) for x in (source, asked, steps)))
+
+        def worth(plan: _Plan) -> Float[Array, ""]:
+            gained = jnp.sum(jnp.where(plan.asked, gains, 0))
+            return gained - rate * jnp.sum(prices.draft * plan.steps)
+
+        source, asked, steps = chosen = plan(gains - dues)
+        unhindered = plan(gains)
+        hindered = unhindered.asked & ~asked & (dues > 0)
+        lost = jnp.maximum(worth(unhindered) - worth(chosen), 0)
+        number = as_float(jnp.maximum(jnp.sum(hindered), 1))
+        lost = jnp.where(hindered, lost / number, 0)
+        missed = jnp.where(asked, 0, self.missed + lost)
+
         at = jnp.maximum(source, 0)[:, None]
         of_source = lambda x: jnp.where(source >= 0, take_in_rows(x, at)[:, 0], 0)
-        classes, returned = classes_of(offers.depths), jnp.any(asked & self.away, axis=0)
         rows = jnp.sum(of_source(offers.rows), dtype=jnp.float32)
-        time = prices.step + prices.row * rows
-        catch_up = jnp.where(returned, prices.catch_up, 0)
-        time += jnp.sum(prices.draft * take(longest, best) + catch_up)
-        depths = of_source(offers.usable)
-        return Choice(source, depths, of_source(classes), asked, returned, time)
+        time = prices.step + prices.row * rows + jnp.sum(jnp.where(asked, reading, 0))
+        time += jnp.sum(prices.draft * steps)
+        classes = of_source(classes_of(offers.depths))
+        source = source.astype(jnp.int32)
+        return Choice(source, of_source(offers.usable), classes, asked, missed, time)
 
     def update(self, choice: Choice, emitted: Int32[Array, "b"]) -> "Records":
         """The records after a step, in which each sample emitted this many tokens."""
@@ -209,19 +227,16 @@ class Records:
         is_class = choice.classes[:, None] == jnp.arange(self.all_steps.shape[1])
         steps = (counted[..., None] & is_class[:, None]).astype(jnp.float32)
         tokens = steps * accepted[:, None, None].astype(jnp.float32)
-        used = jnp.any(counted, axis=0)
         new = {
             "steps": steps,
             "accepted": tokens,
             "all_steps": jnp.sum(steps, axis=0),
             "all_accepted": jnp.sum(tokens, axis=0),
-            "uses": used.astype(jnp.float32),
-            "returns": (used & choice.returned).astype(jnp.float32),
             "tokens": jnp.sum(jnp.maximum(emitted, 0), dtype=jnp.float32),
             "time": jnp.where(jnp.any(stepped), choice.time, 0),
         }
         counts = {name: kept * getattr(self, name) + more for name, more in new.items()}
-        return Records(**counts, away=jnp.where(stepped[:, None], ~choice.asked, self.away))
+        return Records(**counts, missed=choice.missed)
 
     def learn(
         self,
@@ -264,8 +279,8 @@ class Records:
         """The records in which slots with `fresh` begin new sequences; the batch's remain."""
         forget = lambda counts: jnp.where(fresh[:, None, None], 0, counts)
         steps, accepted = forget(self.steps), forget(self.accepted)
-        away = self.away | fresh[:, None]
-        return dataclasses.replace(self, steps=steps, accepted=accepted, away=away)
+        missed = jnp.where(fresh[:, None], 0, self.missed)
+        return dataclasses.replace(self, steps=steps, accepted=accepted, missed=missed)
 
 
 def hoped_tokens(offers: Int[np.ndarray, "n"]) -> Float32[np.ndarray, "n"]:

@@ -110,8 +110,11 @@ class DraftModel(GrowingDrafter):
             )
 
     def init(self, prompts, prompt_lengths, max_len) -> KVCache:
-        cache = self.draft_model.init_cache(prompts.shape[0], max_len)
-        return self._prefill(cache, prompts, prompt_lengths - 1)
+        return self._prefill(self.init_unread(len(prompts), max_len), prompts, prompt_lengths - 1)
+
+    def init_unread(self, batch: int, max_len: int) -> KVCache:
+        """As `init`, but prompts are read when they are first drafted for."""
+        return self.draft_model.init_cache(batch, max_len)
 
     def fork(self, state: KVCache, samples: Int32[Array, "n"]) -> KVCache:
         return state.fork(samples)

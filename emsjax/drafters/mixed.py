@@ -42,6 +42,7 @@ class MixedState:
         records: what the sources have brought so far.
         choice: the choice of the last `propose`.
         lengths: tokens of each sample before that step.
+        read: those of them that each source has read, as far as is known.
         depths: tokens on the longest path of what each source offered in it.
         unused: what the step could have used of the drafts of free sources, with parents, for
             samples that used others; None for the other sources.
@@ -51,6 +52,7 @@ class MixedState:
     records: Records
     choice: Choice
     lengths: Int32[Array, "b"]
+    read: Int32[Array, "b n"]
     depths: Int32[Array, "b n"]
     unused: tuple[Draft | None, ...]
 
@@ -69,7 +71,8 @@ class Mixed(Drafter):
     Sources that are `free`, such as `SuffixDrafter` and `PromptLookup`, draft in every step, and
     the length of what they have found counts for their choice. A source that is not, such as
     `DraftModel`, drafts for the samples for which it is chosen only. For the others it is fed
-    nothing, and it catches up when it is chosen again.
+    nothing, not even their prompts, and it catches up when it is chosen. Before that, a sample has
+    to have missed as many tokens as could be emitted in the time of catching up.
 
     A sample's source is the one with the most expected tokens. They are estimated from the tokens
     that it brought in earlier steps: to the sample itself, to the whole batch while the sample has
@@ -179,6 +182,11 @@ class Mixed(Drafter):
         return tuple(bool(source.free) for source in self.sources)
 
     @property
+    def _can_be_behind(self) -> Bool[np.ndarray, "n"]:
+        """Whether each source is fed nothing for samples that use others."""
+        return np.array([not (source.free or source.taps) for source in self.sources])
+
+    @property
     def taps(self) -> tuple[int, ...]:
         """The layers that any source observes, ascending."""
         return tuple(sorted({layer for source in self.sources for layer in source.taps}))
@@ -218,10 +226,20 @@ class Mixed(Drafter):
         return sum(source.state_bytes(max_len) for source in self.sources) + merged + records
 
     def init(self, prompts, prompt_lengths, max_len) -> MixedState:
-        states = tuple(source.init(prompts, prompt_lengths, max_len) for source in self.sources)
-        return self._begun(states, prompt_lengths)
+        def begin(source: Drafter) -> Any:
+            if _reads_late(source):
+                return source.init_unread(len(prompts), max_len)
+            return source.init(prompts, prompt_lengths, max_len)
 
-    def _begun(self, states: tuple[Any, ...], lengths: Int32[Array, "b"]) -> MixedState:
+        read = self._read_at_first(prompt_lengths)
+        return self._begun(tuple(map(begin, self.sources)), prompt_lengths, read)
+
+    def _read_at_first(self, lengths: Int32[Array, "b"]) -> Int32[Array, "b n"]:
+        """Tokens that each source has read of sequences that begin, of these lengths."""
+        late = np.array([_reads_late(source) for source in self.sources])
+        return jnp.where(late, 0, lengths[:, None])
+
+    def _begun(self, states: tuple[Any, ...], lengths, read: Int32[Array, "b n"]) -> MixedState:
         """The state before the first step."""
         batch, n = len(lengths), len(self.sources)
         records = Records.init(batch, n, self.max_draft_tokens)
@@ -229,7 +247,8 @@ class Mixed(Drafter):
             no_draft(batch, s.max_draft_tokens) if s.free else None for s in self.sources
         )
         depths = jnp.zeros((batch, n), jnp.int32)
-        return MixedState(states, records, Choice.none(batch, n), lengths, depths, unused)
+        none = Choice.none(batch, n)
+        return MixedState(states, records, none, lengths, read, depths, unused)
 
     def _fork(self, state: MixedState, samples: Int32[Array, "n"]) -> MixedState:
         def repeated(source: Drafter, held: Any) -> Any:
@@ -239,13 +258,15 @@ class Mixed(Drafter):
             return jax.tree.map(lambda x: take(x, samples) if leads(x) else x, held)
 
         states = tuple(map(repeated, self.sources, state.sources))
-        return self._begun(states, take(state.lengths, samples))
+        return self._begun(states, take(state.lengths, samples), take(state.read, samples))
 
     def admit(self, state: MixedState, tokens, lengths, fresh: Bool[Array, "b"]) -> MixedState:
         states = self._of_each("admit", state.sources, tokens, lengths, fresh)
         begun = jnp.where(fresh, lengths, state.lengths)  # nothing was emitted since then
+        read = jnp.where(fresh[:, None], self._read_at_first(lengths), state.read)
         records = state.records.admit(fresh)
-        return dataclasses.replace(state, sources=states, records=records, lengths=begun)
+        new = {"sources": states, "records": records, "lengths": begun, "read": read}
+        return dataclasses.replace(state, **new)
 
     def observe(self, state: MixedState, rows, taps) -> MixedState:
         hidden, states = dict(zip(self.taps, taps, strict=True)), []
@@ -258,7 +279,8 @@ class Mixed(Drafter):
     def commit(self, state: MixedState, lengths: Int32[Array, "b"]) -> MixedState:
         states = self._of_each("commit", state.sources, lengths)
         records = state.records.update(state.choice, lengths - state.lengths)
-        return dataclasses.replace(state, sources=states, records=records)
+        read = jnp.where(state.choice.asked, state.lengths[:, None], state.read)
+        return dataclasses.replace(state, sources=states, records=records, read=read)
 
     def _of_each(self, method: str, states: tuple[Any, ...], *arguments) -> tuple[Any, ...]:
         """The state of each source after one of its methods."""
@@ -293,7 +315,9 @@ class Mixed(Drafter):
         offers = jax.tree.map(lambda *each: jnp.stack(each, axis=1), *found)
         prices = self._prices(tokens, lengths, draft_lengths, offers.rows)
         records = self._learnt(state, drafts, tokens, lengths)
-        choice = records.choose(offers, draft_lengths > 0, prices, self._are_free)
+        behind = jnp.maximum(lengths[:, None] - CATCH_UP_ROWS - state.read, 0)
+        behind = jnp.where(self._can_be_behind, behind, 0)
+        choice = records.choose(offers, draft_lengths > 0, prices, self._are_free, behind)
         unused = tuple(
             unused_draft(draft, old, choice.source == i) if draft is not None else None
             for i, (draft, old) in enumerate(zip(drafts, state.unused, strict=True))
@@ -302,8 +326,8 @@ class Mixed(Drafter):
             if not source.free:
                 drafts[i] = ask(i, jnp.where(choice.source == i, choice.depths, 0))
         draft = merged_draft(drafts, choice, self.max_draft_tokens)
-        state = MixedState(tuple(states), records, choice, lengths, offers.depths, unused)
-        return draft, state
+        of_step = (choice, lengths, state.read, offers.depths, unused)
+        return draft, MixedState(tuple(states), records, *of_step)
 
     def _learnt(self, state: MixedState, drafts: Sequence[Any], tokens, lengths) -> Records:
         """The records with the last step's unused drafts, compared with the tokens that followed.
@@ -339,10 +363,15 @@ class Mixed(Drafter):
             step, row = both[0], jnp.maximum(both[1] - both[0], 0) / more
         if self.costs is not None and self.draft_cost is None:
             draft = self.costs.draft_step_ms(batch)
-            # A chunk of prefill costs as much as a draft step of that many rows.
-            catch_up = self.costs.draft_step_ms(chunk_rows(*tokens.shape) / CATCH_UP_ROWS)
+            chunk = self.costs.draft_step_ms(chunk_rows(*tokens.shape) / CATCH_UP_ROWS)
         else:
             share = DRAFT_COST if self.draft_cost is None else np.float32(self.draft_cost)
-            draft = catch_up = step * share
+            draft = chunk = step * share
         of_models = lambda ms: jnp.where(is_model, ms, 0.0).astype(jnp.float32)
-        return Prices(step, row, of_models(draft), of_models(catch_up))
+        # A chunk of prefill costs as much as a draft step of that many rows.
+        return Prices(step, row, of_models(draft), of_models(chunk) / chunk_rows(*tokens.shape))
+
+
+def _reads_late(source: Drafter) -> bool:
+    """Whether a source can begin without having read the prompts."""
+    return hasattr(source, "init_unread")
