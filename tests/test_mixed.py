@@ -22,8 +22,9 @@ from toy import (
 import emsjax
 from emsjax.decode.base import Drafter
 from emsjax.drafters.block_network import BlockConfig, BlockNetwork
-from emsjax.drafters.choice import NONE, Offers, Prices, Records, hoped_tokens
+from emsjax.drafters.choice import NONE, Offers, Records, hoped_tokens
 from emsjax.drafters.eagle3_network import Eagle3Config, Eagle3Network
+from emsjax.drafters.prices import Prices
 from emsjax.sampling import Purpose, position_keys
 from emsjax.testing import assert_lossless, assert_same_distribution
 

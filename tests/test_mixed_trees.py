@@ -13,9 +13,10 @@ from toy import shallow_model
 import emsjax
 from emsjax.decode.base import Drafter
 from emsjax.decode.row_counts import chunk_rows
-from emsjax.drafters.choice import Offers, Prices, Records, hoped_tokens
+from emsjax.drafters.choice import Offers, Records, hoped_tokens
 from emsjax.drafters.draft_model import CATCH_UP_ROWS
 from emsjax.drafters.offers import agreement, expected_offer, no_draft
+from emsjax.drafters.prices import Prices
 
 NEW, BATCH, WIDTH, K = 16, 48, 40, 6
 COSTS = emsjax.StepCosts.of({1: 1.0, 64: 2.0}, 0.0, 0.1)

@@ -1,4 +1,4 @@
-"""Which of several draft sources each sample uses in a step: estimates, prices and the choice.
+"""Which of several draft sources each sample uses in a step: estimates and the choice.
 
 Axis legend: b = samples, n = sources, c = classes of offers, k = draft tokens.
 """
@@ -6,12 +6,13 @@ Axis legend: b = samples, n = sources, c = classes of offers, k = draft tokens.
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
+from emsjax.drafters.prices import Prices
 from emsjax.values import pytree
 from pallas_kernels.common.indexing import take, take_in_rows
 
@@ -22,31 +23,6 @@ PRIOR_RATE = 0.9
 PRIOR_STEPS = 1.0  # steps that this expectation counts for
 OWN_TOKENS = 4.0  # accepted tokens from which on a sample's own record outweighs the batch's
 MEMORY = 0.99  # factor by which records decay in each step
-
-
-@runtime_checkable
-class Costs(Protocol):
-    """Measured costs, as `emsjax.StepCosts` has them."""
-
-    def step_ms(self, rows: Any, cached_tokens: Any) -> Any: ...
-
-    def draft_step_ms(self, slots: Any) -> Any: ...
-
-
-class Prices(NamedTuple):
-    """The time of a step's parts, in any unit.
-
-    Attributes:
-        step: a step of the target without drafts.
-        row: a draft token that the target verifies.
-        draft: a draft step of each source, whatever the number of samples.
-        catch_up: reading a token of a sample that a source has not read yet.
-    """
-
-    step: Float[Array, ""]
-    row: Float[Array, ""]
-    draft: Float[Array, "n"]
-    catch_up: Float[Array, "n"]
 
 
 class Offers(NamedTuple):

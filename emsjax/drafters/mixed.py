@@ -12,8 +12,7 @@ from jaxtyping import Array, Bool, Int32
 
 from emsjax.checks import MOST, check_at_least, check_number, is_per_prompt
 from emsjax.decode.base import Draft, Drafter, ModelConfig
-from emsjax.decode.row_counts import chunk_rows
-from emsjax.drafters.choice import Choice, Costs, Prices, Records
+from emsjax.drafters.choice import Choice, Records
 from emsjax.drafters.draft_model import CATCH_UP_ROWS
 from emsjax.drafters.growing import probs_bytes
 from emsjax.drafters.offers import (
@@ -24,12 +23,12 @@ from emsjax.drafters.offers import (
     unused_draft,
     usable_draft,
 )
+from emsjax.drafters.prices import Costs, prices_of_step
 from emsjax.engine.adapt import as_drafter, unwrapped
 from emsjax.returned import check_state, checked_proposal
 from emsjax.values import pytree
 from pallas_kernels.common.indexing import take
 
-DRAFT_COST = 0.1  # of a step of the target: a draft model has about a tenth of its weights
 MOST_MODELS = 4  # every set of them is compared in each step
 
 
@@ -247,8 +246,7 @@ class Mixed(Drafter):
             no_draft(batch, s.max_draft_tokens) if s.free else None for s in self.sources
         )
         depths = jnp.zeros((batch, n), jnp.int32)
-        none = Choice.none(batch, n)
-        return MixedState(states, records, none, lengths, read, depths, unused)
+        return MixedState(states, records, Choice.none(batch, n), lengths, read, depths, unused)
 
     def _fork(self, state: MixedState, samples: Int32[Array, "n"]) -> MixedState:
         def repeated(source: Drafter, held: Any) -> Any:
@@ -264,9 +262,8 @@ class Mixed(Drafter):
         states = self._of_each("admit", state.sources, tokens, lengths, fresh)
         begun = jnp.where(fresh, lengths, state.lengths)  # nothing was emitted since then
         read = jnp.where(fresh[:, None], self._read_at_first(lengths), state.read)
-        records = state.records.admit(fresh)
-        new = {"sources": states, "records": records, "lengths": begun, "read": read}
-        return dataclasses.replace(state, **new)
+        state = dataclasses.replace(state, sources=states, lengths=begun, read=read)
+        return dataclasses.replace(state, records=state.records.admit(fresh))
 
     def observe(self, state: MixedState, rows, taps) -> MixedState:
         hidden, states = dict(zip(self.taps, taps, strict=True)), []
@@ -313,7 +310,8 @@ class Mixed(Drafter):
             found.append(sizes)
         # From here on nothing is known of the tokens that a source draws in this step.
         offers = jax.tree.map(lambda *each: jnp.stack(each, axis=1), *found)
-        prices = self._prices(tokens, lengths, draft_lengths, offers.rows)
+        terms = (self.costs, self.draft_cost, self._are_free)
+        prices = prices_of_step(*terms, tokens, lengths, draft_lengths, offers.rows)
         records = self._learnt(state, drafts, tokens, lengths)
         behind = jnp.maximum(lengths[:, None] - CATCH_UP_ROWS - state.read, 0)
         behind = jnp.where(self._can_be_behind, behind, 0)
@@ -344,32 +342,6 @@ class Mixed(Drafter):
                 right, most = agreement(unused, is_tree, tokens, state.lengths, emitted)
                 records = records.learn(i, state.depths[:, i], most, right, emitted)
         return records
-
-    def _prices(self, tokens, lengths, draft_lengths, drafted: Int32[Array, "b n"]) -> Prices:
-        """The time of the parts of this step, in ms with `costs`, otherwise in target steps.
-
-        Args:
-            drafted: rows that each source offers.
-        """
-        batch, as_float = len(lengths), lambda x: x.astype(jnp.float32)
-        is_model = ~np.array(self._are_free)
-        step, row = jnp.float32(1), jnp.float32(0)
-        if self.costs is not None:
-            active = draft_lengths > 0
-            cached = as_float(jnp.sum(jnp.where(active, lengths - 1, 0)))
-            rows = as_float(jnp.maximum(jnp.sum(active), 1))
-            more = as_float(jnp.maximum(jnp.sum(jnp.max(drafted, axis=1)), 1))
-            both = self.costs.step_ms(jnp.stack([rows, rows + more]), cached)
-            step, row = both[0], jnp.maximum(both[1] - both[0], 0) / more
-        if self.costs is not None and self.draft_cost is None:
-            draft = self.costs.draft_step_ms(batch)
-            chunk = self.costs.draft_step_ms(chunk_rows(*tokens.shape) / CATCH_UP_ROWS)
-        else:
-            share = DRAFT_COST if self.draft_cost is None else np.float32(self.draft_cost)
-            draft = chunk = step * share
-        of_models = lambda ms: jnp.where(is_model, ms, 0.0).astype(jnp.float32)
-        # A chunk of prefill costs as much as a draft step of that many rows.
-        return Prices(step, row, of_models(draft), of_models(chunk) / chunk_rows(*tokens.shape))
 
 
 def _reads_late(source: Drafter) -> bool:
