@@ -76,6 +76,27 @@ KINDS = (
         result_tables.draft_length,
     ),
     Kind(
+        "Draft sources",
+        benchmark("drafters"),
+        "Draft sources alone and mixed, on the same prompts; whole calls, prefill included.",
+        result_tables.drafters,
+    ),
+    Kind(
+        "What drafters add to a step",
+        benchmark("drafting"),
+        "Steps in which a drafter does all its work, beside steps of as many rows whose drafts "
+        "cost nothing. `observed`: hidden states are read and nobody drafts from them. `tree`: "
+        "rejected trees beside rejected chains.",
+        device_tables.drafting,
+    ),
+    Kind(
+        "Groups of devices",
+        benchmark("groups"),
+        "All devices as groups, over each of which a replica is split: see [several "
+        "devices](how-to/several-devices.md). Prefill is included.",
+        result_tables.groups,
+    ),
+    Kind(
         "Slots that refill",
         benchmark("refill"),
         "A set of prompts in batches that end with their last sequence, and in as many slots that "

@@ -3,7 +3,7 @@
 import statistics
 from typing import Any
 
-from markdown_tables import Results, number, table
+from markdown_tables import Results, number, numbers_of, table
 
 
 def step(results: Results) -> list[str]:
@@ -19,11 +19,34 @@ def step(results: Results) -> list[str]:
         for of in results["shapes"]
     ]
     return [
-        f"Shape of {settings['model']}, random weights, {settings['dtype']}, mean context "
+        f"Shape of {settings['model']}, random weights, {numbers_of(settings)}, mean context "
         f"{settings['context']} tokens, attention `{settings['attention']}`, "
         f"{settings['repetitions']} repetitions. Floor: {rates['read_tb_per_s']:g} TB/s, "
         f"{rates['matmul_tflop_per_s']:g} TFLOP/s.",
         table(["samples x rows of each", "best ms", "median ms", "floor ms", "best / floor"], rows),
+    ]
+
+
+def drafting(results: Results) -> list[str]:
+    settings, rows = results["settings"], []
+    for of in results["entries"]:
+        (_, given), (_, drafted) = of["times"].items()
+        rows.append(
+            [
+                f"`{of['source']}`",
+                f"{of['batch']} x {of['rows_per_sample']}",
+                number(given["best_ms"], 3),
+                number(drafted["best_ms"], 3),
+                f"{of['ratio'] - 1:+.1%}",
+            ]
+        )
+    narrow = settings.get("draft_quantize")
+    of_drafters = f"; drafters' weights in {narrow}" if narrow else ""
+    return [
+        f"Shape of {settings['model']}, random weights, {numbers_of(settings)}; draft model of "
+        f"{settings['draft_model']}'s shape{of_drafters}; mean context {settings['context']} "
+        f"tokens, {settings['repetitions']} repetitions.",
+        table(["source", "samples x rows of each", "without, ms", "with, ms", "adds"], rows),
     ]
 
 

@@ -13,5 +13,19 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return "\n".join("| " + " | ".join(map(shown, row)) + " |" for row in cells)
 
 
+def numbers_of(settings: Results) -> str:
+    """The formats of a model's numbers, and its devices if there are several."""
+    parts = [settings["dtype"]]
+    if "quantize" in settings:
+        parts.append(f"weights in {settings['quantize']}")
+    if "kv_dtype" in settings:
+        parts.append(f"keys and values in {settings['kv_dtype']}")
+    if settings.get("numerics") == "invariant":
+        parts.append("invariant numerics")
+    if "tensor_parallel" in settings:
+        parts.append(f"split over {settings['tensor_parallel']} devices")
+    return ", ".join(parts)
+
+
 def number(value: float | None, digits: int = 2) -> str | None:
     return None if value is None else f"{value:.{digits}f}"

@@ -1,6 +1,6 @@
 """Tables of decoding, for the benchmarks page: speeds, draft lengths, acceptance."""
 
-from markdown_tables import Results, number, table
+from markdown_tables import Results, number, numbers_of, table
 
 
 def draft_length(results: Results) -> list[str]:
@@ -134,7 +134,52 @@ def subject(settings: Results) -> str:
         what = f"`{settings['model']}`"
         if settings["draft_model"] is not None:
             what += f", draft model `{settings['draft_model']}`"
-    return f"{what}, {settings['dtype']}"
+    return f"{what}, {numbers_of(settings)}"
+
+
+def drafters(results: Results) -> list[str]:
+    settings, rows = results["settings"], []
+    if "shape" in settings:
+        what = "The embedded pair"
+    else:
+        what = f"`{settings['model']}`, draft model `{settings['draft_model']}`"
+    for entry in results["entries"]:
+        for name, of in entry["drafters"].items():
+            rows.append(
+                [
+                    entry["batch"],
+                    name,
+                    f"{of['tokens_per_s']:.0f}",
+                    number(of["of_best"], 3),
+                    number(of["tokens_per_step"]),
+                    f"{of['acceptance_rate']:.1%}",
+                    number(of["step_ms"]),
+                ]
+            )
+    head = ["batch", "drafts", "tokens/s", "of the best source alone", "tokens per step"]
+    return [
+        f"{what}, {numbers_of(settings)}, {settings['max_new_tokens']} new tokens, a draft model's "
+        f"limit {settings['draft_tokens']}; medians of {settings['repeats']} repeats.",
+        table([*head, "accepted", "ms of a step"], rows),
+    ]
+
+
+def groups(results: Results) -> list[str]:
+    settings = results["settings"]
+    rows = [
+        [
+            f"{of['groups']} x {of['size']}",
+            of["slots"],
+            *(f"{of['tokens_per_s'][which]:.0f}" for which in ("min", "median", "max")),
+        ]
+        for of in results["entries"]
+    ]
+    return [
+        f"Shape of {settings['shape']}, scripted, {numbers_of(settings)}; {settings['prompts']} "
+        f"prompts, {settings['max_new_tokens']} new tokens each, {settings['batch_size']} slots "
+        f"altogether on {settings['devices']} devices, {settings['repeats']} runs.",
+        table(["groups x devices", "slots of each", "least", "median", "most tokens/s"], rows),
+    ]
 
 
 def refill(results: Results) -> list[str]:

@@ -239,6 +239,8 @@ def of_drafters() -> dict:
     return {"suffix": {**of, "tokens_per_s": 210.0, "speed": 2.0}}
 
 
+SOURCE = {"of_best": 0.987, "tokens_per_step": 8.9, "acceptance_rate": 0.819, "step_ms": 36.5}
+SPLIT = {"dtype": "bfloat16", "quantize": "int8", "kv_dtype": "int8", "tensor_parallel": 2}
 NOT_YET = {  # results of kinds that may have no committed file, as their writers format them
     "emsjax bench ems-sd --shape opt-6.7b": (
         {
@@ -307,6 +309,63 @@ NOT_YET = {  # results of kinds that may have no committed file, as their writer
             "| 8 | coding | 9 | suffix | 2.50 | 61.0% | 12.3 | 210 | 2.00 |",
             "| 8 | overall | 12 | suffix | 2.50 | 61.0% | 12.3 | 210 | 2.00 |",
         ],
+    ),
+    "emsjax bench drafters": (
+        {
+            "settings": {
+                "shape": "embedded",
+                "dtype": "float32",
+                "max_new_tokens": 256,
+                "draft_tokens": 4,
+                "repeats": 5,
+            },
+            "entries": [{"batch": 8, "drafters": {"mixed": SOURCE | {"tokens_per_s": 1527.0}}}],
+        },
+        [
+            "The embedded pair, float32, 256 new tokens",
+            "| 8 | mixed | 1527 | 0.987 | 8.90 | 81.9% | 36.50 |",
+        ],
+    ),
+    "emsjax bench drafting": (
+        {
+            "settings": SPLIT
+            | {
+                "model": "qwen3-8b",
+                "draft_model": "qwen3-0.6b",
+                "context": 900,
+                "repetitions": 7,
+                "draft_quantize": "int8",
+            },
+            "entries": [
+                {
+                    "source": "block",
+                    "batch": 8,
+                    "rows_per_sample": 8,
+                    "times": {"given": {"best_ms": 4.0}, "drafted": {"best_ms": 4.2}},
+                    "ratio": 1.05,
+                }
+            ],
+        },
+        [
+            "bfloat16, weights in int8, keys and values in int8, split over 2 devices; draft model",
+            "drafters' weights in int8; mean context 900",
+            "| `block` | 8 x 8 | 4.000 | 4.200 | +5.0% |",
+        ],
+    ),
+    "emsjax bench groups": (
+        {
+            "settings": {
+                "shape": "opt-13b",
+                "dtype": "bfloat16",
+                "batch_size": 64,
+                "prompts": 256,
+                "max_new_tokens": 128,
+                "repeats": 5,
+                "devices": 4,
+            },
+            "entries": [{"size": 2, "groups": 2, "slots": 32, "tokens_per_s": SPEED}],
+        },
+        ["64 slots altogether on 4 devices, 5 runs", "| 2 x 2 | 32 | 90 | 100 | 110 |"],
     ),
     "python -m emsjax.benchmarks.buckets": (
         {
