@@ -318,6 +318,22 @@ def test_the_synergy_figure_marks_each_batch_sizes_best_length():
     assert [text.get_text() for text in best.get_xticklabels()] == ["1", "8"]
 
 
+def test_steps_are_drawn_by_devices_beside_their_floors():
+    def step(model, ms, **settings):
+        entry = {"shape": "24x8", "best_ms": ms, "floor_ms": {"reference": ms / 2}}
+        return {"settings": {"model": model, **settings}, "shapes": [entry]}
+
+    two = step("opt-13b", 9.0, tensor_parallel=2)
+    figure = plotting.devices_figure([two, step("opt-13b", 13.0), step("opt-66b", 40.0)])
+    one, other = figure.axes
+    assert (one.get_title(), other.get_title()) == ("opt-13b", "opt-66b")
+    times, floors = one.get_lines()
+    assert times.get_label() == "24 x 8"
+    assert times.get_xydata().tolist() == [[1, 13], [2, 9]]
+    assert floors.get_xydata().tolist() == [[1, 6.5], [2, 4.5]]
+    assert [text.get_text() for text in one.get_xticklabels()] == ["1", "2"]
+
+
 def test_every_line_of_the_synergy_figure_is_dark_enough_for_white():
     curves = {2**n: np.array([2.0, 1.0]) for n in range(7)}
     speed, _ = plotting.synergy_figure(curves).axes
@@ -329,7 +345,13 @@ def test_every_line_of_the_synergy_figure_is_dark_enough_for_white():
 
 
 @pytest.mark.parametrize(
-    "draw", [plotting.packed_rows_figure, plotting.cache_figure, plotting.synergy_figure]
+    "draw",
+    [
+        plotting.packed_rows_figure,
+        plotting.cache_figure,
+        plotting.synergy_figure,
+        plotting.devices_figure,
+    ],
 )
 def test_nothing_to_draw_is_refused(draw):
     with pytest.raises(ValueError, match="nothing to draw"):

@@ -3,6 +3,7 @@
 from emsjax.plotting.arrays import cache_figure, packed_rows_figure
 from emsjax.plotting.canvas import check_format
 from emsjax.plotting.measurements import (
+    devices_figure,
     distillation_figure,
     draft_length_figure,
     ems_sd_figure,
@@ -13,6 +14,7 @@ from emsjax.plotting.measurements import (
 __all__ = [
     "cache_figure",
     "check_format",
+    "devices_figure",
     "distillation_figure",
     "draft_length_figure",
     "ems_sd_figure",

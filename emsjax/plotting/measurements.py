@@ -131,6 +131,46 @@ def prompts_figure(results: Mapping[str, Any]):
     return figure
 
 
+def devices_figure(results: Sequence[Mapping[str, Any]]):
+    """Draw how long a decoding step takes by the number of devices over which a model is split.
+
+    Args:
+        results: each written by `emsjax bench step`, of any models and numbers of devices.
+
+    Returns:
+        A matplotlib `Figure` with a panel for each model: milliseconds of a step of each shape,
+        samples x rows, and dashed the least that the devices' rates allow.
+
+    Raises:
+        ImportError: matplotlib is missing.
+        ValueError: no shapes.
+    """
+    models: dict[str, dict[str, dict[int, Mapping[str, Any]]]] = {}
+    for of in results:
+        devices = of["settings"].get("tensor_parallel", 1)
+        for entry in of["shapes"]:
+            of_model = models.setdefault(of["settings"]["model"], {})
+            of_model.setdefault(entry["shape"], {})[devices] = entry
+    if not models:
+        raise ValueError("results hold no shapes: nothing to draw")
+    width, height = PANEL_INCHES
+    figure = new_figure(width * len(models), height)
+    for place, (model, shapes) in enumerate(models.items(), start=1):
+        axes = figure.add_subplot(1, len(models), place)
+        for i, (shape, entries) in enumerate(shapes.items()):
+            counts = sorted(entries)
+            times = [entries[n]["best_ms"] for n in counts]
+            floors = [entries[n]["floor_ms"]["reference"] for n in counts]
+            axes.plot(counts, times, color=f"C{i}", marker=".", label=shape.replace("x", " x "))
+            axes.plot(counts, floors, color=f"C{i}", linewidth=0.8, linestyle="--")
+        _binary_axis(axes, {n for entries in shapes.values() for n in entries}, "devices")
+        axes.set_ylabel("ms of a step")
+        axes.set_ylim(bottom=0)
+        axes.set_title(model)
+        axes.legend(fontsize="small")
+    return figure
+
+
 def distillation_figure(results: Mapping[str, Any]):
     """Draw the training of a draft model.
 
@@ -218,7 +258,11 @@ def _draw_bars(axes, entries: Sequence[Mapping[str, Any]], which: str) -> None:
 
 
 def _batch_axis(axes, sizes) -> None:
-    """Set a logarithmic axis of batch sizes, labelled where there is room."""
+    _binary_axis(axes, sizes, "batch size")
+
+
+def _binary_axis(axes, sizes, label: str) -> None:
+    """Set a logarithmic axis of these sizes, labelled where there is room."""
     sizes, named = sorted(sizes), []
     for size in sizes:
         if not named or size >= ROOM * named[-1]:
@@ -226,7 +270,7 @@ def _batch_axis(axes, sizes) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [f"{size}" if size in named else "" for size in sizes])
     axes.minorticks_off()
-    axes.set_xlabel("batch size")
+    axes.set_xlabel(label)
 
 
 def _draw(axes, entry: Mapping[str, Any]) -> None:
