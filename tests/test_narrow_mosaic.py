@@ -1,5 +1,7 @@
 """Products with narrow weights as a Mosaic GPU kernel, interpreted and lowered."""
 
+import itertools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -30,6 +32,8 @@ from pallas_kernels.matmul.narrow import FORMATS, GROUP
         ("fp8", 40, "silu", True),
         ("int8", 5, "relu", False),
         ("fp8", 9, None, False),
+        ("int4", 3, "silu", True),
+        ("int4", 40, None, False),
     ],
 )
 def test_products_equal_numpy(format, rows, activation, gated, monkeypatch):
@@ -63,15 +67,19 @@ def test_every_tile_gives_the_same_product(number, tile):
 
 @pytest.mark.gpu
 @needs_new_jax
-@pytest.mark.parametrize(("together", "splits"), [(2, 1), (2, 2), (4, 1)])
-def test_blocks_of_few_rows_may_be_multiplied_together(together, splits):
-    x, weight = rows_with_large(5, 512, "bfloat16"), weight_of("int8", 512, 128)
-    tiling = narrow_tiles.swapped(5, 128, splits, stages=8, together=together)
+@pytest.mark.parametrize(
+    ("format", "together", "splits"),
+    [("int8", 2, 1), ("int8", 2, 2), ("int8", 4, 1), ("int4", 1, 1), ("int4", 2, 2)],
+)
+def test_blocks_of_few_rows_may_be_multiplied_together(format, together, splits):
+    x, weight = rows_with_large(5, 512, "bfloat16"), weight_of(format, 512, 128)
+    bits = 4 if format == "int4" else 8
+    tiling = narrow_tiles.swapped(5, 128, splits, stages=8, together=together, bits=bits)
     options = {"tiling": tiling, "dtype": jnp.bfloat16, "interpret": INTERPRET}
     out = np.asarray(narrow_mosaic.launch(x, weight, None, **options), np.float64)
     total = out if splits == 1 else out.sum(axis=0)
     expected = rounded_by_kernel(x, weight.kind) @ np.float64(weight.dense())
-    close(total, expected, "bfloat16", "int8", rounded=True)
+    close(total, expected, "bfloat16", format, rounded=True)
 
 
 def rounded_by_kernel(x, kind):
@@ -100,8 +108,10 @@ def test_steps_with_second_terms_are_listed(splits, together, groups):
 
 
 @pytest.mark.skipif(IS_OLD, reason="jax 0.11 is the first to lower it")
-@pytest.mark.parametrize("format", ROUNDING)
-@pytest.mark.parametrize("rows", [1, 24, 70, 192])
+@pytest.mark.parametrize(
+    ("format", "rows"),
+    [*itertools.product(ROUNDING, [1, 24, 70, 192]), ("int4", 1), ("int4", 64)],
+)
 def test_the_kernel_lowers_for_cuda(format, rows):
     kind = FORMATS[format]
     tiling = narrow_mosaic.tiling_for(
@@ -113,7 +123,10 @@ def test_the_kernel_lowers_for_cuda(format, rows):
         options = {"tiling": tiling, "dtype": jnp.bfloat16, "interpret": False}
         return narrow_mosaic.launch(x, weight, None, **options)
 
-    shapes = (rows, 2048, jnp.bfloat16), (1024, 2048, kind.dtype), (1, 1024, jnp.float32)
+    values, scales = (1024, 2048, kind.dtype), (1, 1024, jnp.float32)
+    if kind.is_packed:
+        values, scales = (1024, 1024, jnp.uint8), (2048 // GROUP, 1024, jnp.bfloat16)
+    shapes = (rows, 2048, jnp.bfloat16), values, scales
     lower_for_cuda(product, *shapes, backend="mosaic_gpu")
 
 
@@ -138,12 +151,27 @@ def test_tiles_cover_the_product_and_fit_on_the_device(rows, inputs, outputs, sp
         assert tiling.stages * stage + staged <= mosaic_tiles.SHARED_BYTES
 
 
+@pytest.mark.parametrize("rows", [1, 24, narrow_tiles.MOST_PACKED_ROWS])
+@pytest.mark.parametrize(("inputs", "outputs"), [(4096, 12288), (16384, 4096)])
+@pytest.mark.parametrize("split", [True, False])
+def test_tiles_of_bytes_with_two_values_fit_on_the_device(rows, inputs, outputs, split):
+    tiling = narrow_tiles.few_rows_tiling(rows, inputs, outputs, split=split, bits=4)
+    assert inputs % (tiling.splits * tiling.depth) == outputs % tiling.columns == 0
+    lanes, together = 2 * tiling.rows, tiling.depth // GROUP
+    assert narrow_tiles.sums_fit(lanes, tiling.columns, tiling.warpgroups, together)
+    numbers = GROUP * (lanes + tiling.columns // 2)
+    stage = together * (numbers + 4 * (lanes + tiling.columns))
+    staged = tiling.warpgroups * mosaic_tiles.UNIT * mosaic_tiles.LINE
+    assert tiling.stages >= 4
+    assert tiling.stages * stage + staged <= mosaic_tiles.SHARED_BYTES
+
+
 @needs_new_jax
 @pytest.mark.parametrize(
     ("format", "numerics", "error"),
-    [("int4", "fast", "formats that round rows"), ("int8", "invariant", "no invariant numerics")],
+    [("int4", "fast", "few rows and int4"), ("int8", "invariant", "no invariant numerics")],
 )
 def test_what_the_kernel_does_not_take_raises_an_error(format, numerics, error):
-    x, weight = random(64, 256), weight_of(format, 256, 128)
+    x, weight = random(65, 256), weight_of(format, 256, 128)
     with pytest.raises(ValueError, match=error):
         pallas_kernels.linear(x, weight, numerics=numerics, **MOSAIC)

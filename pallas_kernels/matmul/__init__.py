@@ -58,11 +58,12 @@ def linear(
             approximation), or None.
         gated: whether the product is gated.
         implementation: "triton" (at most 128 rows; it reads the weights once), "mosaic"
-            (Pallas Mosaic GPU: 16-bit numbers and rows in multiples of 8, or int8 and fp8
-            weights in fast numerics; jax 0.11 and compute capability 9.0), "xla", or None:
+            (Pallas Mosaic GPU: 16-bit numbers and rows in multiples of 8, or in fast numerics
+            int8 and fp8 weights, and int4 weights and at most 64 rows; jax 0.11 and compute
+            capability 9.0), "xla", or None:
             Triton if the device runs it and it is faster (few rows of 16-bit numbers, sizes that
             are multiples of its tiles), otherwise XLA. For narrow weights None is Mosaic if it
-            takes the weight and 16-bit rows, otherwise Triton.
+            takes int8 or fp8 weights and 16-bit rows, otherwise Triton.
         numerics: "fast"; "invariant": the bits of a row depend on that row and the weight alone,
             not on the number of rows or the row's place among them; None: as in the context of
             `pallas_kernels.numerics`. If invariant, both kernels take any number of rows, and
@@ -226,8 +227,9 @@ def _narrow_kernel(
     module = _module(f"narrow_{name}")
     if implementation is None and x.dtype.itemsize == 2 and runs_mosaic() and not kind["invariant"]:
         faster = _module("narrow_mosaic")
-        module = faster if faster.takes(weight) else module
-    if not module.takes(weight):
+        # It has not been measured with the other formats.
+        module = faster if weight.kind.rounds_rows and faster.takes(weight, x) else module
+    if not module.takes(weight, x):
         if implementation is None:
             return None
         raise ValueError(

@@ -9,6 +9,10 @@ for the second terms beside those of the first, whether there are any or not. Wi
 with second terms come after all others: a small launch lists them, so that those without are
 neither fetched nor multiplied again.
 
+Weights in 4 bits are for few rows only: they are widened in registers, as the first factor of a
+matrix instruction, in which rows cannot be. Each of their groups has its own sums too, which are
+scaled by the group's scales of the tile's columns as well.
+
 Tiles, their order and the way to the output are those of `mosaic`.
 """
 
@@ -31,10 +35,13 @@ from pallas_kernels.matmul.mosaic_tiles import (
     Tiling,
 )
 from pallas_kernels.matmul.narrow import GROUP, Format, NarrowWeight
+from pallas_kernels.matmul.narrow_triton import NIBBLE_UNIT
 from pallas_kernels.matmul.rounded import RoundedRows
+from pallas_kernels.matmul.widened import multiply_widened
 
 MULTIPLES = narrow_tiles.MULTIPLES
-GATES, TAKES = False, "weights of formats that round rows (int8, fp8),"
+GATES = False
+TAKES = "weights of formats that round rows (int8, fp8), or few rows and int4 without zeros,"
 LISTED_GROUPS = 64  # groups of rows of which flags are read at once
 
 
@@ -56,18 +63,22 @@ def tiling_for(
     Raises:
         ValueError: `invariant` is set.
     """
-    del kind
     if invariant:
         raise ValueError("implementation 'mosaic' has no invariant numerics with narrow weights")
+    if kind.is_packed:
+        return narrow_tiles.few_rows_tiling(rows, inputs, outputs, split=split, bits=4)
     # Only 16-bit outputs can be transposed back.
     swap = dtype.itemsize == ITEM_BYTES
     return narrow_tiles.tiling_for(rows, inputs, outputs, split=split, swap=swap)
 
 
-def takes(weight: NarrowWeight) -> bool:
-    """Whether the kernel takes a weight of these sizes and this format."""
+def takes(weight: NarrowWeight, x: Array | RoundedRows) -> bool:
+    """Whether the kernel takes rows and a weight of these sizes and types."""
     fits = all(size % unit == 0 for size, unit in zip(weight.shape, MULTIPLES, strict=True))
-    return fits and weight.kind.rounds_rows
+    if not weight.kind.is_packed:
+        return fits and weight.kind.rounds_rows
+    few = x.shape[0] <= narrow_tiles.MOST_PACKED_ROWS and x.dtype.itemsize == ITEM_BYTES
+    return fits and few and weight.zeros is None
 
 
 def padded_rows(rows: int, outputs: int, tiling: Tiling) -> int:
@@ -91,16 +102,22 @@ def launch(
     padded = padded_rows(rows, outputs, tiling)
     x = narrow_triton.in_kernel_form(x, kind, padded, interpret=interpret)
     later = () if tiling.swapped else list_second(x.second, tiling, interpret=interpret)
-    kernel = functools.partial(_kernel, tiling=tiling, kind=kind, activation=activation)
+    static = {"tiling": tiling, "kind": kind, "activation": activation, "interpret": interpret}
+    kernel = functools.partial(_kernel, **static)
     # Rows are copied COPIED_ROWS at a time, unless all are fewer.
     copied = rows if rows < COPIED_ROWS else round_up(rows, COPIED_ROWS)
     out = jax.ShapeDtypeStruct((copied, outputs), dtype)
     name = f"narrow_linear_{inputs}x{outputs}"
+    values, scales = weight.values, weight.scales
+    if kind.is_packed:
+        values = lax.bitcast_convert_type(values, jnp.int8)
+    if not kind.grouped:
+        scales = scales.reshape(outputs).astype(jnp.float32)
     product = mosaic.over_tiles(kernel, out, tiling, name=name, interpret=interpret)(
         x.values.reshape(2 * padded, inputs),
         x.scales.reshape(-1, 2 * padded),
-        weight.values,
-        weight.scales.reshape(outputs).astype(jnp.float32),
+        values,
+        scales,
         *later,
         *(() if bias is None else (bias,)),
     )
@@ -159,12 +176,13 @@ def _list_kernel(second_ref, numbers_ref, counts_ref, *, steps: int, together: i
 def _kernel(
     rounded_ref,  # [2 * padded, inputs]: first terms, second terms
     rounded_scales_ref,  # [blocks, 2 * padded]
-    values_ref,  # [outputs, inputs]
-    scales_ref,  # [outputs]
+    values_ref,  # [outputs, inputs], or bytes
+    scales_ref,  # [outputs], or [blocks, outputs]
     *refs,  # many rows: numbers [splits, steps], counts [splits]; bias [outputs]; out
     tiling: Tiling,
     kind: Format,
     activation: str | None,
+    interpret: bool,
 ):
     later, refs = (None, refs) if tiling.swapped else (refs[:2], refs[2:])
     bias_ref, out_ref = refs if len(refs) == 2 else (None, *refs)
@@ -185,22 +203,32 @@ def _kernel(
     first_row, first_column = tile_row + skipped[0], tile_column + skipped[1]
     product_dtype = jnp.float32 if kind.dtype == jnp.float8_e4m3fn else jnp.int32
 
-    def multiply(_, rows_block, scales_block, weight_block, sums):
+    def multiply(_, rows_block, scales_block, weight_block, *rest, own_wide=None):
+        group_scales, sums = rest if kind.grouped else (None, *rest)
         left, right = (weight_block, rows_block) if swapped else (rows_block, weight_block)
 
         def products(*of_blocks):
             for i, of_block in enumerate(of_blocks):
                 group = pl.ds(i * GROUP, GROUP)
-                own_factor = left.at[own_part, group]
-                plgpu.wgmma(of_block, own_factor, right.at[:, group].transpose((1, 0)))
+                rows = right.at[:, group].transpose((1, 0))
+                if kind.is_packed:
+                    own_bytes = left.at[own_part, pl.ds(i * GROUP // 2, GROUP // 2)]
+                    multiply_widened(of_block, own_bytes, rows, own_wide)
+                else:
+                    plgpu.wgmma(of_block, left.at[own_part, group], rows)
             return [of_block[...] for of_block in of_blocks]
 
         found = pl.run_scoped(products, *[plgpu.ACC(sums_shape, product_dtype)] * together)
         of_lanes = pl.ds(0, lanes) if swapped else own_part
         for i, of_block in enumerate(found):
-            scales = plgpu.load(scales_block.at[i, of_lanes], optimized=False)
-            scales = lax.broadcast_in_dim(scales, sums_shape, (rows_axis,))
-            sums += of_block.astype(jnp.float32) * scales
+            scaled = of_block.astype(jnp.float32)
+            of_axes = {rows_axis: scales_block.at[i, of_lanes]}
+            if group_scales is not None:
+                of_axes[columns_axis] = group_scales.at[i, own_part]
+            for axis, ref in of_axes.items():
+                scales = plgpu.load(ref, optimized=False).astype(jnp.float32)
+                scaled = scaled * lax.broadcast_in_dim(scales, sums_shape, (axis,))
+            sums += scaled
         return sums
 
     def finish(sums, staged):
@@ -211,7 +239,8 @@ def _kernel(
             loaded = plgpu.load(ref.at[pl.ds(first_column, own_columns)], optimized=False)
             return lax.broadcast_in_dim(loaded.astype(jnp.float32), sums.shape, (columns_axis,))
 
-        out = sums * of_columns(scales_ref)
+        out = sums / NIBBLE_UNIT if kind.is_packed else sums
+        out = out if kind.grouped else out * of_columns(scales_ref)
         out = out if bias_ref is None else out + of_columns(bias_ref)
         out = out if activation is None else IN_KERNELS[activation](out)
         out = out.astype(out_ref.dtype)
@@ -240,9 +269,15 @@ def _kernel(
     def of_weight(step):
         return column_tile, term_and_blocks(step)[1]
 
+    def of_groups(step):
+        return term_and_blocks(step)[1], column_tile
+
     neighbours = ("neighbour",) if tiling.cluster > 1 else ()
     block_of = functools.partial(plgpu.BlockSpec, memory_space=plgpu.SMEM)
-    lines = mosaic.swizzled(GROUP, kind.dtype)
+    lines = mosaic.swizzled(GROUP, jnp.int8)
+    in_byte = 2 if kind.is_packed else 1  # values
+    weight_lines = mosaic.swizzled(GROUP // in_byte, jnp.int8)
+    of_group = [block_of((together, tiling.columns), of_groups)] if kind.grouped else []
     pipeline = functools.partial(
         plgpu.emit_pipeline_warp_specialized,
         grid=(steps if later is None else steps + later[1][split],),
@@ -250,21 +285,27 @@ def _kernel(
         in_specs=[
             block_of((lanes, tiling.depth), of_rows, transforms=lines, collective_axes=neighbours),
             block_of((together, lanes), of_scales),
-            block_of((tiling.columns, tiling.depth), of_weight, transforms=lines),
+            block_of((tiling.columns, tiling.depth // in_byte), of_weight, transforms=weight_lines),
+            *of_group,
         ],
         wg_axis="warpgroup",
         num_compute_wgs=tiling.warpgroups,
         max_concurrent_steps=tiling.stages,
     )
     factors = rounded_ref, rounded_scales_ref, values_ref
+    factors += (scales_ref,) if kind.grouped else ()
 
-    def run(stages, staged):
+    def run(stages, staged, wide=None):
         def context(multiply_all):
             finish(multiply_all(jnp.zeros(sums_shape, jnp.float32)), staged)
 
-        pipeline(multiply, compute_context=context)(*factors, allocations=stages)
+        own_wide = None if wide is None else wide.at[warpgroup]
+        body = functools.partial(multiply, own_wide=own_wide)
+        pipeline(body, compute_context=context)(*factors, allocations=stages)
 
     nothing = lambda *_: None
     stages = pipeline(nothing, compute_context=nothing).get_allocations(*factors)
     staged = mosaic.staging(own_rows, own_columns, tiling.warpgroups, out_ref.dtype)
-    pl.run_scoped(run, stages, staged, collective_axes="warpgroup")
+    wide = plgpu.SMEM((tiling.warpgroups, own, GROUP), jnp.int8)
+    scratch = [wide] if kind.is_packed and interpret else []
+    pl.run_scoped(run, stages, staged, *scratch, collective_axes="warpgroup")

@@ -32,6 +32,7 @@ MULTIPLES = (GROUP, UNIT)  # of inputs and outputs
 FEWEST_BLOCKS = 8  # of a share
 FEW_ROWS = 32  # whose lanes, two of each row, cost less than reading the weights
 FEW_ROWS_COLUMNS, FEW_ROWS_STAGES = (128, 64), 8  # of such a tile
+MOST_PACKED_ROWS = 64  # of weights with two values in a byte
 FEW_ROWS_UNIT = 16  # of their number: the scales of their lanes fill a line of shared memory
 TOGETHER = (1, 2)  # blocks of a step
 # Of all threads of a multiprocessor, in a clock. A sum is converted (integers), scaled and added.
@@ -65,8 +66,13 @@ def tiling_for(rows: int, inputs: int, outputs: int, *, split: bool, swap: bool)
     return min(fitting, key=lambda tiling: clocks(rows, inputs, outputs, tiling), default=smallest)
 
 
-def few_rows_tiling(rows: int, inputs: int, outputs: int, *, split: bool) -> Tiling:
-    """The tiling of a product that waits for its weights: one row of tiles, operands swapped."""
+def few_rows_tiling(rows: int, inputs: int, outputs: int, *, split: bool, bits: int = 8) -> Tiling:
+    """The tiling of a product that waits for its weights: one row of tiles, operands swapped.
+
+    Args:
+        split: see `tiling_for`.
+        bits: of the weight's values.
+    """
     fitting = [columns for columns in FEW_ROWS_COLUMNS if outputs % columns == 0] or [UNIT]
     blocks = inputs // GROUP
 
@@ -85,11 +91,16 @@ def few_rows_tiling(rows: int, inputs: int, outputs: int, *, split: bool) -> Til
     columns = next((n for n in fitting if splits_of(n) == 1), fitting[-1])
     splits = splits_of(columns)
     together = max(n for n in TOGETHER if blocks // splits % n == 0)
-    return swapped(rows, columns, splits, together=together)
+    return swapped(rows, columns, splits, FEW_ROWS_STAGES * 8 // bits, together, bits)
 
 
 def swapped(
-    rows: int, columns: int, splits: int, stages: int = FEW_ROWS_STAGES, together: int = 1
+    rows: int,
+    columns: int,
+    splits: int,
+    stages: int = FEW_ROWS_STAGES,
+    together: int = 1,
+    bits: int = 8,
 ) -> Tiling:
     """A tile of all rows with swapped operands, and lanes for both terms of each row.
 
@@ -99,7 +110,7 @@ def swapped(
     """
     height = round_up(rows, FEW_ROWS_UNIT)
     warpgroups = columns // UNIT
-    stages = stages_that_fit(2 * height, columns, warpgroups, most=stages) // together
+    stages = stages_that_fit(2 * height, columns, warpgroups, stages, bits) // together
     depth = together * GROUP
     return Tiling(height, columns, splits, 1, warpgroups, stages, swapped=True, depth=depth)
 
@@ -122,11 +133,15 @@ def sums_fit(rows: int, columns: int, warpgroups: int, together: int = 1) -> boo
     return sums + OTHER_REGISTERS <= of_thread and instruction_fits(columns, warpgroups)
 
 
-def stages_that_fit(rows: int, columns: int, warpgroups: int, most: int = MOST_STAGES) -> int:
-    """Blocks of 8-bit numbers that fit in shared memory, with the rows' scales, beside the staged
-    part of the output."""
+def stages_that_fit(
+    rows: int, columns: int, warpgroups: int, most: int = MOST_STAGES, bits: int = 8
+) -> int:
+    """Blocks that fit in shared memory, with their scales, beside the staged part of the output.
+
+    Rows are 8-bit numbers. Weights in fewer bits have scales as well.
+    """
     staged = warpgroups * UNIT * LINE
-    of_stage = GROUP * (rows + columns) + 4 * rows
+    of_stage = GROUP * (rows + columns * bits // 8) + 4 * (rows + (columns if bits < 8 else 0))
     return min(most, (SHARED_BYTES - staged) // of_stage)
 
 
