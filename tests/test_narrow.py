@@ -227,7 +227,7 @@ def test_large_inputs_cost_int8_no_more_than_fp8():
 
 def test_zeros_make_no_number_a_large_one():
     x = jax.nn.relu(random(64, 4096))
-    has_large = lambda x: jnp.any(narrow.round_blocks((x,), FORMATS["int8"]).second_scales > 0)
+    has_large = lambda x: jnp.any(narrow.round_blocks(x, FORMATS["int8"]).second_scales > 0)
     assert not has_large(x.reshape(64, -1, GROUP))
     assert has_large(x.at[5, 7].set(20.0).reshape(64, -1, GROUP))
 

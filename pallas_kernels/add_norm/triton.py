@@ -90,7 +90,7 @@ def _kernel(
         return
     values_ref, scales_ref, second_ref = out_refs
     block = jnp.arange(len(at) // GROUP)
-    blocks = (jnp.where(mask, out.astype(jnp.float32), 0).reshape(len(block), GROUP),)
+    blocks = jnp.where(mask, out.astype(jnp.float32), 0).reshape(len(block), GROUP)
     of_row = jnp.full_like(block, row)
     exists = block < size // GROUP
     where = values_ref, scales_ref, blocks, of_row, block

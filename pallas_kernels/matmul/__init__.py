@@ -196,7 +196,7 @@ def rounding_for(
     Returns:
         The rounding; None: the product takes the rows as they are.
     """
-    if not (isinstance(weight, NarrowWeight) and weight.kind.rounds_rows and weight.order is None):
+    if not isinstance(weight, NarrowWeight) or weight.order is not None:
         return None
     x = jax.ShapeDtypeStruct((rows, weight.shape[0]), dtype)
     kernel = _narrow_kernel(x, weight, None, False, split=sums, invariant=is_invariant(numerics))

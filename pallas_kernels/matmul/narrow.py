@@ -190,55 +190,49 @@ class Rounded(NamedTuple):
     """Blocks of rows in a narrow type: see `round_blocks`.
 
     Attributes:
-        values: [..., n] of each part of a block.
+        values: [..., n].
         scales: float32 [...].
-        second_values: of the second term, [..., n] of each part.
+        second_values: of the second term, [..., n].
         second_scales: float32 [...]; 0 where there is no second term.
     """
 
-    values: tuple[Array, ...]
+    values: Array
     scales: Array
-    second_values: tuple[Array, ...]
+    second_values: Array
     second_scales: Array
 
 
-def round_blocks(parts: tuple[Array, ...], kind: Format) -> Rounded:
+def round_blocks(x: Array, kind: Format) -> Rounded:
     """Rounds blocks of rows to the values that a kernel multiplies.
 
     If the format does not round rows, all numbers have a second term: together the terms keep as
     much of a number as 16-bit types do. Kernels and XLA use this function alike.
 
     Args:
-        parts: float32 [..., n], which make up the blocks along the last axis.
+        x: float32 [..., n]: blocks along the last axis.
         kind: the format of the weight.
     """
-    sizes = tuple(map(abs, parts))
-    largest = functools.reduce(jnp.maximum, (jnp.max(size, axis=-1) for size in sizes))
-    usual = _mean(sizes, largest) * kind.large if kind.rounds_rows else largest
+    size = abs(x)
+    largest = jnp.max(size, axis=-1)
+    usual = _mean(size, largest) * kind.large if kind.rounds_rows else largest
     if kind.dtype == jnp.float8_e4m3fn:
         # Steps are relative, so that the second term is that of large numbers alone.
-        top = largest
-        is_second = tuple(size > usual[..., None] for size in sizes)
+        top, is_second = largest, size > usual[..., None]
     else:
         # All steps have one size, so that the first term is confined to usual numbers.
         top = jnp.minimum(largest, usual)
-        is_second = ((largest > usual)[..., None] if kind.rounds_rows else True,) * len(parts)
-    values, scales = _narrowed(parts, top, kind)
-    rests = tuple(
-        jnp.where(second, part - value.astype(jnp.float32) * scales[..., None], 0)
-        for part, value, second in zip(parts, values, is_second, strict=True)
-    )
-    left = functools.reduce(jnp.maximum, (jnp.max(abs(rest), axis=-1) for rest in rests))
-    return Rounded(values, scales, *_narrowed(rests, left, kind))
+        is_second = (largest > usual)[..., None] if kind.rounds_rows else True
+    values, scales = _narrowed(x, top, kind)
+    rest = jnp.where(is_second, x - values.astype(jnp.float32) * scales[..., None], 0)
+    return Rounded(values, scales, *_narrowed(rest, jnp.max(abs(rest), axis=-1), kind))
 
 
-def _mean(sizes: tuple[Array, ...], largest: Array) -> Array:
+def _mean(size: Array, largest: Array) -> Array:
     """The mean of the numbers above 0, `largest` at most; integers have one sum in any order."""
-    factors = _over(2.0**16, largest)
-    whole = ((size * factors[..., None]).astype(jnp.int32) for size in sizes)
-    total = sum(jnp.sum(part, axis=-1) for part in whole)
-    count = sum(jnp.sum((size > 0).astype(jnp.int32), axis=-1) for size in sizes)
-    return total.astype(jnp.float32) * (_over(1.0, count.astype(jnp.float32)) * largest * 2.0**-16)
+    whole = (size * _over(2.0**16, largest)[..., None]).astype(jnp.int32)
+    total = jnp.sum(whole, axis=-1).astype(jnp.float32)
+    count = jnp.sum((size > 0).astype(jnp.int32), axis=-1).astype(jnp.float32)
+    return total * (_over(1.0, count) * largest * 2.0**-16)
 
 
 def _over(number: float, top: Array) -> Array:
@@ -246,26 +240,23 @@ def _over(number: float, top: Array) -> Array:
     return jnp.where(top == 0, 0, number / jnp.where(top == 0, 1, top))
 
 
-def _narrowed(parts: tuple[Array, ...], top: Array, kind: Format) -> tuple[tuple, Array]:
+def _narrowed(x: Array, top: Array, kind: Format) -> tuple[Array, Array]:
     """Numbers as values times scales, of which `top` has the largest value."""
     limit = 448.0 if kind.dtype == jnp.float8_e4m3fn else 127.0
-    factors = _over(limit, top)
-
-    def narrowed(part):
-        value = jnp.clip(part * factors[..., None], -limit, limit)
-        if kind.dtype == jnp.float8_e4m3fn:
-            return value.astype(jnp.float8_e4m3fn)
-        return jnp.floor(value + 0.5).astype(jnp.int8)
-
-    return tuple(map(narrowed, parts)), top * (1 / limit)
+    value = jnp.clip(x * _over(limit, top)[..., None], -limit, limit)
+    if kind.dtype == jnp.float8_e4m3fn:
+        narrow = value.astype(jnp.float8_e4m3fn)
+    else:
+        narrow = jnp.floor(value + 0.5).astype(jnp.int8)
+    return narrow, top * (1 / limit)
 
 
 def round_rows(x: Array, kind: Format) -> Array:
     """The rounded numbers of rows [r, i], float32."""
     blocks = _in_groups(x.astype(jnp.float32))
     # Without the barrier XLA would leave out both conversions of numbers in fp8.
-    rounded = lax.optimization_barrier(round_blocks((blocks,), kind))
-    (values,), scales, (second,), second_scales = rounded
+    rounded = lax.optimization_barrier(round_blocks(blocks, kind))
+    values, scales, second, second_scales = rounded
     wide = values.astype(jnp.float32) * scales[..., None]
     wide += second.astype(jnp.float32) * second_scales[..., None]
     return wide.reshape(len(x), -1)[:, : x.shape[1]]

@@ -26,7 +26,7 @@ from pallas_kernels.matmul.rounded import (
     RoundedRows,
     Rounding,
     array_types,
-    parts_of_blocks,
+    places_in_blocks,
     store_rounded,
 )
 
@@ -190,13 +190,10 @@ def _round_kernel(x_ref, values_ref, scales_ref, second_ref, *, kind: Format):
     group, number = pl.program_id(0), pl.program_id(1)
     row = group * ROUNDED_ROWS + jnp.arange(ROUNDED_ROWS)
     block = jnp.full(ROUNDED_ROWS, number)
-
-    def load(at):
-        mask = jnp.broadcast_to((row < x_ref.shape[0])[:, None], at.shape)
-        return plgpu.load(x_ref.at[row[:, None], at], mask=mask, other=0).astype(jnp.float32)
-
-    parts = tuple(map(load, parts_of_blocks(block, kind)))
-    has_second = store_rounded(values_ref, scales_ref, parts, row, block, kind)
+    at = places_in_blocks(block)
+    mask = jnp.broadcast_to((row < x_ref.shape[0])[:, None], at.shape)
+    numbers = plgpu.load(x_ref.at[row[:, None], at], mask=mask, other=0).astype(jnp.float32)
+    has_second = store_rounded(values_ref, scales_ref, numbers, row, block, kind)
     second_ref[group, number] = jnp.max(has_second)
 
 

@@ -75,26 +75,22 @@ def array_types(
     )
 
 
-def parts_of_blocks(block: Array, kind: Format) -> list[Array]:
-    """The inputs of blocks [n], each [n, inputs]: a weight with two values in each byte has them in
-    halves of a block, and so has a row."""
-    halves = 2 if kind.is_packed else 1
-    size = GROUP // halves
-    within = jnp.arange(size)[None, :]
-    return [(block * GROUP)[:, None] + half * size + within for half in range(halves)]
+def places_in_blocks(block: Array) -> Array:
+    """The inputs of blocks [n], [n, GROUP]."""
+    return (block * GROUP)[:, None] + jnp.arange(GROUP)[None, :]
 
 
 def store_rounded(
     values_ref,  # [2, padded, inputs]
     scales_ref,  # [blocks, 2, padded]
-    parts: tuple[Array, ...],  # of n blocks, float32 [n, inputs] each
+    numbers: Array,  # of n blocks, float32 [n, GROUP]
     row: Array,  # [n]
     block: Array,  # [n]
     kind: Format,
     mask: Array | None = None,  # [n]; None: all are stored
 ) -> Array:
     """Rounds blocks in a Triton kernel and stores them; where they have second terms, int32 [n]."""
-    rounded = round_blocks(parts, kind)
+    rounded = round_blocks(numbers, kind)
     # A row that is not finite has no part in this: its comparison is false.
     has_second = rounded.second_scales > 0
     is_read = has_second | jnp.issubdtype(values_ref.dtype, jnp.floating)
@@ -103,8 +99,8 @@ def store_rounded(
         (rounded.second_values, rounded.second_scales, is_read if mask is None else is_read & mask),
     )
     for term, (values, scales, stored) in enumerate(terms):
-        for at, part in zip(parts_of_blocks(block, kind), values, strict=True):
-            kept = None if stored is None else jnp.broadcast_to(stored[:, None], part.shape)
-            plgpu.store(values_ref.at[term, row[:, None], at], part, mask=kept)
+        kept = None if stored is None else jnp.broadcast_to(stored[:, None], values.shape)
+        place = values_ref.at[term, row[:, None], places_in_blocks(block)]
+        plgpu.store(place, values, mask=kept)
         plgpu.store(scales_ref.at[block, term, row], scales, mask=mask)
     return has_second.astype(jnp.int32)
