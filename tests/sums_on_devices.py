@@ -47,17 +47,23 @@ CASES = {
 }
 
 
+def inputs_of(case):
+    """The number of devices, x, y and the vectors of a case."""
+    number, rows, size, shares, names, _ = CASES[case]
+    number = min(number, jax.device_count())
+    y = numbers(1, number * shares, rows, size) if shares else numbers(1, number * rows, size)
+    vectors = {"y_bias": None, "scale": None}
+    vectors |= {name: numbers(2 + i, size) for i, name in enumerate(names)}
+    return number, numbers(0, rows, size, dtype=jnp.float32), y, vectors
+
+
 @needs_devices
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", ["xla", pytest.param("mosaic", marks=needs_new_jax)])
 @pytest.mark.parametrize("case", CASES)
 def test_sums_of_parts_equal_numpy_on_every_device(case, implementation):
-    number, rows, size, shares, names, centred = CASES[case]
-    number = min(number, jax.device_count())
-    x = numbers(0, rows, size, dtype=jnp.float32)
-    y = numbers(1, number * shares, rows, size) if shares else numbers(1, number * rows, size)
-    vectors = {"y_bias": None, "scale": None}
-    vectors |= {name: numbers(2 + i, size) for i, name in enumerate(names)}
+    _, rows, size, shares, names, centred = CASES[case]
+    number, x, y, vectors = inputs_of(case)
     options = {"implementation": implementation, "interpret": not COMPILED}
     function = functools.partial(add_norm, centred=centred, **options)
     totals, outs = jax.jit(on_devices(function, number))(x, y, vectors)
@@ -86,12 +92,8 @@ def test_sums_of_parts_equal_numpy_on_every_device(case, implementation):
 def test_sums_may_stay_on_the_devices_that_computed_them(case, monkeypatch):
     """Twice in a row: the second sum begins with such rows. They are whole in the end."""
     monkeypatch.setattr(mosaic, "shares_rows", lambda x, devices: True)
-    number, rows, size, shares, names, centred = CASES[case]
-    number = min(number, jax.device_count())
-    x = numbers(0, rows, size, dtype=jnp.float32)
-    y = numbers(1, number * shares, rows, size) if shares else numbers(1, number * rows, size)
-    vectors = {"y_bias": None, "scale": None}
-    vectors |= {name: numbers(2 + i, size) for i, name in enumerate(names)}
+    centred = CASES[case][-1]
+    number, x, y, vectors = inputs_of(case)
     add = pallas_kernels.add_layer_norm if centred else pallas_kernels.add_rms_norm
     options = {"axis_name": TP, "epsilon": 1e-5, "dtype": jnp.bfloat16, **vectors}
     options |= {"implementation": "mosaic", "interpret": not COMPILED}

@@ -150,6 +150,19 @@ def test_figures_follow_from_the_runs(source, entry):
     assert entry["methods"]["vanilla"]["mean_acceptance_length"] > 1
 
 
+def test_utilisation_is_that_of_all_devices(source, entry, monkeypatch):
+    greedy, bench = entry["methods"]["greedy"], ems_sd.Bench(source, BATCH, RATES, repeats=2)
+    bench.about["greedy"] = {}
+    context = np.mean([run["live_cached_tokens"] / NEW / BATCH for run in greedy["runs"]])
+    flops = ems_sd.step_flops(source.model.config, BATCH, context)
+    expected = flops / (1e-3 * greedy["step_ms"]) / RATES.matmul
+    assert greedy["utilisation"] == pytest.approx(expected)
+    split = NumberFormats(jnp.float32, tensor_parallel=2)
+    monkeypatch.setattr(NumberFormats, "of", lambda model: split)
+    on_two = bench.summary("greedy", greedy["runs"])
+    assert on_two["utilisation"] == pytest.approx(expected / 2)
+
+
 def test_small_batches_have_more_draws_per_round(source, monkeypatch):
     """No draws are used twice, and the prompts are the same."""
     monkeypatch.setattr(sources, "SEQUENCES_PER_ROUND", 5)

@@ -25,12 +25,12 @@ def run(options: argparse.Namespace, command: str) -> None:
         ValueError: models that cannot be measured, or a file that cannot be written.
     """
     check_writable("--output", options.output)
-    draft = (options.draft_model, options.draft_revision)
-    if draft[0] is not None and draft[0] not in MODELS:
-        check_is_no_drafter(*draft)
+    draft_model, draft_revision = options.draft_model, options.draft_revision
+    if draft_model is not None and draft_model not in MODELS:
+        check_is_no_drafter(draft_model, draft_revision)
     measurement = fitting_measurement(
         config_of(options.model, options.revision),
-        draft[0] and config_of(*draft),
+        draft_model and config_of(draft_model, draft_revision),
         NumberFormats(dtype_name(options.dtype), **number_formats(options)),
         batch_sizes=options.batch_sizes,
         context=options.context,

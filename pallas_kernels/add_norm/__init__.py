@@ -58,7 +58,7 @@ def add_layer_norm(
         axis_name: every device on this axis of a mesh has a part of y, and all parts are added.
             The function is then called on every device, as by `jax.shard_map`. None: y is whole.
         own_rows: whether the sum may be returned as `OwnRows`, which take less time to exchange
-            where there are many rows; x may be such rows in any case.
+            where there are many rows, and have no gradient; x may be such rows in any case.
         rounding: of `pallas_kernels.rounding_for`: the Triton kernel then returns the normalised
             rows as that product takes them, and whatever else computes them ignores it.
         implementation: "triton" (one launch), "xla", or None: Triton on NVIDIA GPUs of

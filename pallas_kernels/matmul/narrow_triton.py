@@ -95,7 +95,7 @@ def tiling_for(
     return Tiling(lanes // terms, columns, splits, num_warps=4, num_stages=5 - terms)
 
 
-def takes(weight: NarrowWeight, x: Array | RoundedRows | None = None) -> bool:
+def takes(weight: NarrowWeight, x: Array | RoundedRows) -> bool:
     """Whether the kernel takes a weight of these sizes, with any rows."""
     del x
     return all(size % unit == 0 for size, unit in zip(weight.shape, MULTIPLES, strict=True))
