@@ -268,6 +268,7 @@ def test_the_options_set_the_acceptance_of_drafts():
     assert asked_for("--draft", "draft-model") == ("model", TokenAcceptance(0.8, 4))
     asked = ("--rate", "0.5", "--draft-tokens", "2")
     assert asked_for("--draft", "draft-model", *asked) == ("model", TokenAcceptance(0.5, 2))
+    assert asked_for("--draft", "self") == ("self", TokenAcceptance(0.95, 4))
 
 
 @pytest.fixture
@@ -290,12 +291,12 @@ def articles(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("draft", ["llma", "draft-model"])
+@pytest.mark.parametrize("draft", ["llma", "draft-model", "self"])
 def test_a_model_decodes_a_file_of_texts(bench_texts, articles, tmp_path, draft):
-    output, drafts = tmp_path / "bench.json", []
+    output, drafts = tmp_path / "bench.json", ["--draft", draft]
     if draft == "draft-model":
         save_random_model(tmp_path / "draft", 1)
-        drafts = ["--draft", draft, "--draft-model", tmp_path / "draft", "--draft-tokens", 2]
+        drafts += ["--draft-model", tmp_path / "draft", "--draft-tokens", 2]
     asked = ["--data", articles, "--dtype", "float32", "--batch-sizes", 2, "--max-new-tokens", 6]
     asked += ["--methods", "greedy,ems,vanilla", "--repeats", 2, "--output", output]
     assert bench_texts(*asked, *drafts) == 0

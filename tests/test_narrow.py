@@ -264,6 +264,6 @@ def test_what_does_not_fit_is_an_error():
         pallas_kernels.linear(jnp.ones((1, 100)), weight, **OPTIONS[1])
     with pytest.raises(ValueError, match="one of 'mosaic', 'triton', 'xla', not 'cuda'"):
         pallas_kernels.linear_sums(jnp.ones((1, 100)), weight, implementation="cuda")
-    assert not narrow_triton.takes(weight, jnp.ones((1, 100)))
+    assert not narrow_triton.takes(weight, jnp.ones((1, 100)), split=False)
     assert pallas_kernels.linear(jnp.ones((1, 100)), weight).shape == (1, 128)
     jax.block_until_ready(weight.values)

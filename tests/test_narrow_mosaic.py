@@ -152,10 +152,13 @@ def test_tiles_cover_the_product_and_fit_on_the_device(rows, inputs, outputs, sp
 
 
 @pytest.mark.parametrize("rows", [1, 24, narrow_tiles.MOST_PACKED_ROWS])
-@pytest.mark.parametrize(("inputs", "outputs"), [(4096, 12288), (16384, 4096)])
+@pytest.mark.parametrize(
+    ("inputs", "outputs"), [(4096, 12288), (16384, 4096), (20480, 5120), (36864, 9216)]
+)
 @pytest.mark.parametrize("split", [True, False])
 def test_tiles_of_bytes_with_two_values_fit_on_the_device(rows, inputs, outputs, split):
     tiling = narrow_tiles.few_rows_tiling(rows, inputs, outputs, split=split, bits=4)
+    assert (tiling.splits > 1) == split  # the tile writes no whole sums
     assert inputs % (tiling.splits * tiling.depth) == outputs % tiling.columns == 0
     lanes, together = 2 * tiling.rows, tiling.depth // GROUP
     assert narrow_tiles.sums_fit(lanes, tiling.columns, tiling.warpgroups, together)

@@ -58,6 +58,7 @@ SOURCES = {
     "none": lambda: None,
     "prompt lookup": lambda: emsjax.PromptLookup(match_length=1),
     "draft model": lambda: emsjax.DraftModel(shallow_model()),
+    "self": lambda: emsjax.SelfDraft(model_of_text().quantize("int8")),
 }
 
 

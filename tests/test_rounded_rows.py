@@ -16,7 +16,7 @@ import emsjax
 import pallas_kernels
 from pallas_kernels.common import implementations
 from pallas_kernels.common.implementations import runs_triton
-from pallas_kernels.matmul import narrow_mosaic, narrow_triton
+from pallas_kernels.matmul import narrow_mosaic, narrow_tiles, narrow_triton
 from pallas_kernels.matmul.narrow import FORMATS
 from pallas_kernels.matmul.rounded import RoundedRows, Rounding
 
@@ -75,13 +75,15 @@ def test_a_norm_rounds_as_the_product_would(format, rows, size, centred):
     ("format", "rows"), [*itertools.product(ROUNDING, [5, 70]), ("int4", 5), ("int4", 20)]
 )
 @pytest.mark.parametrize("sums", [False, True])
-def test_products_of_rounded_rows_have_the_same_bits(options, format, rows, sums):
-    weight, dtype = weight_of(format, 384, 128), jnp.dtype("bfloat16")
+def test_products_of_rounded_rows_have_the_same_bits(options, format, rows, sums, monkeypatch):
+    monkeypatch.setattr(narrow_tiles, "FEWEST_BLOCKS", 2)  # so that sums of int4 are left in shares
+    inputs = 512 if format == "int4" else 384
+    weight, dtype = weight_of(format, inputs, 128), jnp.dtype("bfloat16")
     module = narrow_mosaic if options is MOSAIC else narrow_triton
     tiling = module.tiling_for(rows, *weight.shape, weight.kind, dtype=dtype, split=sums)
     rounding = Rounding(weight.kind, module.padded_rows(rows, weight.shape[1], tiling))
     product = pallas_kernels.linear_sums if sums else pallas_kernels.linear
-    rounded, plain = (normalise(rows, 384, kind)[1] for kind in (rounding, None))
+    rounded, plain = (normalise(rows, inputs, kind)[1] for kind in (rounding, None))
     assert isinstance(rounded, RoundedRows)
     one, other = (product(x, weight, **options) for x in (rounded, plain))
     assert one.dtype == other.dtype
@@ -105,8 +107,9 @@ def test_the_rounding_is_that_of_the_default_kernel(capability, monkeypatch):
     assert pallas_kernels.rounding_for(*args, weight) is None or not INTERPRET
     monkeypatch.setattr(implementations, "_compute_capability", lambda: capability)
     assert pallas_kernels.rounding_for(*args, weight) == Rounding(FORMATS["int8"], 16)
+    padded = 16 if implementations.runs_mosaic() else 8
     in_bytes = weight_of("int4", 384, 128)
-    assert pallas_kernels.rounding_for(*args, in_bytes) == Rounding(FORMATS["int4"], 8)
+    assert pallas_kernels.rounding_for(*args, in_bytes) == Rounding(FORMATS["int4"], padded)
     assert pallas_kernels.rounding_for(*args, random(384, 128)) is None
     assert pallas_kernels.rounding_for(*args, weight_of("int8", 384, 100)) is None
 

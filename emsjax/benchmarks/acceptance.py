@@ -175,4 +175,8 @@ class Mixed:
         return drawn[0], drawn[1]
 
 
-PROFILES = {"llma": CopyAcceptance(), "draft-model": TokenAcceptance(0.8, 4)}
+PROFILES = {
+    "llma": CopyAcceptance(),
+    "draft-model": TokenAcceptance(0.8, 4),
+    "self": TokenAcceptance(0.95, 4),  # of the embedded target: `emsjax bench quality`
+}

@@ -20,7 +20,7 @@ KERNEL_CLASSES = {
     "commit": "update_kv|scatter",
     "norm": "layer_norm",
     "copy": "memcpy|memset|copy",
-    "gemm": "^linear|gemm|nvjet|cutlass|splitk|matmul|dot",
+    "gemm": "^linear|narrow_linear|gemm|nvjet|cutlass|splitk|matmul|dot",
 }
 
 

@@ -19,6 +19,7 @@ from emsjax.benchmarks.sources import Scripted, Texts
 from emsjax.benchmarks.subjects import OF_TRAINED, check_absent, check_shapes, read_trained
 from emsjax.benchmarks.workloads import ScriptedModels, Workload
 from emsjax.drafters import DraftModel, PromptLookup
+from emsjax.drafters.self_draft import SELF_FORMAT, SelfDraft
 from emsjax.policies import profiles as profile_store
 from emsjax.terminal.options import flag, number_formats
 from emsjax.terminal.reporting import (
@@ -32,6 +33,7 @@ from emsjax.terminal.reporting import (
 OF_DRAFT = {
     "llma": ("prompt-lookup", PROFILES["llma"], ("draft_tokens", "miss", "whole", "decay")),
     "draft-model": ("model", PROFILES["draft-model"], ("draft_tokens", "rate")),
+    "self": ("self", PROFILES["self"], ("draft_tokens", "rate")),
 }
 
 
@@ -131,11 +133,14 @@ def texts(options: argparse.Namespace) -> tuple[Callable[[], Texts], dict[str, A
     found = read_trained(options, options.max_prompts, largest_batch)
 
     def make() -> Texts:
-        if found.models.load_draft is None:
+        model = found.models.load()
+        if options.draft == "self":
+            drafter = SelfDraft(model.quantize(SELF_FORMAT), options.draft_tokens or 4)
+        elif found.models.load_draft is None:
             drafter = PromptLookup(max_draft_tokens=options.draft_tokens or 7)
         else:
             drafter = DraftModel(found.models.load_draft(), options.draft_tokens or 4)
-        return Texts(found.models.load(), drafter, found.prompts, options.max_new_tokens)
+        return Texts(model, drafter, found.prompts, options.max_new_tokens)
 
     return make, {**found.describe, "draft_tokens": options.draft_tokens}
 

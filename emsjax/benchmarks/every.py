@@ -74,6 +74,7 @@ ON_ONE = {
     "ems-sd-qwen3-8b": f"{EMS_SD} --shape qwen3-8b --methods greedy,ems --batch-sizes 1,8,24,64",
     "ems-sd-qwen3-8b-invariant": f"{EMS_ALONE} --shape qwen3-8b --batch-sizes 1,8,24,64 "
     "--numerics invariant",
+    "self-draft": f"{EMS_SD} --shape opt-6.7b --draft self --methods greedy,ems --batch-sizes 1,8",
     "ems-sd-opt-13b": f"{EMS_ALONE} --shape opt-13b --batch-sizes 24",
     "drafting": "emsjax bench drafting --model qwen3-8b --draft-model qwen3-0.6b",
     "drafting-int8": "emsjax bench drafting --model qwen3-8b --sources eagle3,block "

@@ -136,10 +136,10 @@ def add_ems_sd_options(parser: argparse.ArgumentParser) -> None:
     add("--max-prompts", type=positive_int, default=480, metavar="N", help="default: %(default)s")
     add(
         "--draft",
-        choices=("llma", "draft-model"),
+        choices=("llma", "draft-model", "self"),
         default="llma",
-        help="drafts and how often they are accepted: as copies from the prompt, or as a draft "
-        f"model's ({SHOWN})",
+        help="drafts and how often they are accepted: as copies from the prompt, as a draft "
+        f"model's, or as those of the model's own copy in int4 ({SHOWN})",
     )
     add("--draft-tokens", type=positive_int, metavar="N", help="default: 7 for llma, otherwise 4")
     add(
@@ -164,7 +164,7 @@ def add_ems_sd_options(parser: argparse.ArgumentParser) -> None:
         "--rate",
         type=float,
         metavar="P",
-        help="draft-model: probability that a draft token is right (default: 0.8)",
+        help="draft-model, self: probability that a draft token is right (default: 0.8 and 0.95)",
     )
     add_batch_sizes(parser, shown="1 to 64")
     add_number_formats(parser)

@@ -20,6 +20,7 @@ from emsjax.benchmarks.runs import random_model
 from emsjax.benchmarks.scripted import FIRST_TOKEN, replay, script, scripted_model
 from emsjax.benchmarks.shapes import MODELS
 from emsjax.drafters import DraftModel, PromptLookup
+from emsjax.drafters.self_draft import SELF_FORMAT, SelfDraft
 from emsjax.embedded import DRAFT, PROMPTS, TARGET
 from emsjax.models.config import DecoderConfig
 from emsjax.models.decoder import Decoder
@@ -36,7 +37,8 @@ class Workload:
     """A way to draft, and how often the drafts are accepted.
 
     Attributes:
-        source: "prompt-lookup" or "model": the drafter that does its work.
+        source: the drafter that does its work: "prompt-lookup", "model" or "self" (the target's
+            copy in SELF_FORMAT).
         max_new_tokens: new tokens of every sample.
         profile: the acceptance of the drafts; None: the source's own drafts are used.
         live: whether runs are timed until the first sample has finished instead of the last.
@@ -101,6 +103,12 @@ class ScriptedModels:
     @functools.cached_property
     def draft_model(self) -> Decoder:
         return random_model(self.draft_config, self.numbers.of_draft_model)
+
+    @functools.cached_property
+    def narrow_copy(self) -> Decoder:
+        """The target with weights in SELF_FORMAT."""
+        numbers = self.numbers._replace(quantize=SELF_FORMAT)
+        return scripted_model(self.config, self.text, numbers=numbers)
 
     def prompts(self, batch: int, max_new_tokens: int) -> list[np.ndarray]:
         positions = len(self.text)
@@ -195,4 +203,6 @@ def source_of(workload: Workload, k: int, models) -> Any:
     """The drafter that does the workload's work."""
     if workload.source == "prompt-lookup":
         return PromptLookup(max_draft_tokens=k)
+    if workload.source == "self":
+        return SelfDraft(models.narrow_copy, k)
     return DraftModel(models.draft_model, k)

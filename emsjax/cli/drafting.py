@@ -15,7 +15,6 @@ from emsjax.terminal.options import flag, number_formats
 from emsjax.terminal.reporting import line
 
 SUFFIX_TOKENS = 16  # the most that a suffix drafter drafts, unless the user sets a limit
-SELF_FORMAT = "int4"  # the weights of a target's copy that drafts for it
 
 
 def open_memory(path: Path | None):
@@ -77,7 +76,7 @@ def load_models(
         drafter = _mixed(options, drafter, chosen, memory)
     if options.drafter != "self":
         return model, drafter
-    from emsjax.drafters import SelfDraft
+    from emsjax.drafters.self_draft import SELF_FORMAT, SelfDraft
 
     narrow = model.quantize if model.quantization is None else lambda format: load(quantize=format)
     limit, branches = options.max_draft_tokens, options.branches

@@ -47,6 +47,11 @@ class Overriding(Drafter, abc.ABC):
         return self if chosen is source else dataclasses.replace(self, source=chosen)
 
     @property
+    def shares_cache(self) -> bool:
+        """Whether the source writes its drafts' keys and values behind the target's."""
+        return self.source is not None and self._source.shares_cache
+
+    @property
     def taps(self) -> tuple[int, ...]:
         """The layers whose hidden states the source observes."""
         return () if self.source is None else self._source.taps

@@ -6,6 +6,8 @@ from jaxtyping import Array, Int32
 from emsjax.decode.base import ModelConfig
 from emsjax.drafters.draft_model import DraftModel
 
+SELF_FORMAT = "int4"  # of the weights, in commands
+
 
 @jax.tree_util.register_pytree_node_class
 class SelfDraft(DraftModel):

@@ -62,8 +62,8 @@ def linear(
             int8 and fp8 weights, and int4 weights and at most 64 rows; jax 0.11 and compute
             capability 9.0), "xla", or None:
             Triton if the device runs it and it is faster (few rows of 16-bit numbers, sizes that
-            are multiples of its tiles), otherwise XLA. For narrow weights None is Mosaic if it
-            takes int8 or fp8 weights and 16-bit rows, otherwise Triton.
+            are multiples of its tiles), otherwise XLA. For narrow weights and 16-bit rows None is
+            Mosaic if it takes them, otherwise Triton.
         numerics: "fast"; "invariant": the bits of a row depend on that row and the weight alone,
             not on the number of rows or the row's place among them; None: as in the context of
             `pallas_kernels.numerics`. If invariant, both kernels take any number of rows, and
@@ -224,12 +224,11 @@ def _narrow_kernel(
         raise ValueError("implementation 'xla' takes rows as they are, not RoundedRows")
     if name == "xla":
         return None
-    module = _module(f"narrow_{name}")
+    module, split = _module(f"narrow_{name}"), kind["split"]
     if implementation is None and x.dtype.itemsize == 2 and runs_mosaic() and not kind["invariant"]:
         faster = _module("narrow_mosaic")
-        # It has not been measured with the other formats.
-        module = faster if weight.kind.rounds_rows and faster.takes(weight, x) else module
-    if not module.takes(weight, x):
+        module = faster if faster.takes(weight, x, split=split) else module
+    if not module.takes(weight, x, split=split):
         if implementation is None:
             return None
         raise ValueError(

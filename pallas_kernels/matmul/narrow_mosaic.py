@@ -41,7 +41,10 @@ from pallas_kernels.matmul.widened import multiply_widened
 
 MULTIPLES = narrow_tiles.MULTIPLES
 GATES = False
-TAKES = "weights of formats that round rows (int8, fp8), or few rows and int4 without zeros,"
+TAKES = (
+    "weights of formats that round rows (int8, fp8), or few rows and int4 without zeros (for sums "
+    "with inputs enough for two shares),"
+)
 LISTED_GROUPS = 64  # groups of rows of which flags are read at once
 
 
@@ -72,13 +75,20 @@ def tiling_for(
     return narrow_tiles.tiling_for(rows, inputs, outputs, split=split, swap=swap)
 
 
-def takes(weight: NarrowWeight, x: Array | RoundedRows) -> bool:
-    """Whether the kernel takes rows and a weight of these sizes and types."""
+def takes(weight: NarrowWeight, x: Array | RoundedRows, *, split: bool) -> bool:
+    """Whether the kernel takes rows and a weight of these sizes and types.
+
+    Args:
+        split: as for `tiling_for`.
+    """
     fits = all(size % unit == 0 for size, unit in zip(weight.shape, MULTIPLES, strict=True))
     if not weight.kind.is_packed:
         return fits and weight.kind.rounds_rows
     few = x.shape[0] <= narrow_tiles.MOST_PACKED_ROWS and x.dtype.itemsize == ITEM_BYTES
-    return fits and few and weight.zeros is None
+    if not (fits and few and weight.zeros is None):
+        return False
+    tiling = narrow_tiles.few_rows_tiling(x.shape[0], *weight.shape, split=split, bits=4)
+    return tiling.splits > 1 or not split
 
 
 def padded_rows(rows: int, outputs: int, tiling: Tiling) -> int:

@@ -8,6 +8,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.common.blocks import round_up
 from pallas_kernels.matmul.mosaic_tiles import (
     CLUSTERS,
+    COPIED_ROWS,
     FETCHING_REGISTERS,
     FEWEST_STAGES,
     LINE,
@@ -33,7 +34,7 @@ FEWEST_BLOCKS = 8  # of a share
 FEW_ROWS = 32  # whose lanes, two of each row, cost less than reading the weights
 FEW_ROWS_COLUMNS, FEW_ROWS_STAGES = (128, 64), 8  # of such a tile
 MOST_PACKED_ROWS = 64  # of weights with two values in a byte
-FEW_ROWS_UNIT = 16  # of their number: the scales of their lanes fill a line of shared memory
+FEW_ROWS_UNIT = 16  # of their number in a step: their lanes' scales fill a line of shared memory
 TOGETHER = (1, 2)  # blocks of a step
 # Of all threads of a multiprocessor, in a clock. A sum is converted (integers), scaled and added.
 PRODUCTS_PER_CLOCK = 4096
@@ -70,17 +71,18 @@ def few_rows_tiling(rows: int, inputs: int, outputs: int, *, split: bool, bits: 
     """The tiling of a product that waits for its weights: one row of tiles, operands swapped.
 
     Args:
-        split: see `tiling_for`.
+        split: see `tiling_for`. Weights in 4 bits have several shares then, if they have enough
+            inputs: no other tile takes them, and this one writes no whole sums.
         bits: of the weight's values.
     """
     fitting = [columns for columns in FEW_ROWS_COLUMNS if outputs % columns == 0] or [UNIT]
-    blocks = inputs // GROUP
+    blocks, fewest = inputs // GROUP, 2 if split and bits == 4 else 1
 
     def splits_of(columns):
         splits = 1
         while (
             split
-            and 2 * splits * outputs // columns <= MULTIPROCESSORS
+            and (splits < fewest or 2 * splits * outputs // columns <= MULTIPROCESSORS)
             and blocks % (2 * splits) == 0
             and blocks // (2 * splits) >= FEWEST_BLOCKS
         ):
@@ -88,7 +90,7 @@ def few_rows_tiling(rows: int, inputs: int, outputs: int, *, split: bool, bits: 
         return splits
 
     # Fewer columns are better than more shares.
-    columns = next((n for n in fitting if splits_of(n) == 1), fitting[-1])
+    columns = next((n for n in fitting if splits_of(n) <= fewest), fitting[-1])
     splits = splits_of(columns)
     together = max(n for n in TOGETHER if blocks // splits % n == 0)
     return swapped(rows, columns, splits, FEW_ROWS_STAGES * 8 // bits, together, bits)
@@ -108,7 +110,7 @@ def swapped(
         stages: at most so many blocks in flight.
         together: blocks that are fetched and multiplied together.
     """
-    height = round_up(rows, FEW_ROWS_UNIT)
+    height = round_up(rows, max(COPIED_ROWS, FEW_ROWS_UNIT // together))
     warpgroups = columns // UNIT
     stages = stages_that_fit(2 * height, columns, warpgroups, stages, bits) // together
     depth = together * GROUP

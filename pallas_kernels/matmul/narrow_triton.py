@@ -95,9 +95,9 @@ def tiling_for(
     return Tiling(lanes // terms, columns, splits, num_warps=4, num_stages=5 - terms)
 
 
-def takes(weight: NarrowWeight, x: Array | RoundedRows) -> bool:
-    """Whether the kernel takes a weight of these sizes, with any rows."""
-    del x
+def takes(weight: NarrowWeight, x: Array | RoundedRows, *, split: bool) -> bool:
+    """Whether the kernel takes a weight of these sizes, with any rows, whole or in shares."""
+    del x, split
     return all(size % unit == 0 for size, unit in zip(weight.shape, MULTIPLES, strict=True))
 
 
