@@ -21,6 +21,7 @@ from pallas_kernels.matmul import (
     narrow_triton,
 )
 from pallas_kernels.matmul.narrow import FORMATS, GROUP
+from pallas_kernels.matmul.rounded import Rounding
 
 
 @pytest.mark.gpu
@@ -33,7 +34,7 @@ from pallas_kernels.matmul.narrow import FORMATS, GROUP
         ("int8", 5, "relu", False),
         ("fp8", 9, None, False),
         ("int4", 3, "silu", True),
-        ("int4", 40, None, False),
+        ("int4", 70, "relu", False),
     ],
 )
 def test_products_equal_numpy(format, rows, activation, gated, monkeypatch):
@@ -85,9 +86,9 @@ def test_blocks_of_few_rows_may_be_multiplied_together(format, together, splits)
 def rounded_by_kernel(x, kind):
     """Rounded rows as the kernel has them: near-ties may go another way than in XLA."""
     padded = round_up(len(x), narrow_triton.ROUNDED_ROWS)
-    rounded = narrow_triton.round_rows(x, kind, padded=padded, interpret=not runs_triton())
+    rounded = narrow_triton.round_rows(x, Rounding(kind, padded), interpret=not runs_triton())
     values, scales = (np.asarray(array, np.float64) for array in (rounded.values, rounded.scales))
-    blocks = values.reshape(2, padded, -1, GROUP) * np.moveaxis(scales, 0, 2)[..., None]
+    blocks = values.reshape(2, padded, -1, GROUP) * np.moveaxis(scales[:, 0], 0, 2)[..., None]
     return blocks.sum(axis=0).reshape(padded, -1)[: len(x)]
 
 
@@ -110,7 +111,7 @@ def test_steps_with_second_terms_are_listed(splits, together, groups):
 @pytest.mark.skipif(IS_OLD, reason="jax 0.11 is the first to lower it")
 @pytest.mark.parametrize(
     ("format", "rows"),
-    [*itertools.product(ROUNDING, [1, 24, 70, 192]), ("int4", 1), ("int4", 64)],
+    [*itertools.product(ROUNDING, [1, 24, 70, 192]), ("int4", 1), ("int4", 192)],
 )
 def test_the_kernel_lowers_for_cuda(format, rows):
     kind = FORMATS[format]
@@ -151,16 +152,17 @@ def test_tiles_cover_the_product_and_fit_on_the_device(rows, inputs, outputs, sp
         assert tiling.stages * stage + staged <= mosaic_tiles.SHARED_BYTES
 
 
-@pytest.mark.parametrize("rows", [1, 24, narrow_tiles.MOST_PACKED_ROWS])
+@pytest.mark.parametrize("rows", [1, 24, 64, 192])
 @pytest.mark.parametrize(
     ("inputs", "outputs"), [(4096, 12288), (16384, 4096), (20480, 5120), (36864, 9216)]
 )
 @pytest.mark.parametrize("split", [True, False])
 def test_tiles_of_bytes_with_two_values_fit_on_the_device(rows, inputs, outputs, split):
-    tiling = narrow_tiles.few_rows_tiling(rows, inputs, outputs, split=split, bits=4)
+    tiling = narrow_tiles.swapped_tiling(rows, inputs, outputs, split=split, bits=4)
     assert (tiling.splits > 1) == split  # the tile writes no whole sums
     assert inputs % (tiling.splits * tiling.depth) == outputs % tiling.columns == 0
     lanes, together = 2 * tiling.rows, tiling.depth // GROUP
+    assert lanes <= 2 * narrow_tiles.MOST_PACKED_ROWS
     assert narrow_tiles.sums_fit(lanes, tiling.columns, tiling.warpgroups, together)
     numbers = GROUP * (lanes + tiling.columns // 2)
     stage = together * (numbers + 4 * (lanes + tiling.columns))
@@ -171,10 +173,13 @@ def test_tiles_of_bytes_with_two_values_fit_on_the_device(rows, inputs, outputs,
 
 @needs_new_jax
 @pytest.mark.parametrize(
-    ("format", "numerics", "error"),
-    [("int4", "fast", "few rows and int4"), ("int8", "invariant", "no invariant numerics")],
+    ("product", "format", "numerics", "error"),
+    [
+        ("linear_sums", "int4", "fast", "enough for two shares"),
+        ("linear", "int8", "invariant", "no invariant numerics"),
+    ],
 )
-def test_what_the_kernel_does_not_take_raises_an_error(format, numerics, error):
+def test_what_the_kernel_does_not_take_raises_an_error(product, format, numerics, error):
     x, weight = random(65, 256), weight_of(format, 256, 128)
     with pytest.raises(ValueError, match=error):
-        pallas_kernels.linear(x, weight, numerics=numerics, **MOSAIC)
+        getattr(pallas_kernels, product)(x.astype("bfloat16"), weight, numerics=numerics, **MOSAIC)

@@ -25,6 +25,9 @@ from jax import Array, lax
 from pallas_kernels.matmul import xla
 
 GROUP = 128  # inputs of a group with its own scales, and of a block of a row
+# Steps of the second term in one of the first, if all numbers have both: what the first leaves of a
+# number is half a step at most.
+SECOND_STEPS = 254
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,8 +208,9 @@ class Rounded(NamedTuple):
 def round_blocks(x: Array, kind: Format) -> Rounded:
     """Rounds blocks of rows to the values that a kernel multiplies.
 
-    If the format does not round rows, all numbers have a second term: together the terms keep as
-    much of a number as 16-bit types do. Kernels and XLA use this function alike.
+    If the format does not round rows, all numbers have a second term, in steps of 1 / SECOND_STEPS
+    of the first's: together the terms keep as much of a number as 16-bit types do. Kernels and XLA
+    use this function alike.
 
     Args:
         x: float32 [..., n]: blocks along the last axis.
@@ -224,7 +228,9 @@ def round_blocks(x: Array, kind: Format) -> Rounded:
         is_second = (largest > usual)[..., None] if kind.rounds_rows else True
     values, scales = _narrowed(x, top, kind)
     rest = jnp.where(is_second, x - values.astype(jnp.float32) * scales[..., None], 0)
-    return Rounded(values, scales, *_narrowed(rest, jnp.max(abs(rest), axis=-1), kind))
+    if kind.rounds_rows:
+        return Rounded(values, scales, *_narrowed(rest, jnp.max(abs(rest), axis=-1), kind))
+    return Rounded(values, scales, *_narrowed(rest, 0.5 * scales, kind))
 
 
 def _mean(size: Array, largest: Array) -> Array:

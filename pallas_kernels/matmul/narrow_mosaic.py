@@ -9,9 +9,9 @@ for the second terms beside those of the first, whether there are any or not. Wi
 with second terms come after all others: a small launch lists them, so that those without are
 neither fetched nor multiplied again.
 
-Weights in 4 bits are for few rows only: they are widened in registers, as the first factor of a
-matrix instruction, in which rows cannot be. Each of their groups has its own sums too, which are
-scaled by the group's scales of the tile's columns as well.
+Weights in 4 bits are widened in registers, as the first factor of a matrix instruction, in which
+rows cannot be: operands are swapped with any number of rows. Each of their groups has its own sums
+too, which are scaled by the group's scales of the tile's columns as well.
 
 Tiles, their order and the way to the output are those of `mosaic`.
 """
@@ -34,16 +34,16 @@ from pallas_kernels.matmul.mosaic_tiles import (
     ITEM_BYTES,
     Tiling,
 )
-from pallas_kernels.matmul.narrow import GROUP, Format, NarrowWeight
+from pallas_kernels.matmul.narrow import GROUP, SECOND_STEPS, Format, NarrowWeight
 from pallas_kernels.matmul.narrow_triton import NIBBLE_UNIT
-from pallas_kernels.matmul.rounded import RoundedRows
+from pallas_kernels.matmul.rounded import RoundedRows, Rounding
 from pallas_kernels.matmul.widened import multiply_widened
 
 MULTIPLES = narrow_tiles.MULTIPLES
 GATES = False
 TAKES = (
-    "weights of formats that round rows (int8, fp8), or few rows and int4 without zeros (for sums "
-    "with inputs enough for two shares),"
+    "weights of formats that round rows (int8, fp8), or 16-bit rows and int4 without zeros (for "
+    "sums with inputs enough for two shares),"
 )
 LISTED_GROUPS = 64  # groups of rows of which flags are read at once
 
@@ -69,7 +69,7 @@ def tiling_for(
     if invariant:
         raise ValueError("implementation 'mosaic' has no invariant numerics with narrow weights")
     if kind.is_packed:
-        return narrow_tiles.few_rows_tiling(rows, inputs, outputs, split=split, bits=4)
+        return narrow_tiles.swapped_tiling(rows, inputs, outputs, split=split, bits=4)
     # Only 16-bit outputs can be transposed back.
     swap = dtype.itemsize == ITEM_BYTES
     return narrow_tiles.tiling_for(rows, inputs, outputs, split=split, swap=swap)
@@ -84,16 +84,16 @@ def takes(weight: NarrowWeight, x: Array | RoundedRows, *, split: bool) -> bool:
     fits = all(size % unit == 0 for size, unit in zip(weight.shape, MULTIPLES, strict=True))
     if not weight.kind.is_packed:
         return fits and weight.kind.rounds_rows
-    few = x.shape[0] <= narrow_tiles.MOST_PACKED_ROWS and x.dtype.itemsize == ITEM_BYTES
-    if not (fits and few and weight.zeros is None):
+    if not fits or weight.zeros is not None or x.dtype.itemsize != ITEM_BYTES:
         return False
-    tiling = narrow_tiles.few_rows_tiling(x.shape[0], *weight.shape, split=split, bits=4)
+    tiling = narrow_tiles.swapped_tiling(x.shape[0], *weight.shape, split=split, bits=4)
     return tiling.splits > 1 or not split
 
 
-def padded_rows(rows: int, outputs: int, tiling: Tiling) -> int:
-    """Number of rows that the kernel takes, with those beyond the last."""
-    return mosaic.clusters(rows, outputs, tiling)[0] * tiling.rows
+def rounding_for(rows: int, weight: NarrowWeight, tiling: Tiling) -> Rounding:
+    """How the kernel takes its rows."""
+    tiles = mosaic.clusters(rows, weight.shape[1], tiling)[0]
+    return Rounding(weight.kind, tiles * tiling.rows, tiles if tiling.swapped else 1)
 
 
 @functools.partial(jax.jit, static_argnames=("tiling", "activation", "dtype", "interpret"))
@@ -109,8 +109,7 @@ def launch(
 ) -> Array:
     """[rows, outputs], or shares [splits, rows, outputs]: see `pallas_kernels.linear`."""
     (rows, inputs), outputs, kind = x.shape, weight.shape[1], weight.kind
-    padded = padded_rows(rows, outputs, tiling)
-    x = narrow_triton.in_kernel_form(x, kind, padded, interpret=interpret)
+    x = narrow_triton.in_kernel_form(x, rounding_for(rows, weight, tiling), interpret=interpret)
     later = () if tiling.swapped else list_second(x.second, tiling, interpret=interpret)
     static = {"tiling": tiling, "kind": kind, "activation": activation, "interpret": interpret}
     kernel = functools.partial(_kernel, **static)
@@ -124,8 +123,8 @@ def launch(
     if not kind.grouped:
         scales = scales.reshape(outputs).astype(jnp.float32)
     product = mosaic.over_tiles(kernel, out, tiling, name=name, interpret=interpret)(
-        x.values.reshape(2 * padded, inputs),
-        x.scales.reshape(-1, 2 * padded),
+        x.values.reshape(2 * x.padded, inputs),
+        x.scales.reshape(-1, 2 * x.padded),
         values,
         scales,
         *later,
@@ -184,7 +183,7 @@ def _list_kernel(second_ref, numbers_ref, counts_ref, *, steps: int, together: i
 
 
 def _kernel(
-    rounded_ref,  # [2 * padded, inputs]: first terms, second terms
+    rounded_ref,  # [2 * padded, inputs]: first and second terms of each of RoundedRows' tiles
     rounded_scales_ref,  # [blocks, 2 * padded]
     values_ref,  # [outputs, inputs], or bytes
     scales_ref,  # [outputs], or [blocks, outputs]
@@ -207,10 +206,12 @@ def _kernel(
     lanes = 2 * tiling.rows if swapped else tiling.rows
     own_rows, own_columns = (tiling.rows, own) if swapped else (own, tiling.columns)
     own_part = pl.ds(warpgroup * own, own)
-    sums_shape = (own, lanes) if swapped else (own, tiling.columns)
+    block_shape = (own, lanes) if swapped else (own, tiling.columns)
+    sums_shape = (own, tiling.rows) if kind.is_packed else block_shape
     rows_axis, columns_axis = (1, 0) if swapped else (0, 1)
     skipped = (0, warpgroup * own) if swapped else (warpgroup * own, 0)
     first_row, first_column = tile_row + skipped[0], tile_column + skipped[1]
+    first_half, second_half = (lambda x: x[:, : tiling.rows]), (lambda x: x[:, tiling.rows :])
     product_dtype = jnp.float32 if kind.dtype == jnp.float8_e4m3fn else jnp.int32
 
     def multiply(_, rows_block, scales_block, weight_block, *rest, own_wide=None):
@@ -228,8 +229,13 @@ def _kernel(
                     plgpu.wgmma(of_block, left.at[own_part, group], rows)
             return [of_block[...] for of_block in of_blocks]
 
-        found = pl.run_scoped(products, *[plgpu.ACC(sums_shape, product_dtype)] * together)
+        found = pl.run_scoped(products, *[plgpu.ACC(block_shape, product_dtype)] * together)
         of_lanes = pl.ds(0, lanes) if swapped else own_part
+        if kind.is_packed:  # both terms are added up as integers, in steps of the second one
+            of_lanes = pl.ds(tiling.rows, tiling.rows)
+            found = [
+                first_half(of_block) * SECOND_STEPS + second_half(of_block) for of_block in found
+            ]
         for i, of_block in enumerate(found):
             scaled = of_block.astype(jnp.float32)
             of_axes = {rows_axis: scales_block.at[i, of_lanes]}
@@ -242,8 +248,8 @@ def _kernel(
         return sums
 
     def finish(sums, staged):
-        if swapped:
-            sums = sums[:, : tiling.rows] + sums[:, tiling.rows :]
+        if sums.shape[1] == lanes and swapped:
+            sums = first_half(sums) + second_half(sums)
 
         def of_columns(ref):
             loaded = plgpu.load(ref.at[pl.ds(first_column, own_columns)], optimized=False)

@@ -33,7 +33,7 @@ MULTIPLES = (GROUP, UNIT)  # of inputs and outputs
 FEWEST_BLOCKS = 8  # of a share
 FEW_ROWS = 32  # whose lanes, two of each row, cost less than reading the weights
 FEW_ROWS_COLUMNS, FEW_ROWS_STAGES = (128, 64), 8  # of such a tile
-MOST_PACKED_ROWS = 64  # of weights with two values in a byte
+MOST_PACKED_ROWS = 64  # of a tile, for weights with two values in a byte
 FEW_ROWS_UNIT = 16  # of their number in a step: their lanes' scales fill a line of shared memory
 TOGETHER = (1, 2)  # blocks of a step
 # Of all threads of a multiprocessor, in a clock. A sum is converted (integers), scaled and added.
@@ -53,7 +53,7 @@ def tiling_for(rows: int, inputs: int, outputs: int, *, split: bool, swap: bool)
         swap: operands may be swapped where the output has the type of the rows.
     """
     if rows <= FEW_ROWS and swap:
-        few = few_rows_tiling(rows, inputs, outputs, split=split)
+        few = swapped_tiling(rows, inputs, outputs, split=split)
         if few.splits > 1 or not split:
             return few
     fitting = (
@@ -67,14 +67,17 @@ def tiling_for(rows: int, inputs: int, outputs: int, *, split: bool, swap: bool)
     return min(fitting, key=lambda tiling: clocks(rows, inputs, outputs, tiling), default=smallest)
 
 
-def few_rows_tiling(rows: int, inputs: int, outputs: int, *, split: bool, bits: int = 8) -> Tiling:
-    """The tiling of a product that waits for its weights: one row of tiles, operands swapped.
+def swapped_tiling(rows: int, inputs: int, outputs: int, *, split: bool, bits: int = 8) -> Tiling:
+    """The tiling with swapped operands, of few rows, or of any rows and weights in 4 bits.
+
+    Few rows wait for their weights, and have one row of tiles.
 
     Args:
         split: see `tiling_for`. Weights in 4 bits have several shares then, if they have enough
             inputs: no other tile takes them, and this one writes no whole sums.
         bits: of the weight's values.
     """
+    row_tiles = pl.cdiv(rows, MOST_PACKED_ROWS) if bits == 4 else 1
     fitting = [columns for columns in FEW_ROWS_COLUMNS if outputs % columns == 0] or [UNIT]
     blocks, fewest = inputs // GROUP, 2 if split and bits == 4 else 1
 
@@ -82,7 +85,7 @@ def few_rows_tiling(rows: int, inputs: int, outputs: int, *, split: bool, bits: 
         splits = 1
         while (
             split
-            and (splits < fewest or 2 * splits * outputs // columns <= MULTIPROCESSORS)
+            and (splits < fewest or 2 * splits * row_tiles * outputs // columns <= MULTIPROCESSORS)
             and blocks % (2 * splits) == 0
             and blocks // (2 * splits) >= FEWEST_BLOCKS
         ):
@@ -93,7 +96,8 @@ def few_rows_tiling(rows: int, inputs: int, outputs: int, *, split: bool, bits: 
     columns = next((n for n in fitting if splits_of(n) <= fewest), fitting[-1])
     splits = splits_of(columns)
     together = max(n for n in TOGETHER if blocks // splits % n == 0)
-    return swapped(rows, columns, splits, FEW_ROWS_STAGES * 8 // bits, together, bits)
+    of_tile = pl.cdiv(rows, row_tiles)
+    return swapped(of_tile, columns, splits, FEW_ROWS_STAGES * 8 // bits, together, bits)
 
 
 def swapped(
@@ -104,9 +108,10 @@ def swapped(
     together: int = 1,
     bits: int = 8,
 ) -> Tiling:
-    """A tile of all rows with swapped operands, and lanes for both terms of each row.
+    """A tile with swapped operands, and lanes for both terms of each row.
 
     Args:
+        rows: of the tile.
         stages: at most so many blocks in flight.
         together: blocks that are fetched and multiplied together.
     """

@@ -117,7 +117,7 @@ def launch(
     (rows, inputs), columns, kind = x.shape, weight.shape[1], weight.kind
     outputs = columns // 2 if gated else columns
     shares = (tiling.splits,) if tiling.splits > 1 else ()
-    x = in_kernel_form(x, kind, padded_rows(rows, columns, tiling), interpret=interpret)
+    x = in_kernel_form(x, rounding_for(rows, weight, tiling), interpret=interpret)
     optional = {"zeros": weight.zeros, "bias": bias}
     optional = {name: array for name, array in optional.items() if array is not None}
     kernel = functools.partial(
@@ -146,33 +146,32 @@ def launch(
     )(x.values, x.scales, x.second, values, weight.scales, *optional.values())
 
 
-def padded_rows(rows: int, outputs: int, tiling: Tiling) -> int:
-    """Number of rows that the kernel takes, with those beyond the last."""
-    del outputs
-    return pl.cdiv(rows, tiling.rows) * tiling.rows
+def rounding_for(rows: int, weight: NarrowWeight, tiling: Tiling) -> Rounding:
+    """How the kernel takes its rows."""
+    return Rounding(weight.kind, pl.cdiv(rows, tiling.rows) * tiling.rows)
 
 
-def in_kernel_form(
-    x: Array | RoundedRows, kind: Format, padded: int, *, interpret: bool
-) -> RoundedRows:
+def in_kernel_form(x: Array | RoundedRows, rounding: Rounding, *, interpret: bool) -> RoundedRows:
     """Rows as a kernel takes them, rounded here or before.
 
     Raises:
         ValueError: they were rounded for another kernel.
     """
     if not isinstance(x, RoundedRows):
-        return round_rows(x, kind, padded=padded, interpret=interpret)
-    if x.padded != padded:
-        raise ValueError(f"rows are rounded for {x.padded} rows, and the kernel takes {padded}")
+        return round_rows(x, rounding, interpret=interpret)
+    if (x.padded, x.tiles) != (rounding.padded, rounding.tiles):
+        raise ValueError(
+            f"rows are rounded for {x.padded} rows in {x.tiles} tiles, and the kernel takes "
+            f"{rounding.padded} in {rounding.tiles}"
+        )
     return x
 
 
-def round_rows(x: Array, kind: Format, *, padded: int, interpret: bool) -> RoundedRows:
-    """Rounds rows in a launch of its own, and adds zeros up to `padded` rows."""
-    rounding = Rounding(kind, padded)
-    blocks, groups = x.shape[1] // GROUP, padded // ROUNDED_ROWS
+def round_rows(x: Array, rounding: Rounding, *, interpret: bool) -> RoundedRows:
+    """Rounds rows in a launch of its own, and adds the zeros beyond the last."""
+    blocks, groups = x.shape[1] // GROUP, rounding.padded // ROUNDED_ROWS
     arrays = pl.pallas_call(
-        functools.partial(_round_kernel, kind=kind),
+        functools.partial(_round_kernel, kind=rounding.kind),
         grid=(groups, blocks),
         out_shape=array_types(rounding, x.shape[1], groups=groups),
         compiler_params=plgpu.CompilerParams(
@@ -198,8 +197,8 @@ def _round_kernel(x_ref, values_ref, scales_ref, second_ref, *, kind: Format):
 
 
 def _kernel(
-    rounded_ref,  # [2, padded, inputs]
-    rounded_scales_ref,  # [blocks, 2, padded]
+    rounded_ref,  # [1, 2, rows, inputs]
+    rounded_scales_ref,  # [blocks, 1, 2, rows]
     second_ref,  # [groups of rows, blocks]
     values_ref,  # [columns, inputs], or bytes
     scales_ref,  # [groups, columns]
@@ -226,7 +225,7 @@ def _kernel(
 
     def add_block(i, totals, term):
         number = split * blocks + i
-        scales = plgpu.load(rounded_scales_ref.at[number, term, of_lane]) / unit
+        scales = plgpu.load(rounded_scales_ref.at[number, 0, term, of_lane]) / unit
         factors = _rows(rounded_ref, term, of_lane, number, kind)
         for_parts = []
         for total, columns in zip(totals, parts, strict=True):
@@ -241,7 +240,7 @@ def _kernel(
     totals = (jnp.zeros((len(lanes), width), jnp.float32),) * len(parts)
     totals = lax.fori_loop(0, blocks, lambda i, totals: add_block(i, totals, own_term), totals)
     if kind.rounds_rows:
-        of_group = rounded_ref.shape[1] // second_ref.shape[0]  # rows
+        of_group = rounded_ref.shape[2] // second_ref.shape[0]  # rows
         groups = pl.cdiv(tiling.rows, of_group)
         group = first_row // of_group + jnp.arange(groups)
 
@@ -287,7 +286,7 @@ def _rows(rounded_ref, term, row: Array, number, kind: Format) -> tuple[Array, .
     size = GROUP // halves
     at = (number * GROUP + half * size + jnp.arange(size) for half in range(halves))
     return tuple(
-        plgpu.load(rounded_ref.at[term[:, None], row[:, None], place[None, :]]) for place in at
+        plgpu.load(rounded_ref.at[0, term[:, None], row[:, None], place[None, :]]) for place in at
     )
 
 

@@ -21,10 +21,12 @@ class Rounding(NamedTuple):
     Attributes:
         kind: the weight's format.
         padded: number of rows with those beyond the last, which are zero.
+        tiles: into which the kernel divides these rows; both terms of a tile lie together.
     """
 
     kind: Format
     padded: int
+    tiles: int = 1
 
 
 @functools.partial(
@@ -37,9 +39,10 @@ class RoundedRows:
     """Rounded rows [rows, inputs], and zeros up to a number of rows that a kernel asks for.
 
     Attributes:
-        values: int8 or float8_e4m3fn [2, padded, inputs]: first and second terms. Integers are
-            undefined where there is no second term, since their scale is zero.
-        scales: float32 [blocks, 2, padded], for blocks of GROUP inputs.
+        values: int8 or float8_e4m3fn [tiles, 2, rows, inputs]: first and second terms of the rows
+            of each tile. Integers are undefined where there is no second term, since their scale
+            is zero.
+        scales: float32 [blocks, tiles, 2, rows], for blocks of GROUP inputs.
         second: int32 [groups, blocks]: 1 where a row of a group of them has a second term.
         rows: number of rows.
         dtype: what the rows' numbers had before.
@@ -54,23 +57,29 @@ class RoundedRows:
     @property
     def shape(self) -> tuple[int, int]:
         """Rows and inputs."""
-        return self.rows, self.values.shape[2]
+        return self.rows, self.values.shape[3]
+
+    @property
+    def tiles(self) -> int:
+        """Number of tiles."""
+        return self.values.shape[0]
 
     @property
     def padded(self) -> int:
         """Number of rows with those beyond the last."""
-        return self.values.shape[1]
+        return self.tiles * self.values.shape[2]
 
 
 def array_types(
     rounding: Rounding, inputs: int, *, groups: int
 ) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     """Shapes and types of the arrays of `RoundedRows`; each of `groups` of rows has its flags."""
-    (kind, padded), blocks = rounding, inputs // GROUP
+    kind, padded, tiles = rounding
+    terms, blocks = (tiles, 2, padded // tiles), inputs // GROUP
     factor = jnp.float8_e4m3fn if kind.dtype == jnp.float8_e4m3fn else jnp.int8
     return (
-        jax.ShapeDtypeStruct((2, padded, inputs), factor),
-        jax.ShapeDtypeStruct((blocks, 2, padded), jnp.float32),
+        jax.ShapeDtypeStruct((*terms, inputs), factor),
+        jax.ShapeDtypeStruct((blocks, *terms), jnp.float32),
         jax.ShapeDtypeStruct((groups, blocks), jnp.int32),
     )
 
@@ -81,8 +90,8 @@ def places_in_blocks(block: Array) -> Array:
 
 
 def store_rounded(
-    values_ref,  # [2, padded, inputs]
-    scales_ref,  # [blocks, 2, padded]
+    values_ref,  # [tiles, 2, rows, inputs]
+    scales_ref,  # [blocks, tiles, 2, rows]
     numbers: Array,  # of n blocks, float32 [n, GROUP]
     row: Array,  # [n]
     block: Array,  # [n]
@@ -98,9 +107,11 @@ def store_rounded(
         (rounded.values, rounded.scales, mask),
         (rounded.second_values, rounded.second_scales, is_read if mask is None else is_read & mask),
     )
+    of_tile = values_ref.shape[2]
+    tile, row = row // of_tile, row % of_tile
     for term, (values, scales, stored) in enumerate(terms):
         kept = None if stored is None else jnp.broadcast_to(stored[:, None], values.shape)
-        place = values_ref.at[term, row[:, None], places_in_blocks(block)]
+        place = values_ref.at[tile[:, None], term, row[:, None], places_in_blocks(block)]
         plgpu.store(place, values, mask=kept)
-        plgpu.store(scales_ref.at[block, term, row], scales, mask=mask)
+        plgpu.store(scales_ref.at[block, tile, term, row], scales, mask=mask)
     return has_second.astype(jnp.int32)
