@@ -164,7 +164,7 @@ def add_ems_sd_options(parser: argparse.ArgumentParser) -> None:
         "--rate",
         type=float,
         metavar="P",
-        help="draft-model, self: probability that a draft token is right (default: 0.8 and 0.95)",
+        help="draft-model, self: probability that a draft token is right (default: 0.8 and 0.98)",
     )
     add_batch_sizes(parser, shown="1 to 64")
     add_number_formats(parser)
