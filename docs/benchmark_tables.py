@@ -1,4 +1,6 @@
-"""The benchmarks page: tables of the JSON files in `benchmarks/`, written when the site is built.
+"""The benchmarks page: tables of the JSON files in and below `benchmarks/`.
+
+It is written when the site is built.
 
 A file's command tells its kind. A kind without files has no section, and a file of an unknown kind
 is listed without a table.
@@ -14,6 +16,7 @@ import result_tables
 from markdown_tables import Results
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
+MANIFEST = "manifest.json"  # of a folder that `emsjax bench all` wrote; it has no figures
 DOCUMENT, MARK = "benchmarks", "<!-- results -->"
 
 
@@ -205,21 +208,26 @@ def surroundings(name: str, results: Results) -> str:
     return "\n".join([where, "```bash", *commands, "```"])
 
 
-def picture(results: Path) -> list[str]:
+def picture(folder: Path, name: str) -> list[str]:
     """The figure beside a file of results, if it exists."""
-    image = results.with_suffix(".png")
-    return [f"![{image.stem}](../benchmarks/{image.name})"] if image.exists() else []
+    image = Path(name).with_suffix(".png")
+    exists = (folder / image).exists()
+    return [f"![{image.stem}](../benchmarks/{image.as_posix()})"] if exists else []
 
 
 def page(folder: Path = FOLDER) -> str:
     """The sections of all files, in Markdown."""
-    files = {path.name: json.loads(path.read_bytes()) for path in sorted(folder.glob("*.json"))}
+    files = {
+        path.relative_to(folder).as_posix(): json.loads(path.read_bytes())
+        for path in sorted(folder.rglob("*.json"))
+        if path.name != MANIFEST
+    }
     parts: list[str] = []
     for kind in KINDS:
         mine = {name: of for name, of in files.items() if kind_of(of) is kind}
         parts += [f"## {kind.title}", kind.about] if mine else []
         for name, results in mine.items():
-            parts += [*kind.body(results), *picture(folder / name), surroundings(name, results)]
+            parts += [*kind.body(results), *picture(folder, name), surroundings(name, results)]
     others = {name: of for name, of in files.items() if kind_of(of) is None}
     parts += ["## Other results"] if others else []
     parts += [surroundings(name, results) for name, results in others.items()]

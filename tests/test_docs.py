@@ -155,15 +155,17 @@ def tables():
 def test_every_committed_file_has_its_device_commit_and_figures(tables):
     page = tables.page()
     assert "Other results" not in page
-    for path in (examples.ROOT / "benchmarks").glob("*.json"):
-        results = json.loads(path.read_bytes())
+    for path in tables.FOLDER.rglob("*.json"):
+        if path.name == tables.MANIFEST:
+            continue
+        results, name = json.loads(path.read_bytes()), path.relative_to(tables.FOLDER).as_posix()
         hardware = results["hardware"]
         device = hardware.get("device") or hardware["device_kind"]
-        assert f"`benchmarks/{path.name}`: {device}; " in page
+        assert f"`benchmarks/{name}`: {device}; " in page
         assert f"jax {results['versions']['jax']}, " in page
         commits = {entry.get("commit") for entry in results.get("entries", [])} - {None}
         for commit in commits or {results["commit"]}:
-            assert re.search(rf"`benchmarks/{path.name}`: .*; commit .*`{commit}`", page)
+            assert re.search(rf"`benchmarks/{name}`: .*; commit .*`{commit}`", page)
     step = json.loads((examples.ROOT / "benchmarks" / "h200-step.json").read_bytes())
     for entry in step["shapes"]:
         shape = f"| {entry['batch']} x {entry['rows_per_sample']} "
@@ -203,6 +205,12 @@ def test_a_figure_is_shown_with_its_results(tables, tmp_path):
     assert "![" not in tables.page(tmp_path)
     (tmp_path / "a.png").touch()
     assert "![a](../benchmarks/a.png)" in tables.page(tmp_path)
+    (tmp_path / "gpu").mkdir()
+    for name in ("a.json", "a.png"):
+        (tmp_path / name).rename(tmp_path / "gpu" / name)
+    (tmp_path / "gpu" / tables.MANIFEST).write_text("{}")
+    assert "![a](../benchmarks/gpu/a.png)" in tables.page(tmp_path)
+    assert tables.page(tmp_path).count("`benchmarks/gpu/") == 1
     shown = re.findall(r"!\[.*\]\((.*)\)", tables.page())
     assert shown
     assert all((DOCS / path).exists() for path in shown)
@@ -558,7 +566,7 @@ def test_both_forms_of_a_benchmarks_command_have_its_table(tables, tmp_path, com
 
 @pytest.mark.parametrize("empty", ["entries", "batches", "shapes", "comparisons", "runs"])
 def test_an_interrupted_run_without_results_is_listed(tables, tmp_path, empty):
-    committed = [json.loads(path.read_bytes()) for path in tables.FOLDER.glob("*.json")]
+    committed = [json.loads(path.read_bytes()) for path in tables.FOLDER.rglob("*.json")]
     added = [{"command": name, **COMMON, **results} for name, (results, _) in NOT_YET.items()]
     for i, results in enumerate([*committed, *added]):
         if empty in results:

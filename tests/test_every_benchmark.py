@@ -6,7 +6,8 @@ import shlex
 import pytest
 from jsonl import assert_error
 
-from emsjax.benchmarks import every
+from emsjax import plotting
+from emsjax.benchmarks import every, figures
 from emsjax.benchmarks.every import Run
 from emsjax.benchmarks.registry import BENCHMARKS
 from emsjax.cli.main import main, make_parser
@@ -185,3 +186,39 @@ def test_every_benchmark_is_run():
     run = {words[2] for words in commands if words[:2] == ["emsjax", "bench"]}
     need_files = {"prompts"}
     assert run == BENCHMARKS.keys() - need_files - {"all"}
+
+
+def step(model: str, ms: float, **settings) -> dict:
+    entry = {"shape": "24x8", "best_ms": ms, "floor_ms": {"reference": ms / 2}}
+    return {"settings": {"model": model, **settings}, "shapes": [entry]}
+
+
+def test_figures_are_drawn_of_the_results_that_are_there(tmp_path, monkeypatch):
+    shown, devices_figure = [], plotting.devices_figure
+    spied = lambda results: shown.append(results) or devices_figure(results)
+    monkeypatch.setattr(plotting, "devices_figure", spied)
+
+    def draw(**results):
+        for name, of in results.items():
+            (tmp_path / f"{name}.json").write_text(json.dumps(of))
+        return [path.relative_to(tmp_path).as_posix() for path in figures.draw(tmp_path)]
+
+    one, narrow = step("opt-13b", 13.0), step("opt-13b", 8.0, tensor_parallel=2, quantize="int8")
+    assert draw(a=one, b=narrow, manifest={"runs": {}}) == []
+    two, other = step("opt-13b", 9.0, tensor_parallel=2), step("opt-66b", 40.0)
+    assert draw(c=two, d=other) == ["step-over-devices.png"]
+    assert shown == [[one, two]]
+    assert (tmp_path / "step-over-devices.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_figures_end_the_run(folder, monkeypatch, capsys):
+    monkeypatch.setattr(figures, "draw", lambda drawn: [drawn / "a.png"])
+    assert bench(folder, "--only", "first") == 0
+    assert capsys.readouterr().out.endswith(f"{folder / 'a.png'}\n")
+
+    def missing(drawn):
+        raise ImportError("plots need matplotlib")
+
+    monkeypatch.setattr(figures, "draw", missing)
+    assert bench(folder, "--only", "first") == 0
+    assert "no figures: plots need matplotlib" in capsys.readouterr().out

@@ -2,7 +2,8 @@
 
 Each runs in a process of its own and writes NAME.json into the folder; what it prints goes to
 NAME.log. Where there are several GPUs, as many benchmarks run at once as there are GPUs for them,
-those that need most of them first. `manifest.json` has the command, hardware, versions and commit;
+those that need most of them first. At the end figures are drawn of the results, if matplotlib is
+installed. `manifest.json` has the command, hardware, versions and commit;
 the devices' power limit, clocks and temperature at the start and at the end (`device_states`); and
 under `runs` each benchmark's command, environment variables (the devices that it saw, if not all,
 and its share of their memory), seconds and exit code. Started again, it goes on with those that
@@ -22,6 +23,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from emsjax.benchmarks import figures
 from emsjax.benchmarks.registry import BENCHMARKS
 from emsjax.benchmarks.results import write_results
 from emsjax.records.writing import to_json
@@ -166,6 +168,11 @@ def run(options: argparse.Namespace, command: str) -> int:
         add(name, record)
     manifest["device_states"].append(device_state())
     write_results(manifest, options.output / MANIFEST)
+    try:
+        for path in figures.draw(options.output):
+            print(path)
+    except ImportError as error:
+        print(f"no figures: {error}")
     return max((manifest["runs"][name].get("exit_code", 0) for name in runs), default=0)
 
 

@@ -21,7 +21,9 @@ DEPTH = 64  # a swizzled line of 16-bit numbers
 LINE = 128  # bytes of a swizzled line
 UNIT = 64  # rows of a matrix instruction
 MOST_COLUMNS = 256  # of a matrix instruction
-WARPGROUPS = (2, 3, 1)  # that multiply, in order of preference
+# Warpgroups that multiply, in order of preference. Four would wait for ever: the pipeline of jax
+# 0.11 wants 4 * 112 + 40 registers for a thread of each, and five warpgroups have 5 * 96.
+WARPGROUPS = (2, 3, 1)
 ROWS = (384, 256, 192, 128, 64)  # of a tile, in order of preference
 COLUMNS = (128, 96, 192, 64)  # of the weights in a tile, in order of preference
 COLUMNS_SWAPPED = (128, 192, 64, 256)
