@@ -1,10 +1,11 @@
 """Runs the tests of `on_mesh.py`, `on_devices.py` and `sums_on_devices.py` in a process that has
-four devices.
+four devices, and those of `on_eight_devices.py` in one that has eight.
 """
 
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -23,11 +24,18 @@ def settings(devices: int) -> dict[str, str]:
 @pytest.mark.parametrize("part", [DEPENDS_ON_JAX, f"not ({DEPENDS_ON_JAX})"])
 def test_on_four_devices(part):
     """In two processes, of which the first is enough for another version of jax."""
+    run_tests(4, "on_mesh.py", "on_devices.py", "sums_on_devices.py", options=["-k", part])
+
+
+def test_on_eight_devices():
+    run_tests(8, "on_eight_devices.py")
+
+
+def run_tests(devices: int, *files: str, options: Sequence[str] = ()) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
-    files = [TESTS / name for name in ("on_mesh.py", "on_devices.py", "sums_on_devices.py")]
     run = subprocess.run(
-        [*command, *map(str, files), "-k", part],
-        env=settings(4),
+        [*command, *(str(TESTS / name) for name in files), *options],
+        env=settings(devices),
         capture_output=True,
         text=True,
         check=False,

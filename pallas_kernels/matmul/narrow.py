@@ -61,8 +61,8 @@ class Format:
 
     @property
     def bytes(self) -> float:
-        """Bytes of a value, with its part of the group's scale and zero; columns' do not count."""
-        return (0.5 if self.is_packed else self.dtype.itemsize) + (5 / GROUP if self.grouped else 0)
+        """Bytes of a value, with its part of the group's 16-bit scale; columns' do not count."""
+        return (0.5 if self.is_packed else self.dtype.itemsize) + (2 / GROUP if self.grouped else 0)
 
 
 FORMATS = {
