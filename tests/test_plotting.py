@@ -327,11 +327,14 @@ def test_steps_are_drawn_by_devices_beside_their_floors():
     figure = plotting.devices_figure([two, step("opt-13b", 13.0), step("opt-66b", 40.0)])
     one, other = figure.axes
     assert (one.get_title(), other.get_title()) == ("opt-13b", "opt-66b")
-    times, floors = one.get_lines()
+    times, floors, promised = one.get_lines()
     assert times.get_label() == "24 x 8"
     assert times.get_xydata().tolist() == [[1, 13], [2, 9]]
     assert floors.get_xydata().tolist() == [[1, 6.5], [2, 4.5]]
-    assert [text.get_text() for text in one.get_xticklabels()] == ["1", "2"]
+    # Of the 13 ms a part of 8 is divided.
+    assert promised.get_xydata().tolist() == [[2, 9], [4, 7], [8, 6]]
+    assert [text.get_text() for text in one.get_xticklabels()] == ["1", "2", "4", "8"]
+    assert len(other.get_lines()) == 2
 
 
 def test_every_line_of_the_synergy_figure_is_dark_enough_for_white():

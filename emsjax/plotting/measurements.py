@@ -22,6 +22,7 @@ POLICIES = {
     "goodput": "Goodput (goodput)",
     "bass, cost-capped": "BassHeuristic, CostCapped",
 }
+DEVICES = (1, 2, 4, 8)  # for which times are estimated
 ROOM = 1.3  # least ratio of two labelled batch sizes, so that labels do not overlap
 
 
@@ -139,7 +140,8 @@ def devices_figure(results: Sequence[Mapping[str, Any]]):
 
     Returns:
         A matplotlib `Figure` with a panel for each model: milliseconds of a step of each shape,
-        samples x rows, and dashed the least that the devices' rates allow.
+        samples x rows, dashed the least that the devices' rates allow, and dotted, for shapes that
+        were measured on one and on two devices, what those promise for more: see `divided`.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -157,18 +159,34 @@ def devices_figure(results: Sequence[Mapping[str, Any]]):
     figure = new_figure(width * len(models), height)
     for place, (model, shapes) in enumerate(models.items(), start=1):
         axes = figure.add_subplot(1, len(models), place)
+        shown = {n for entries in shapes.values() for n in entries}
         for i, (shape, entries) in enumerate(shapes.items()):
             counts = sorted(entries)
             times = [entries[n]["best_ms"] for n in counts]
             floors = [entries[n]["floor_ms"]["reference"] for n in counts]
             axes.plot(counts, times, color=f"C{i}", marker=".", label=shape.replace("x", " x "))
             axes.plot(counts, floors, color=f"C{i}", linewidth=0.8, linestyle="--")
-        _binary_axis(axes, {n for entries in shapes.values() for n in entries}, "devices")
+            if counts[:2] == [1, 2]:
+                more = [n for n in DEVICES if n >= 2]
+                promised = [divided(times[0], times[1], n) for n in more]
+                axes.plot(more, promised, color=f"C{i}", linewidth=0.8, linestyle=":")
+                shown |= {*more}
+        _binary_axis(axes, shown, "devices")
         axes.set_ylabel("ms of a step")
         axes.set_ylim(bottom=0)
         axes.set_title(model)
         axes.legend(fontsize="small")
     return figure
+
+
+def divided(one: float, two: float, devices: int) -> float:
+    """The time of a step on several devices that follows from those on one and on two of them.
+
+    A part of it is divided by their number, and the rest stays. Sums over the devices, which grow
+    with their number, are in what stays as they are on two.
+    """
+    part = 2 * (one - two)
+    return one - part + part / devices
 
 
 def distillation_figure(results: Mapping[str, Any]):
