@@ -248,7 +248,7 @@ def _kernel(
         return sums
 
     def finish(sums, staged):
-        if sums.shape[1] == lanes and swapped:
+        if swapped and not kind.is_packed:
             sums = first_half(sums) + second_half(sums)
 
         def of_columns(ref):
