@@ -23,6 +23,7 @@ from emsjax.cli.main import main, make_parser
 from emsjax.models import checkpoint
 from emsjax.models.numbers import NumberFormats
 from emsjax.models.opt import OPTConfig
+from emsjax.models.pretrained import from_pretrained
 
 NEW, BATCH, RATES = 10, 3, Rates(1e12, 1e14)
 METHODS = tuple(ems_sd.METHODS)
@@ -289,6 +290,37 @@ def articles(tmp_path):
     lines = [json.dumps({"id": i, "article": text}) for i, text in enumerate(texts)]
     path.write_text("\n".join(lines))
     return path
+
+
+def test_a_narrow_model_is_drafted_for_by_a_copy_of_the_wide_one():
+    wide, narrow = (
+        workloads.ScriptedModels("tiny", "tiny", **of) for of in ({}, {"quantize": "int8"})
+    )
+    workload = workloads.Workload("self", NEW, TokenAcceptance(0.9, 2))
+    copies = []
+    for models in (wide, narrow):
+        (drafter,) = models.drafters(workload, BATCH, 2, 1)
+        assert isinstance(drafter.source, emsjax.SelfDraft)
+        assert (drafter.shares_cache, drafter.source.max_draft_tokens) == (True, 2)
+        copies.append(drafter.source.draft_model)
+    table = wide.model.embed_tokens.embedding[...]
+    assert copies[0].embed_tokens.embedding[...] is table
+    for one, other in zip(*map(jax.tree.leaves, copies), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert {copy.quantization for copy in copies} == {"int4"}
+
+
+@pytest.mark.parametrize("numbers", [[], ["--quantize", "int8", "--kv-dtype", "int8"]])
+def test_a_trained_model_drafts_for_itself(tiny_model, articles, numbers):
+    asked = ["--model", str(tiny_model), "--data", str(articles), "--draft", "self"]
+    asked += ["--max-new-tokens", "6", "--batch-sizes", "2", *numbers]
+    make, _ = texts(make_parser("").parse_args(["bench", "ems-sd", *asked]))
+    drafter = make().drafter
+    assert isinstance(drafter, emsjax.SelfDraft)
+    copy, wide = drafter.draft_model, from_pretrained(tiny_model, dtype="float32")
+    assert copy.quantization == "int4"
+    for one, other in zip(*map(jax.tree.leaves, (copy, wide.quantize("int4"))), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("draft", ["llma", "draft-model", "self"])

@@ -5,6 +5,7 @@ import shlex
 
 import pytest
 from jsonl import assert_error
+from test_plotting import step
 
 from emsjax import plotting
 from emsjax.benchmarks import every, figures
@@ -186,11 +187,6 @@ def test_every_benchmark_is_run():
     run = {words[2] for words in commands if words[:2] == ["emsjax", "bench"]}
     need_files = {"prompts"}
     assert run == BENCHMARKS.keys() - need_files - {"all"}
-
-
-def step(model: str, ms: float, **settings) -> dict:
-    entry = {"shape": "24x8", "best_ms": ms, "floor_ms": {"reference": ms / 2}}
-    return {"settings": {"model": model, **settings}, "shapes": [entry]}
 
 
 def test_figures_are_drawn_of_the_results_that_are_there(tmp_path, monkeypatch):

@@ -318,11 +318,13 @@ def test_the_synergy_figure_marks_each_batch_sizes_best_length():
     assert [text.get_text() for text in best.get_xticklabels()] == ["1", "8"]
 
 
-def test_steps_are_drawn_by_devices_beside_their_floors():
-    def step(model, ms, **settings):
-        entry = {"shape": "24x8", "best_ms": ms, "floor_ms": {"reference": ms / 2}}
-        return {"settings": {"model": model, **settings}, "shapes": [entry]}
+def step(model: str, ms: float, **settings) -> dict:
+    """Results of `emsjax bench step` for one shape."""
+    entry = {"shape": "24x8", "best_ms": ms, "floor_ms": {"reference": ms / 2}}
+    return {"settings": {"model": model, **settings}, "shapes": [entry]}
 
+
+def test_steps_are_drawn_by_devices_beside_their_floors():
     two = step("opt-13b", 9.0, tensor_parallel=2)
     figure = plotting.devices_figure([two, step("opt-13b", 13.0), step("opt-66b", 40.0)])
     one, other = figure.axes

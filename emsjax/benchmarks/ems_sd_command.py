@@ -16,10 +16,11 @@ from emsjax.benchmarks.rates import MEASURED_RATES, Rates
 from emsjax.benchmarks.registry import BENCHMARKS
 from emsjax.benchmarks.results import begin
 from emsjax.benchmarks.sources import Scripted, Texts
-from emsjax.benchmarks.subjects import OF_TRAINED, check_absent, check_shapes, read_trained
+from emsjax.benchmarks.subjects import OF_TRAINED, check_absent, check_shapes, load, read_trained
 from emsjax.benchmarks.workloads import ScriptedModels, Workload
 from emsjax.drafters import DraftModel, PromptLookup
-from emsjax.drafters.self_draft import SELF_FORMAT, SelfDraft
+from emsjax.drafters.self_draft import SelfDraft, narrow_copy
+from emsjax.models.numbers import NumberFormats
 from emsjax.policies import profiles as profile_store
 from emsjax.terminal.options import flag, number_formats
 from emsjax.terminal.reporting import (
@@ -135,7 +136,9 @@ def texts(options: argparse.Namespace) -> tuple[Callable[[], Texts], dict[str, A
     def make() -> Texts:
         model = found.models.load()
         if options.draft == "self":
-            drafter = SelfDraft(model.quantize(SELF_FORMAT), options.draft_tokens or 4)
+            numbers, name = NumberFormats.of(model), (options.model, options.revision)
+            copy = narrow_copy(model, lambda of: load(numbers._replace(quantize=of), *name))
+            drafter = SelfDraft(copy, options.draft_tokens or 4)
         elif found.models.load_draft is None:
             drafter = PromptLookup(max_draft_tokens=options.draft_tokens or 7)
         else:

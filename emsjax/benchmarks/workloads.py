@@ -20,7 +20,7 @@ from emsjax.benchmarks.runs import random_model
 from emsjax.benchmarks.scripted import FIRST_TOKEN, replay, script, scripted_model
 from emsjax.benchmarks.shapes import MODELS
 from emsjax.drafters import DraftModel, PromptLookup
-from emsjax.drafters.self_draft import SELF_FORMAT, SelfDraft
+from emsjax.drafters.self_draft import SelfDraft, narrow_copy
 from emsjax.embedded import DRAFT, PROMPTS, TARGET
 from emsjax.models.config import DecoderConfig
 from emsjax.models.decoder import Decoder
@@ -37,8 +37,8 @@ class Workload:
     """A way to draft, and how often the drafts are accepted.
 
     Attributes:
-        source: the drafter that does its work: "prompt-lookup", "model" or "self" (the target's
-            copy in SELF_FORMAT).
+        source: the drafter that does its work: "prompt-lookup", "model" or "self" (a narrow copy of
+            the target).
         max_new_tokens: new tokens of every sample.
         profile: the acceptance of the drafts; None: the source's own drafts are used.
         live: whether runs are timed until the first sample has finished instead of the last.
@@ -106,9 +106,9 @@ class ScriptedModels:
 
     @functools.cached_property
     def narrow_copy(self) -> Decoder:
-        """The target with weights in SELF_FORMAT."""
-        numbers = self.numbers._replace(quantize=SELF_FORMAT)
-        return scripted_model(self.config, self.text, numbers=numbers)
+        """The target's copy that drafts for it."""
+        made = lambda numbers: scripted_model(self.config, self.text, numbers=numbers)
+        return narrow_copy(self.model, lambda of: made(self.numbers._replace(quantize=of)))
 
     def prompts(self, batch: int, max_new_tokens: int) -> list[np.ndarray]:
         positions = len(self.text)

@@ -76,11 +76,10 @@ def load_models(
         drafter = _mixed(options, drafter, chosen, memory)
     if options.drafter != "self":
         return model, drafter
-    from emsjax.drafters.self_draft import SELF_FORMAT, SelfDraft
+    from emsjax.drafters.self_draft import SelfDraft, narrow_copy
 
-    narrow = model.quantize if model.quantization is None else lambda format: load(quantize=format)
-    limit, branches = options.max_draft_tokens, options.branches
-    return model, SelfDraft(narrow(SELF_FORMAT), limit, branches=branches)
+    copy = narrow_copy(model, lambda format: load(quantize=format))
+    return model, SelfDraft(copy, options.max_draft_tokens, branches=options.branches)
 
 
 def _load_drafter(

@@ -1,5 +1,8 @@
 """Drafting with a copy of the target in a narrow format, which reads the target's own cache."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 from jaxtyping import Array, Int32
 
@@ -7,6 +10,16 @@ from emsjax.decode.base import ModelConfig
 from emsjax.drafters.draft_model import DraftModel
 
 SELF_FORMAT = "int4"  # of the weights, in commands
+
+
+def narrow_copy(model: Any, load: Callable[[str], Any]) -> Any:
+    """A model's copy with weights in SELF_FORMAT, for commands.
+
+    Args:
+        model: the target, with which the copy shares the rest if its weights are not narrow.
+        load: loads it anew with weights in a format, which is rounded from the wide ones.
+    """
+    return model.quantize(SELF_FORMAT) if model.quantization is None else load(SELF_FORMAT)
 
 
 @jax.tree_util.register_pytree_node_class
