@@ -18,6 +18,11 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 
+# Compilation allocates and frees much. Processes that tests start, of which pytest-xdist's workers
+# are some, keep freed memory rather than give it back to the system: a tenth of the whole time.
+os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(10**9))
+os.environ.setdefault("MALLOC_TOP_PAD_", str(2**24))
+
 # An interpreted Mosaic kernel has a thread for each warpgroup, and each that waits blocks one of
 # the threads with which XLA computes on a CPU: by default there are as many as cores.
 os.environ.setdefault("NPROC", "8")
