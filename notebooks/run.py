@@ -21,8 +21,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 REPOSITORY, BRANCH = "emsjax/emsjax", "main"
-# A notebook that hangs is stopped. How long one takes is no error: the same processor takes several
-# times as long beside other work.
+# Far more than a notebook takes, even on a slow processor beside other work: beyond it one hangs.
 LIMIT_S = 1200
 FOLDER = Path(__file__).parent
 METADATA = {

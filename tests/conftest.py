@@ -19,7 +19,7 @@ os.environ["XLA_FLAGS"] = " ".join(
 )
 
 # Compilation allocates and frees much. Processes that tests start, of which pytest-xdist's workers
-# are some, keep freed memory rather than give it back to the system: a tenth of the whole time.
+# are some, keep freed memory rather than give it back to the system, which takes time.
 os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(10**9))
 os.environ.setdefault("MALLOC_TOP_PAD_", str(2**24))
 
