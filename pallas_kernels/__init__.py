@@ -8,7 +8,6 @@ tested against. Tests compare the other operations with numpy in float64.
 
 from pallas_kernels import reference
 from pallas_kernels.add_norm import add_layer_norm, add_rms_norm
-from pallas_kernels.add_norm.own_rows import OwnRows
 from pallas_kernels.attention import ragged_attention
 from pallas_kernels.attention.confine import confine
 from pallas_kernels.cache_update import update_kv_cache, update_kv_caches
@@ -28,7 +27,6 @@ dialect.register()
 __all__ = [
     "NarrowRows",
     "NarrowWeight",
-    "OwnRows",
     "RoundedRows",
     "Rounding",
     "add_layer_norm",

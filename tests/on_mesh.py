@@ -5,7 +5,6 @@ has as many.
 import functools
 import logging
 import re
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,6 @@ from golden.tiny_families import VARIANTS
 from jsonl import RECORDS, assert_error, command, read_lines, write_records
 from kernel_cases import cuda_without_a_gpu
 from test_families import LOOKUP, assert_close, golden
-from test_linear_mosaic import needs_new_jax
 from test_parity import packed_logits
 from toy import POSITIONS, VOCAB, ragged_prompts, shallow_model
 from transformers import AutoTokenizer
@@ -31,17 +29,13 @@ from emsjax.decode.cache import KVCache
 from emsjax.decode.pack import pack
 from emsjax.decode.step import decode_loop
 from emsjax.engine.memory import MemoryPlan
-from emsjax.models import layers
 from emsjax.models.decoder import Decoder
-from emsjax.models.families import CodeGenConfig, Gemma3Config, GPTNeoXConfig
 from emsjax.models.llama import LlamaConfig
 from emsjax.models.numbers import NumberFormats
 from emsjax.models.splitting import Placement
 from emsjax.policies import profiles as stored
 from emsjax.tensor_parallel import TensorParallel
 from emsjax.testing import assert_invariant, assert_lossless
-from pallas_kernels import add_norm
-from pallas_kernels.add_norm import mosaic
 from pallas_kernels.common import implementations
 
 FIRST = jax.devices()[:1]
@@ -361,42 +355,6 @@ def test_groups_run_the_kernels_of_a_gpu(numerics, monkeypatch, unchecked_annota
     is_new = jax.__version_info__ >= (0, 11)
     assert ("mosaic_gpu" in text) == is_new
     assert ("sum_add_rms_norm" in text) == (is_new and numerics == "fast")
-
-
-ENDS = {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 1}
-WIDE = {**ENDS, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-OF_EACH_ORDER = {
-    "llama": LlamaConfig(**WIDE, intermediate_size=64, num_key_value_heads=2),
-    "gemma": Gemma3Config(**WIDE, intermediate_size=64, num_key_value_heads=2, head_dim=32),
-    "gpt-neox": GPTNeoXConfig(**WIDE, intermediate_size=64),
-    "codegen": CodeGenConfig(**ENDS, n_embd=128, n_layer=2, n_head=4, rotary_dim=16),
-}
-
-
-@needs_new_jax
-@pytest.mark.parametrize("family", OF_EACH_ORDER)
-def test_sums_over_devices_may_stay_where_they_were_computed(family, monkeypatch):
-    """Rows of other devices are NaN here. Layers of each order, and taps, have whole rows."""
-    used = []
-
-    def kernel(*args, interpret, own_rows=False, **options):
-        used.append(own_rows)
-        return mosaic.add_norm(*args, own_rows=own_rows, interpret=True, **options)
-
-    module = SimpleNamespace(add_norm=kernel, shares_rows=lambda x, devices: True)
-    monkeypatch.setattr(add_norm, "_over_devices", lambda *args, **options: module)
-    monkeypatch.setattr(layers, "OWN_ROWS", True)
-    model = Decoder(OF_EACH_ORDER[family], rngs=nnx.Rngs(3), dtype=jnp.float32)
-    rows = pack(jnp.zeros(2, jnp.int32), jnp.array([4, 2]), 6)
-
-    def found(model):
-        cache = model.init_cache(2, 64)
-        out = model(jnp.arange(6, dtype=jnp.int32), rows, cache, taps=(0, 1, 2))
-        return out.hidden, *out.taps
-
-    for one, other in zip(found(model), found(model.split(TWO)), strict=True):
-        np.testing.assert_allclose(np.asarray(other), np.asarray(one), rtol=1e-4, atol=1e-4)
-    assert set(used) == {family != "gpt-neox"}
 
 
 # --- errors

@@ -85,46 +85,10 @@ def test_sums_of_parts_equal_numpy_on_every_device(case, implementation):
         np.testing.assert_allclose(wide(found[0]), expected, rtol=error, atol=1e-5)
 
 
-@needs_devices
-@needs_new_jax
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES)
-def test_sums_may_stay_on_the_devices_that_computed_them(case, monkeypatch):
-    """Twice in a row: the second sum begins with such rows. They are whole in the end."""
-    monkeypatch.setattr(mosaic, "shares_rows", lambda x, devices: True)
-    centred = CASES[case][-1]
-    number, x, y, vectors = inputs_of(case)
-    add = pallas_kernels.add_layer_norm if centred else pallas_kernels.add_rms_norm
-    options = {"axis_name": TP, "epsilon": 1e-5, "dtype": jnp.bfloat16, **vectors}
-    options |= {"implementation": "mosaic", "interpret": not COMPILED}
-
-    def twice(x, y, _, own_rows):
-        first, out = add(x, y, **options, own_rows=own_rows)
-        assert isinstance(first, pallas_kernels.OwnRows) == own_rows
-        total, again = add(first, y, **options, own_rows=own_rows)
-        total = total.whole() if own_rows else total
-        return [jax.lax.all_gather(found, TP) for found in (total, out, again)]
-
-    of = lambda own: jax.jit(on_devices(functools.partial(twice, own_rows=own), number))(x, y, {})
-    for found, expected in zip(of(True), of(False), strict=True):
-        np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
-
-
-def test_rows_are_shared_where_reading_them_everywhere_takes_longer():
-    shared = lambda devices, *shape: mosaic.shares_rows(jnp.zeros(shape, jnp.float32), devices)
-    assert not shared(2, 24, 5120)
-    assert not shared(4, 1, 5120)
-    assert shared(4, 192, 5120)
-    assert shared(8, 64, 4096)
-    assert not shared(8, 192, 16384)  # 512 KiB
-
-
 @needs_new_jax
 @pytest.mark.parametrize(("size", "shares"), [(256, ()), (5120, (4,)), (9216, (8,))])
-@pytest.mark.parametrize("own_rows", [False, True])
-def test_sums_lower_for_cuda(size, shares, own_rows):
+def test_sums_lower_for_cuda(size, shares):
     static = {"norm": mosaic.Norm(1e-5, jnp.bfloat16, centred=True), "axis_name": TP}
-    static["own_rows"] = own_rows
     function = on_devices(functools.partial(mosaic.add_norm, **static), 2)
     parts = jnp.zeros((2 * shares[0], 3, size) if shares else (6, size), jnp.bfloat16)
     arrays = numbers(0, 3, size, dtype=jnp.float32), parts, {}

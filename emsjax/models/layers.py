@@ -33,14 +33,10 @@ from emsjax.models.attention import attend
 from emsjax.models.linears import NarrowLinear, linear, new_linear, weight_and_bias
 from pallas_kernels.add_norm import sum_over_devices
 from pallas_kernels.add_norm import xla as plain
-from pallas_kernels.add_norm.own_rows import OwnRows, whole
 from pallas_kernels.common.numerics import is_invariant
 from pallas_kernels.matmul.rounded import RoundedRows, Rounding
 
 Angles = tuple[Float[Array, "r p"], Float[Array, "r p"]]  # cosines and sines
-
-# Whether sums over devices may be `OwnRows`. They have not been measured yet.
-OWN_ROWS = False
 
 
 class Addend(NamedTuple):
@@ -107,17 +103,15 @@ def linear_addend(
 
 def add_norm(
     norm: Norm,
-    x: Float[Array, "r e"] | OwnRows,
+    x: Float[Array, "r e"],
     y: Addend | None,
     axis_name: str | None = None,
     rounding: Rounding | None = None,
-    own_rows: bool = False,
 ):
     """Returns x + y and its normalisation. Without y, x is returned as it is.
 
     Args:
         axis_name: of the devices that have a part of y each; None: y is whole.
-        own_rows: whether the sum may be `OwnRows`.
         rounding: how the product that follows takes its rows, if it rounds them: the normalised
             rows may be rounded already.
     """
@@ -125,7 +119,7 @@ def add_norm(
         return x, norm(x)
     scale, bias = scale_and_bias(norm)
     options = {"epsilon": norm.kind.epsilon, "dtype": norm.dtype, "axis_name": axis_name}
-    options |= {"rounding": rounding, "own_rows": own_rows}
+    options["rounding"] = rounding
     if norm.kind.centred:
         return pallas_kernels.add_layer_norm(x, y.sums, y.bias, scale, bias, **options)
     options["offset"] = norm.kind.offset
@@ -133,12 +127,11 @@ def add_norm(
 
 
 def residual_stream(
-    norm: NormKind, x: Float[Array, "r e"] | OwnRows, y: Addend | None, axis_name: str | None = None
+    norm: NormKind, x: Float[Array, "r e"], y: Addend | None, axis_name: str | None = None
 ):
     """Returns x + y; `norm` is the kind of the model's norms. For `axis_name` see `add_norm`."""
     if y is None:
         return x
-    x = whole(x)
     if axis_name is not None:
         y = y._replace(sums=sum_over_devices(y.sums, axis_name))
     if is_invariant():
@@ -198,7 +191,7 @@ class DecoderLayer(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "r e"] | OwnRows,
+        x: Float[Array, "r e"],
         y: Addend | None,
         angles: Angles | None,
         attention: Callable,
@@ -222,19 +215,15 @@ class DecoderLayer(nnx.Module):
         is_shared = order == SHARED  # two products take the same rows
         sums = angles is not None
         rounding = None if is_shared else self.rounding(self.qkv_proj, x, sums=sums)
-        # The feed-forward part that is parallel to attention reads the whole sum.
-        own = OWN_ROWS and order != PARALLEL
-        x, h = add_norm(self.attention_norm, x, y, axis_name, rounding, own)
+        x, h = add_norm(self.attention_norm, x, y, axis_name, rounding)
         y, qkv = self.attend(h, angles, attention)
         if order in (PARALLEL, SHARED):
             h = h if is_shared else self.ffn_norm(x)
             return x, add_addends(y, self.feed_forward(h)), qkv
-        x, h = add_norm(self.ffn_norm, x, y, axis_name, self.rounding(self.up_proj, x), own)
+        x, h = add_norm(self.ffn_norm, x, y, axis_name, self.rounding(self.up_proj, x))
         return x, self.feed_forward(h), qkv
 
-    def rounding(
-        self, module, x: Float[Array, "r e"] | OwnRows, *, sums: bool = False
-    ) -> Rounding | None:
+    def rounding(self, module, x: Float[Array, "r e"], *, sums: bool = False) -> Rounding | None:
         """How a linear layer takes as many rows as x has, in the dtype of a norm."""
         dtype = self.attention_norm.dtype
         return pallas_kernels.rounding_for(len(x), dtype, weight_and_bias(module)[0], sums=sums)
@@ -275,7 +264,7 @@ class DecoderLayer(nnx.Module):
 @functools.partial(jax.jit, static_argnames=("attention", "max_rows_per_sample"))
 def run_layer(
     layer: nnx.Module,
-    stream: tuple[Float[Array, "r e"] | OwnRows, Addend | None],
+    stream: tuple[Float[Array, "r e"], Addend | None],
     angles: Angles | None,
     cached: LayerCache,
     rows: PackedRows,

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.add_norm import triton, xla
-from pallas_kernels.add_norm.own_rows import OwnRows, whole
 from pallas_kernels.add_norm.xla import Norm
 from pallas_kernels.common.blocks import in_blocks
 from pallas_kernels.common.implementations import (
@@ -27,7 +26,7 @@ IMPLEMENTATIONS = {"triton": triton.add_norm, "xla": xla.add_norm}
 
 
 def add_layer_norm(
-    x: Array | OwnRows,  # [rows, size]
+    x: Array,  # [rows, size]
     y: Array,  # [rows, size], or [shares, rows, size]
     y_bias: Array | None,  # [size]
     scale: Array | None,  # [size]
@@ -36,12 +35,11 @@ def add_layer_norm(
     epsilon: float,
     dtype=None,
     axis_name: str | None = None,
-    own_rows: bool = False,
     rounding: Rounding | None = None,
     implementation: str | None = None,
     interpret: bool = False,
     numerics: str | None = None,
-) -> tuple[Array | OwnRows, Array | RoundedRows]:
+) -> tuple[Array, Array | RoundedRows]:
     """x + y + y_bias in x's dtype, and its layer normalisation, each [rows, size].
 
     Everything is computed in float32; the sum is rounded to x's dtype before it is
@@ -57,8 +55,6 @@ def add_layer_norm(
         dtype: the dtype of the normalisation; None: x's.
         axis_name: every device on this axis of a mesh has a part of y, and all parts are added.
             The function is then called on every device, as by `jax.shard_map`. None: y is whole.
-        own_rows: whether the sum may be returned as `OwnRows`, which take less time to exchange
-            where there are many rows, and have no gradient; x may be such rows in any case.
         rounding: of `pallas_kernels.rounding_for`: the Triton kernel then returns the normalised
             rows as that product takes them, and whatever else computes them ignores it.
         implementation: "triton" (one launch), "xla", or None: Triton on NVIDIA GPUs of
@@ -79,12 +75,11 @@ def add_layer_norm(
     vectors = {"y_bias": y_bias, "scale": scale, "bias": bias}
     norm = Norm(epsilon, dtype or x.dtype, centred=True)
     options = {"implementation": implementation, "interpret": interpret, "rounding": rounding}
-    options["own_rows"] = own_rows
     return _add_norm(x, y, vectors, norm, axis_name, is_invariant(numerics), options)
 
 
 def add_rms_norm(
-    x: Array | OwnRows,  # [rows, size]
+    x: Array,  # [rows, size]
     y: Array,  # [rows, size], or [shares, rows, size]
     y_bias: Array | None,  # [size]
     scale: Array | None,  # [size]
@@ -94,12 +89,11 @@ def add_rms_norm(
     offset: float = 0.0,
     dtype=None,
     axis_name: str | None = None,
-    own_rows: bool = False,
     rounding: Rounding | None = None,
     implementation: str | None = None,
     interpret: bool = False,
     numerics: str | None = None,
-) -> tuple[Array | OwnRows, Array | RoundedRows]:
+) -> tuple[Array, Array | RoundedRows]:
     """x + y + y_bias in x's dtype, and its RMS normalisation, each [rows, size].
 
         rms_norm(x, scale) = x / sqrt(mean(x ** 2) + epsilon) * (scale + offset)
@@ -108,8 +102,8 @@ def add_rms_norm(
     as in layers that normalise both the input and the output of each part.
 
     Args:
-        x, y, y_bias, dtype, axis_name, own_rows, rounding, implementation, interpret, numerics: as
-            in `add_layer_norm`.
+        x, y, y_bias, dtype, axis_name, rounding, implementation, interpret, numerics: as in
+            `add_layer_norm`.
         scale: the scale of the normalisation, [size]; None: 1 - offset.
         y_scale: the scale of the addend's normalisation, [size]; None: it is not normalised.
         epsilon: added to the mean square.
@@ -123,7 +117,6 @@ def add_rms_norm(
     vectors = {"y_bias": y_bias, "scale": scale, "y_scale": y_scale}
     norm = Norm(epsilon, dtype or x.dtype, centred=False, offset=offset)
     options = {"implementation": implementation, "interpret": interpret, "rounding": rounding}
-    options["own_rows"] = own_rows
     return _add_norm(x, y, vectors, norm, axis_name, is_invariant(numerics), options)
 
 
@@ -156,24 +149,19 @@ def _add_norm(
     options: dict[str, Any],
 ):
     vectors = {name: vector for name, vector in vectors.items() if vector is not None}
-    rounding, own_rows = options.pop("rounding"), options.pop("own_rows")
+    rounding = options.pop("rounding")
     implementation, interpret = options["implementation"], options["interpret"]
     reference = functools.partial(xla.add_norm, norm=norm)
     if axis_name is not None:
         over_devices = _over_devices(x, y, axis_name, invariant, **options)
         numerics = "invariant" if invariant else "fast"
-        sum_of = functools.partial(sum_over_devices, axis_name=axis_name, numerics=numerics)
+        whole = functools.partial(sum_over_devices, axis_name=axis_name, numerics=numerics)
         if over_devices is not None:
             static = {"norm": norm, "axis_name": axis_name, "interpret": interpret}
-            if own_rows and over_devices.shares_rows(x, lax.axis_size(axis_name)):
-                x = x.rows if isinstance(x, OwnRows) else x
-                total, out = over_devices.add_norm(x, y, vectors, own_rows=True, **static)
-                return OwnRows(total, axis_name), out
             kernel = functools.partial(over_devices.add_norm, **static)
-            in_xla = lambda x, y, vectors: reference(x, sum_of(y), vectors)
-            return with_gradient_of(in_xla, kernel)(whole(x), y, vectors)
-        y = sum_of(y)
-    x = whole(x)
+            in_xla = lambda x, y, vectors: reference(x, whole(y), vectors)
+            return with_gradient_of(in_xla, kernel)(x, y, vectors)
+        y = whole(y)
     if choose(implementation, IMPLEMENTATIONS, interpret) == "triton":
         kernel = functools.partial(triton.add_norm, norm=norm, interpret=interpret)
         if rounding is not None and x.shape[1] % GROUP == 0:

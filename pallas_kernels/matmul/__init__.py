@@ -30,7 +30,6 @@ XLA_SHARES = 2
 # at 160 and 27 at 344. To measure this, compare profiles with the limit at 256 and at 512:
 # `python -m emsjax.benchmarks.step --layers 4 --shapes 43x8,45x8,47x8,51x8`.
 MAX_ROWS_IN_SHARES = 408
-MAX_INT4_ROWS = 64  # of products that are Mosaic's by default
 
 
 def linear(
@@ -64,7 +63,7 @@ def linear(
             9.0), "xla", or None:
             Triton if the device runs it and it is faster (few rows of 16-bit numbers, sizes that
             are multiples of its tiles), otherwise XLA. For narrow weights and 16-bit rows None is
-            Mosaic if it takes them (at most 64 rows of int4), otherwise Triton.
+            Mosaic if it takes them, otherwise Triton.
         numerics: "fast"; "invariant": the bits of a row depend on that row and the weight alone,
             not on the number of rows or the row's place among them; None: as in the context of
             `pallas_kernels.numerics`. If invariant, both kernels take any number of rows, and
@@ -228,9 +227,7 @@ def _narrow_kernel(
     module, split = _module(f"narrow_{name}"), kind["split"]
     if implementation is None and x.dtype.itemsize == 2 and runs_mosaic() and not kind["invariant"]:
         faster = _module("narrow_mosaic")
-        # More rows have not been measured with weights in 4 bits.
-        measured = not weight.kind.is_packed or x.shape[0] <= MAX_INT4_ROWS
-        module = faster if measured and faster.takes(weight, x, split=split) else module
+        module = faster if faster.takes(weight, x, split=split) else module
     if not module.takes(weight, x, split=split):
         if implementation is None:
             return None
