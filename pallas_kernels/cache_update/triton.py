@@ -5,12 +5,12 @@ d = head_dim.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
@@ -27,9 +27,10 @@ class Sizes(NamedTuple):
 
 # An array takes three parameters of a launch; in 8 bits its scales take two more.
 WIDE = Sizes(arrays=8, numbers=4096, arrays_of_launch=128)
-# Rounding takes many more instructions than copying, and each array has its own: a program waits
-# for them to be fetched.
-NARROW = Sizes(arrays=2, numbers=1024, arrays_of_launch=64)
+# Rounding takes many more instructions than copying. All arrays share them, so that a program need
+# not wait for its own to be fetched; Triton then takes a time to compile them that grows with the
+# square of the arrays of a launch.
+NARROW = Sizes(arrays=2, numbers=1024, arrays_of_launch=32)
 
 
 def update_kv_caches(
@@ -91,6 +92,7 @@ def _kernel(
     caches, scales = outputs[::each], outputs[1::each]
     row, group = pl.program_id(0), pl.program_id(1)
     sample, position = segment_ids_ref[row], positions_ref[row]
+    at_once = min(sizes.arrays, count)
     kv_heads, part_dim = caches[0].shape[2:]
     in_tile = jnp.arange(pl.next_power_of_2(tile))
     head = pl.program_id(2) * tile + in_tile
@@ -111,21 +113,40 @@ def _kernel(
         first_head = packed.shape[1] - (1 if is_value else 2) * kv_heads
         return packed.at[row, first_head + head[:, None], dim]
 
-    def copy(first):
-        part = range(first, min(first + sizes.arrays, count))
-        loaded = [load(i) for i in part]
-        for i, parts in zip(part, loaded, strict=True):
-            if format is None:
-                (new,) = parts
-            else:
-                numbers, scales_of_rows = round_parts(parts, format)
+    def load_all(first):
+        return [load(min(i, count - 1)) for i in range(first, first + at_once)]
+
+    def store_all(new, first):
+        for i, (rows_of_array, scales_of_rows) in zip(range(first, count), new, strict=False):
+            if scales_of_rows is not None:
                 place_of_scales = scales[i].at[sample, position, head]
                 plgpu.store(place_of_scales, scales_of_rows, mask=has_head)
-                new = pack(*numbers)
             place_of_rows = caches[i].at[sample, position, head[:, None], dim]
-            plgpu.store(place_of_rows, new.astype(caches[i].dtype), mask=mask)
+            plgpu.store(place_of_rows, rows_of_array.astype(caches[i].dtype), mask=mask)
+
+    def rounded(parts):
+        """A cache's rows, and their scales if it has some."""
+        if format is None:
+            return parts[0], None
+        numbers, scales_of_rows = round_parts(parts, format)
+        return pack(*numbers), scales_of_rows
+
+    def copy():
+        firsts = range(0, count, at_once)
+        loaded = _switch(group, [functools.partial(load_all, first) for first in firsts])
+        new = list(map(rounded, loaded))
+        _switch(group, [functools.partial(store_all, new, first) for first in firsts])
 
     batch, max_len = caches[0].shape[:2]
     is_real = (sample >= 0) & (sample < batch) & (position >= 0) & (position < max_len)
-    for index, first in enumerate(range(0, count, sizes.arrays)):
-        pl.when(is_real & (group == index))(functools.partial(copy, first))
+    pl.when(is_real)(copy)
+
+
+def _switch(index, branches: Sequence[Callable]):
+    """What the branch of this index returns. It is found in halves, in few comparisons."""
+    if len(branches) == 1:
+        return branches[0]()
+    half = len(branches) // 2
+    first = functools.partial(_switch, index, branches[:half])
+    second = functools.partial(_switch, index - half, branches[half:])
+    return lax.cond(index < half, first, second)
