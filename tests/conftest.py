@@ -75,8 +75,9 @@ COMMANDS = re.compile(
 # loop, random bits, memory and devices, and which objects are pytrees.
 DEPEND_ON_JAX = re.compile(
     "test_(cache_update|device|generation|implementations|indexing|invariant_products|kernels"
-    "|linear|linear_mosaic|log_sum_exp|memory|narrow|narrow_mosaic|own_drafter|own_policy|packing"
-    "|prefill|rotary|rounded_rows|sampling|sampling_cutoff|step|tensor_parallel)"
+    "|linear|linear_mosaic|log_sum_exp|memory|narrow|narrow_mosaic|narrow_vector|own_drafter"
+    "|own_policy|packing|prefill|rotary|rounded_rows|sampling|sampling_cutoff|step"
+    "|tensor_parallel)"
 )
 # What these assert is about steps, their rows, batches or policies: their steps have several row
 # counts.

@@ -30,6 +30,7 @@ XLA_SHARES = 2
 # at 160 and 27 at 344. To measure this, compare profiles with the limit at 256 and at 512:
 # `python -m emsjax.benchmarks.step --layers 4 --shapes 43x8,45x8,47x8,51x8`.
 MAX_ROWS_IN_SHARES = 408
+ONE_ROW_WITHOUT_MATRIX_UNIT = False  # for weights that `narrow_vector` takes; not measured yet
 
 
 def linear(
@@ -225,9 +226,12 @@ def _narrow_kernel(
     if name == "xla":
         return None
     module, split = _module(f"narrow_{name}"), kind["split"]
+    faster = []  # kernels that are used where they take the arrays
+    if ONE_ROW_WITHOUT_MATRIX_UNIT and name == "triton" and not kind["invariant"]:
+        faster.append(_module("narrow_vector"))
     if implementation is None and x.dtype.itemsize == 2 and runs_mosaic() and not kind["invariant"]:
-        faster = _module("narrow_mosaic")
-        module = faster if faster.takes(weight, x, split=split) else module
+        faster.append(_module("narrow_mosaic"))
+    module = next((one for one in faster if one.takes(weight, x, split=split)), module)
     if not module.takes(weight, x, split=split):
         if implementation is None:
             return None

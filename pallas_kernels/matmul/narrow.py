@@ -16,6 +16,7 @@ exact in any steps.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -193,15 +194,15 @@ class Rounded(NamedTuple):
     """Blocks of rows in a narrow type: see `round_blocks`.
 
     Attributes:
-        values: [..., n].
+        values: [..., n]; of blocks in several parts a list of these.
         scales: float32 [...].
-        second_values: of the second term, [..., n].
+        second_values: of the second term, as `values`.
         second_scales: float32 [...]; 0 where there is no second term.
     """
 
-    values: Array
+    values: Array | list[Array]
     scales: Array
-    second_values: Array
+    second_values: Array | list[Array]
     second_scales: Array
 
 
@@ -216,29 +217,43 @@ def round_blocks(x: Array, kind: Format) -> Rounded:
         x: float32 [..., n]: blocks along the last axis.
         kind: the format of the weight.
     """
-    size = abs(x)
-    largest = jnp.max(size, axis=-1)
-    usual = _mean(size, largest) * kind.large if kind.rounds_rows else largest
+    (values,), scales, (second_values,), second_scales = round_parts([x], kind)
+    return Rounded(values, scales, second_values, second_scales)
+
+
+def round_parts(parts: Sequence[Array], kind: Format) -> Rounded:
+    """`round_blocks` of blocks whose numbers are in several arrays [..., n]."""
+    sizes = [abs(x) for x in parts]
+    largest = _largest(sizes)
+    usual = _mean(sizes, largest) * kind.large if kind.rounds_rows else largest
     if kind.dtype == jnp.float8_e4m3fn:
         # Steps are relative, so that the second term is that of large numbers alone.
-        top, is_second = largest, size > usual[..., None]
+        top, is_second = largest, [size > usual[..., None] for size in sizes]
     else:
         # All steps have one size, so that the first term is confined to usual numbers.
         top = jnp.minimum(largest, usual)
-        is_second = (largest > usual)[..., None] if kind.rounds_rows else True
-    values, scales = _narrowed(x, top, kind)
-    rest = jnp.where(is_second, x - values.astype(jnp.float32) * scales[..., None], 0)
-    if kind.rounds_rows:
-        return Rounded(values, scales, *_narrowed(rest, jnp.max(abs(rest), axis=-1), kind))
-    return Rounded(values, scales, *_narrowed(rest, 0.5 * scales, kind))
+        is_second = [(largest > usual)[..., None] if kind.rounds_rows else True] * len(parts)
+    values, scales = _narrowed(parts, top, kind)
+    rest = [
+        jnp.where(has_second, x - first.astype(jnp.float32) * scales[..., None], 0)
+        for has_second, x, first in zip(is_second, parts, values, strict=True)
+    ]
+    top = _largest([abs(x) for x in rest]) if kind.rounds_rows else 0.5 * scales
+    return Rounded(values, scales, *_narrowed(rest, top, kind))
 
 
-def _mean(size: Array, largest: Array) -> Array:
+def _largest(parts: Sequence[Array]) -> Array:
+    """The largest number of each block."""
+    return functools.reduce(jnp.maximum, [jnp.max(x, axis=-1) for x in parts])
+
+
+def _mean(sizes: Sequence[Array], largest: Array) -> Array:
     """The mean of the numbers above 0, `largest` at most; integers have one sum in any order."""
-    whole = (size * _over(2.0**16, largest)[..., None]).astype(jnp.int32)
-    total = jnp.sum(whole, axis=-1).astype(jnp.float32)
-    count = jnp.sum((size > 0).astype(jnp.int32), axis=-1).astype(jnp.float32)
-    return total * (_over(1.0, count) * largest * 2.0**-16)
+    units = _over(2.0**16, largest)[..., None]
+    total = sum(jnp.sum((size * units).astype(jnp.int32), axis=-1) for size in sizes)
+    count = sum(jnp.sum((size > 0).astype(jnp.int32), axis=-1) for size in sizes)
+    share = _over(1.0, count.astype(jnp.float32))
+    return total.astype(jnp.float32) * (share * largest * 2.0**-16)
 
 
 def _over(number: float, top: Array) -> Array:
@@ -246,15 +261,18 @@ def _over(number: float, top: Array) -> Array:
     return jnp.where(top == 0, 0, number / jnp.where(top == 0, 1, top))
 
 
-def _narrowed(x: Array, top: Array, kind: Format) -> tuple[Array, Array]:
+def _narrowed(parts: Sequence[Array], top: Array, kind: Format) -> tuple[list[Array], Array]:
     """Numbers as values times scales, of which `top` has the largest value."""
     limit = 448.0 if kind.dtype == jnp.float8_e4m3fn else 127.0
-    value = jnp.clip(x * _over(limit, top)[..., None], -limit, limit)
-    if kind.dtype == jnp.float8_e4m3fn:
-        narrow = value.astype(jnp.float8_e4m3fn)
-    else:
-        narrow = jnp.floor(value + 0.5).astype(jnp.int8)
-    return narrow, top * (1 / limit)
+    units = _over(limit, top)[..., None]
+
+    def narrow(x):
+        value = jnp.clip(x * units, -limit, limit)
+        if kind.dtype == jnp.float8_e4m3fn:
+            return value.astype(jnp.float8_e4m3fn)
+        return jnp.floor(value + 0.5).astype(jnp.int8)
+
+    return list(map(narrow, parts)), top * (1 / limit)
 
 
 def round_rows(x: Array, kind: Format) -> Array:

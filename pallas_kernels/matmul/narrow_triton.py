@@ -219,7 +219,7 @@ def _kernel(
     parts = (column, column + outputs) if gated else (column,)
     grouped = scales_ref.shape[0] > 1
     lanes = jnp.arange(tiling.rows if kind.rounds_rows else 2 * tiling.rows)
-    unpacked = functools.partial(_nibbles, interpret=interpret)
+    unpacked = functools.partial(nibbles, interpret=interpret)
     unit = NIBBLE_UNIT if kind.is_packed and "zeros" not in refs else 1
     of_lane, own_term = first_row + lanes % tiling.rows, lanes // tiling.rows
 
@@ -307,7 +307,7 @@ def _values(values_ref, refs, columns: Array, number, kind: Format, unpacked) ->
     return tuple((part >> 4) - zeros for part in parts)
 
 
-def _nibbles(values: Array, *, interpret: bool) -> tuple[Array, Array]:
+def nibbles(values: Array, *, interpret: bool) -> tuple[Array, Array]:
     """The lower and the upper four bits of bytes as signed numbers, times NIBBLE_UNIT.
 
     On a GPU, four bytes are taken at once: there is no shift of single bytes.
