@@ -152,16 +152,18 @@ def _kernel(
     def add(total, values, rounded: Rounded, group_scales):
         """A sum [columns, blocks, n] and the products of one step."""
         dot = functools.partial(_dot, interpret=interpret)
-        sums = lambda of_row: sum(map(dot, values, of_row))
+        product = lambda of_row: sum(map(dot, values, of_row))
         scaled = lambda sums, scales: sums.astype(jnp.float32) * scales[..., None]
         if group_scales is not None:  # both terms are added up in steps of the second one
-            sums = sums(rounded.values) * SECOND_STEPS + sums(rounded.second_values)
+            sums = product(rounded.values) * SECOND_STEPS + product(rounded.second_values)
             return total + scaled(sums, group_scales * rounded.second_scales / NIBBLE_UNIT)
-        total += scaled(sums(rounded.values), rounded.scales[None, :])
-        second = lambda total: (
-            total + scaled(sums(rounded.second_values), rounded.second_scales[None, :])
-        )
-        return lax.cond(jnp.max(rounded.second_scales) > 0, second, lambda total: total, total)
+        total += scaled(product(rounded.values), rounded.scales[None, :])
+
+        def add_second(total):
+            return total + scaled(product(rounded.second_values), rounded.second_scales[None, :])
+
+        has_second = jnp.max(rounded.second_scales) > 0
+        return lax.cond(has_second, add_second, lambda total: total, total)
 
     def step(i, totals):
         block = (split * steps + i) * tiling.together + jnp.arange(tiling.together)
