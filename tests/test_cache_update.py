@@ -89,13 +89,13 @@ def test_rows_outside_of_the_caches_write_nothing(implementation):
 
 @every_implementation
 def test_many_caches_are_updated_as_each_one_alone(implementation, monkeypatch):
-    sizes = cache_update.triton.Sizes(arrays=3, numbers=HEAD_DIM, arrays_of_launch=4)
+    sizes = cache_update.triton.Sizes(arrays=3, numbers=HEAD_DIM, arrays_of_launch=8)
     monkeypatch.setattr(cache_update.triton, "WIDE", sizes)
     monkeypatch.setattr(cache_update.triton, "NARROW", sizes)
     _, key, value, key_cache, value_cache, segment_ids, positions, _ = map(
         jnp.asarray, case([3, 0, 1, 8], [0, 5, 2, 9])
     )
-    factors = range(1, 4)
+    factors = range(1, 6)
     each = lambda x: [x * factor for factor in factors]
     options = {"implementation": implementation, "interpret": not COMPILED}
     places = (segment_ids, positions)

@@ -141,6 +141,23 @@ def test_included_files_have_the_lines_that_are_included():
             assert first < last
 
 
+def test_what_narrow_numbers_cost_is_in_their_file_and_within_bounds():
+    results = json.loads((examples.ROOT / "benchmarks" / "cpu-quality.json").read_bytes())
+    ratios = {of["format"]: of["ratio"] for of in results["entries"] if "format" in of}
+    page = (DOCS / "how-to" / "narrow.md").read_text()
+    shown = dict(re.findall(r"^\| `\"([\w-]+)\"` \|.*\| (\S+) % \|$", page, re.MULTILINE))
+    bounds = {"int8": 1.005, "fp8": 1.005, "int8-weights": 1.005, "int4": 1.03}
+    assert shown.keys() == bounds.keys()
+    for name, bound in bounds.items():
+        ratio = ratios[f"weights in {name}"]
+        assert shown[name] == f"{100 * (ratio - 1):+.2f}"
+        assert ratio <= bound
+    of_caches = [f"{100 * (ratios[f'caches in {name}'] - 1):.2f} %" for name in ("int8", "fp8")]
+    assert "a cache in int8 costs {} and one in fp8 {}".format(*of_caches) in page.replace(
+        "\n", " "
+    )
+
+
 # The benchmarks page
 
 

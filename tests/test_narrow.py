@@ -225,6 +225,16 @@ def test_large_inputs_cost_int8_no_more_than_fp8():
     assert lost["int8"] < np.square(plain @ matrix - exact).mean() / 50  # one scale per row
 
 
+@pytest.mark.parametrize(("format", "times"), [("int8", 8), ("fp8", 6)])
+def test_numbers_are_large_from_so_many_times_the_mean_on(format, times):
+    def has_second(factor):
+        block = jnp.ones(GROUP).at[5].set(factor * times).at[77].set(1.03 * factor * times)
+        return bool(narrow.round_blocks(block, FORMATS[format]).second_scales > 0)
+
+    assert has_second(1.2)
+    assert not has_second(0.9)
+
+
 def test_zeros_make_no_number_a_large_one():
     x = jax.nn.relu(random(64, 4096))
     has_large = lambda x: jnp.any(narrow.round_blocks(x, FORMATS["int8"]).second_scales > 0)
