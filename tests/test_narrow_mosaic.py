@@ -2,15 +2,17 @@
 
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import COMPILED, lower_for_cuda
+from kernel_cases import COMPILED, cuda_without_a_gpu, lower_for_cuda
 from test_linear import random
 from test_linear_mosaic import INTERPRET, IS_OLD, MOSAIC, needs_new_jax
 from test_narrow import ROUNDING, check_products, close, rows_with_large, weight_of
 
 import pallas_kernels
+from pallas_kernels.common import implementations
 from pallas_kernels.common.blocks import round_up
 from pallas_kernels.common.implementations import runs_triton
 from pallas_kernels.matmul import (
@@ -131,6 +133,27 @@ def test_the_kernel_lowers_for_cuda(format, rows):
     lower_for_cuda(product, *shapes, backend="mosaic_gpu")
 
 
+@needs_new_jax
+@pytest.mark.parametrize(
+    ("format", "rows"), [("int8", 1), ("fp8", 200), ("int4", 1), ("int4", 200)]
+)
+def test_the_default_on_its_devices(format, rows, monkeypatch):
+    """For fast numerics and 16-bit rows; other products go to Triton."""
+    monkeypatch.setattr(implementations, "_compute_capability", lambda: 9.0)
+    weight = weight_of(format, 512, 128)
+
+    def is_mosaic(dtype, numerics):
+        product = lambda x: pallas_kernels.linear(x, weight, None, numerics=numerics)
+        x = jax.ShapeDtypeStruct((rows, 512), dtype)
+        with cuda_without_a_gpu():
+            text = jax.jit(product).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+        return "mosaic_gpu" in text
+
+    assert is_mosaic("bfloat16", "fast")
+    assert not is_mosaic("float32", "fast")
+    assert not is_mosaic("bfloat16", "invariant")
+
+
 @pytest.mark.parametrize("rows", [1, 8, 30, 64, 192, 512])
 @pytest.mark.parametrize(("inputs", "outputs"), [(4096, 12288), (16384, 4096), (128, 64)])
 @pytest.mark.parametrize("split", [True, False])
@@ -152,7 +175,7 @@ def test_tiles_cover_the_product_and_fit_on_the_device(rows, inputs, outputs, sp
         assert tiling.stages * stage + staged <= mosaic_tiles.SHARED_BYTES
 
 
-@pytest.mark.parametrize("rows", [1, 24, 64, 192])
+@pytest.mark.parametrize("rows", [1, 24, 64, 192, 512])
 @pytest.mark.parametrize(
     ("inputs", "outputs"), [(4096, 12288), (16384, 4096), (20480, 5120), (36864, 9216)]
 )

@@ -64,9 +64,10 @@ def _launch(caches, rows, segment_ids, positions, interpret):
     sizes = WIDE if format is None else NARROW
     count, num_rows, (kv_heads, head_dim) = len(caches), rows[0].shape[0], caches[0].shape[2:]
     tile = min(kv_heads, max(1, sizes.numbers // pl.next_power_of_2(head_dim)))
+    at_once = min(sizes.arrays, count)
     updated = pl.pallas_call(
-        functools.partial(_kernel, count=count, sizes=sizes, tile=tile, format=format),
-        grid=(num_rows, pl.cdiv(count, sizes.arrays), pl.cdiv(kv_heads, tile)),
+        functools.partial(_kernel, count=count, at_once=at_once, tile=tile, format=format),
+        grid=(num_rows, pl.cdiv(count, at_once), pl.cdiv(kv_heads, tile)),
         out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays],
         input_output_aliases={2 + len(rows) + i: i for i in range(len(arrays))},
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
@@ -83,7 +84,7 @@ def _kernel(
     # as words [b, l, k, d / 2], each followed by its scales [b, l, k].
     *refs,
     count: int,
-    sizes: Sizes,
+    at_once: int,
     tile: int,
     format: str | None,
 ):
@@ -92,7 +93,6 @@ def _kernel(
     caches, scales = outputs[::each], outputs[1::each]
     row, group = pl.program_id(0), pl.program_id(1)
     sample, position = segment_ids_ref[row], positions_ref[row]
-    at_once = min(sizes.arrays, count)
     kv_heads, part_dim = caches[0].shape[2:]
     in_tile = jnp.arange(pl.next_power_of_2(tile))
     head = pl.program_id(2) * tile + in_tile

@@ -225,12 +225,13 @@ def _narrow_kernel(
         raise ValueError("implementation 'xla' takes rows as they are, not RoundedRows")
     if name == "xla":
         return None
-    module, split = _module(f"narrow_{name}"), kind["split"]
-    faster = []  # kernels that are used where they take the arrays
-    if ONE_ROW_WITHOUT_MATRIX_UNIT and name == "triton" and not kind["invariant"]:
-        faster.append(_module("narrow_vector"))
-    if implementation is None and x.dtype.itemsize == 2 and runs_mosaic() and not kind["invariant"]:
-        faster.append(_module("narrow_mosaic"))
+    names, split = [name], kind["split"]  # the first that takes the arrays, or the last
+    if not kind["invariant"]:
+        if implementation is None and x.dtype.itemsize == 2 and runs_mosaic():
+            names.insert(0, "mosaic")
+        if ONE_ROW_WITHOUT_MATRIX_UNIT and name == "triton":
+            names.insert(0, "vector")
+    *faster, module = [_module(f"narrow_{name}") for name in names]
     module = next((one for one in faster if one.takes(weight, x, split=split)), module)
     if not module.takes(weight, x, split=split):
         if implementation is None:

@@ -11,6 +11,7 @@ products are exact, blocks are added in their order, and a second term that is z
 """
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -264,20 +265,35 @@ def _kernel(
     else:
         both = lambda total: jnp.sum(total.reshape(2, tiling.rows, width), axis=0)
         totals = tuple(map(both, totals))
-    finished = []
-    for total, columns in zip(totals, parts, strict=True):
-        if not grouped:
-            total *= plgpu.load(scales_ref.at[0, columns]).astype(jnp.float32)[None, :]
-        if "bias" in refs:
-            total += plgpu.load(refs["bias"].at[columns]).astype(jnp.float32)[None, :]
-        finished.append(total)
-    out = finished[0] if activation is None else IN_KERNELS[activation](finished[0])
-    out = out * finished[1] if gated else out
+    of_columns = None if grouped else scales_ref
+    out = finish(totals, parts, of_columns, refs.get("bias"), activation=activation)
     row = first_row + jnp.arange(tiling.rows)
     place = (row[:, None], column[None, :])
     place = (split, *place) if tiling.splits > 1 else place
     mask = jnp.broadcast_to((row < rows)[:, None], out.shape)
     plgpu.store(out_ref.at[place], out.astype(out_ref.dtype), mask=mask)
+
+
+def finish(
+    totals: Sequence[Array], parts: Sequence[Array], scales_ref, bias_ref, *, activation: str | None
+) -> Array:
+    """The output of sums [rows, columns]: scaled, with the bias, the activation and the gate.
+
+    Args:
+        totals: the sums of each part of the output; of a gated product gate and up.
+        parts: the columns of each, [columns].
+        scales_ref: of columns, [1, columns]; None: the sums are scaled.
+        bias_ref: [columns], or None.
+    """
+    finished = []
+    for total, columns in zip(totals, parts, strict=True):
+        if scales_ref is not None:
+            total *= plgpu.load(scales_ref.at[0, columns]).astype(jnp.float32)[None, :]
+        if bias_ref is not None:
+            total += plgpu.load(bias_ref.at[columns]).astype(jnp.float32)[None, :]
+        finished.append(total)
+    out = finished[0] if activation is None else IN_KERNELS[activation](finished[0])
+    return out * finished[1] if len(finished) > 1 else out
 
 
 def _rows(rounded_ref, term, row: Array, number, kind: Format) -> tuple[Array, ...]:

@@ -1,9 +1,9 @@
 """Products of one row with narrow weights as a Pallas Triton kernel that uses no matrix unit.
 
-A matrix unit multiplies many rows at once. For one, a kernel that waits for weights does better
-without: a thread multiplies four pairs of 8-bit numbers with one instruction and adds them up in
-an integer, while the weights of other blocks are on their way. Every program rounds the row itself
-(see `narrow.round_parts`), which takes less time than another launch.
+It is to begin and end faster than the kernels for many rows, and has not been measured yet. A
+thread multiplies four pairs of 8-bit numbers with one instruction and adds them up in an integer,
+while the weights of other blocks are on their way. Every program rounds the row itself (see
+`narrow.round_parts`), in place of another launch.
 
 A thread adds up its own 16 products of a block, scales the sum and adds it to its own total; the
 threads' totals are added up once, at the end. Second terms are multiplied where a step of the loop
@@ -19,7 +19,6 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.matmul.activations import IN_KERNELS
 from pallas_kernels.matmul.narrow import (
     GROUP,
     SECOND_STEPS,
@@ -28,7 +27,7 @@ from pallas_kernels.matmul.narrow import (
     Rounded,
     round_parts,
 )
-from pallas_kernels.matmul.narrow_triton import NIBBLE_UNIT, nibbles
+from pallas_kernels.matmul.narrow_triton import NIBBLE_UNIT, finish, nibbles
 from pallas_kernels.matmul.rounded import RoundedRows
 
 
@@ -182,17 +181,11 @@ def _kernel(
 
     zeros = jnp.zeros((width, tiling.together, size // IN_SUM), jnp.float32)
     totals = lax.fori_loop(0, steps, step, (zeros,) * len(parts))
-    finished = []
-    for total, columns in zip(totals, parts, strict=True):
-        total = jnp.sum(jnp.sum(total, axis=2), axis=1)
-        if not kind.grouped:
-            total *= plgpu.load(scales_ref.at[0, columns]).astype(jnp.float32)
-        if bias_ref is not None:
-            total += plgpu.load(bias_ref.at[columns]).astype(jnp.float32)
-        finished.append(total)
-    out = finished[0] if activation is None else IN_KERNELS[activation](finished[0])
-    out = out * finished[1] if gated else out
-    at = (split, 0, column) if tiling.splits > 1 else (0, column)
+    totals = [jnp.sum(jnp.sum(total, axis=2), axis=1)[None, :] for total in totals]
+    of_columns = None if kind.grouped else scales_ref
+    out = finish(totals, parts, of_columns, bias_ref, activation=activation)
+    at = (jnp.zeros((1, 1), jnp.int32), column[None, :])
+    at = (split, *at) if tiling.splits > 1 else at
     plgpu.store(out_ref.at[at], out.astype(out_ref.dtype))
 
 
