@@ -22,7 +22,7 @@ class Places(NamedTuple):
     index: Array  # the work item
     items: Array  # [7, n]
     fresh: tuple[Array, ...]  # queries [r, h, d], keys and values [r, k, d]; or one [r, h + 2k, d]
-    # Keys and values [b, l, k, d]; or words [b, l, k, d / 2] of both and their scales [b, l, k].
+    # Keys and values [b, l, k, d]; or words [b, l, k, d / 2] of both and their scales [b, 1, k, l].
     cached: tuple[Array, ...]
     masks: dict[str, Array]  # ancestors [r, f], cache [b, l], positions [r], entries [b, l]
     outputs: tuple[Array, ...]  # [r, h, d], or shares [n, t, k, d], [n, t, k] x 2
@@ -113,7 +113,7 @@ class Tile:
         loaded = self._load(place, entry.shape[0], defined)
         if format is None:
             return (loaded,), None
-        place = self.places.cached[2 + which].at[sample, entry, self.head]
+        place = self.places.cached[2 + which].at[sample, 0, self.head, entry]
         scales = plgpu.load(place, mask=defined, other=None if defined is None else 0.0)
         dtype = self.query[0].dtype
         if dtype == jnp.float16:  # in which a weight times a scale may be too small

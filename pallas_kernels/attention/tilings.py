@@ -45,6 +45,10 @@ DECODE = Tiling(rows=16, keys=64, num_warps=4, num_stages=3)
 # Heads whose size is not a power of two pad their blocks in shared memory: where there are
 # enough programs to fill the device, more of them fit with smaller blocks.
 DECODE_PADDED = Tiling(rows=16, keys=32, num_warps=2, num_stages=3)
+# Caches in 8 bits: warps that widen numbers wait for one another less where there are two, if many
+# programs fill the device. On an H200, 147 us in place of 153 for 64 samples of 32 heads, but 66 of
+# 59 for 24.
+DECODE_NARROW = Tiling(rows=16, keys=64, num_warps=2, num_stages=4)
 # Small heads: as many bytes in flight as with large ones, in more stages, or in larger blocks
 # where there is hardly a program for each multiprocessor.
 DECODE_SMALL = Tiling(rows=16, keys=64, num_warps=2, num_stages=4)
@@ -99,7 +103,7 @@ def launch_for(
     group = heads // kv_heads
     splits, few = 1, None
     if most <= DECODE_TILES * DECODE.rows:
-        tiling = _decode_tiling(head_dim, batch * kv_heads)
+        tiling = _decode_tiling(head_dim, batch * kv_heads, format)
         # With so few rows, more samples than these would have short drafts. Where there are
         # more, keys stay uncut.
         samples = min(batch, pl.cdiv(rows, most))
@@ -135,11 +139,13 @@ def _in_parts(tiling: Tiling) -> Tiling:
     return tiling._replace(keys=PART_KEYS, num_warps=max(4, tiling.num_warps), num_stages=3)
 
 
-def _decode_tiling(head_dim: int, programs: int) -> Tiling:
+def _decode_tiling(head_dim: int, programs: int, format: str | None) -> Tiling:
     if head_dim <= 64:
         return DECODE_SMALL if programs >= PROGRAMS_WANTED else DECODE_FEW_SMALL
     if padded(head_dim) != head_dim and programs >= PROGRAMS_THAT_FILL:
         return DECODE_PADDED
+    if format is not None and programs >= PROGRAMS_THAT_FILL:
+        return DECODE_NARROW
     return DECODE
 
 

@@ -50,8 +50,7 @@ def ragged_attention(
 ) -> Array:  # [r, h, d]
     """See `pallas_kernels.ragged_attention`."""
     if not key_cache.shape[1]:  # a kernel needs an address: one entry, which no row sees
-        pad = lambda x: jnp.pad(x, [(0, int(axis == 1)) for axis in range(x.ndim)])
-        key_cache, value_cache = jax.tree.map(pad, (key_cache, value_cache))
+        key_cache, value_cache = map(_one_entry, (key_cache, value_cache))
         cache_mask = None
     rows, heads, head_dim = query.shape
     format = key_cache.format if isinstance(key_cache, NarrowRows) else None
@@ -81,6 +80,15 @@ def ragged_attention(
         launch=launch,
         interpret=interpret,
     )
+
+
+def _one_entry(empty: Array | NarrowRows) -> Array | NarrowRows:
+    """A cache with one entry, of the type of one without."""
+    batch, _, *of_entry = empty.shape
+    shape = (batch, 1, *of_entry)
+    if isinstance(empty, NarrowRows):
+        return NarrowRows.zeros(shape, empty.format)
+    return jnp.zeros(shape, empty.dtype)
 
 
 def _arrays_of(*caches: Array | NarrowRows) -> tuple[Array, ...]:

@@ -131,10 +131,10 @@ def _update_narrow(update, key_caches, value_caches, keys, values, places):
     rounded = [[round_rows(x, format) for x in rows] for rows in (keys, values)]
     caches = (key_caches, value_caches)
     words_of = lambda narrow: [x.words for x in narrow]
-    scales_of = lambda narrow: [x.scales[..., None] for x in narrow]
+    scales_of = lambda narrow: [x.row_scales[..., None] for x in narrow]
     written = (
         update(*map(part, caches), *map(part, rounded), **places) for part in (words_of, scales_of)
     )
-    together = lambda words, scales: NarrowRows(words, jnp.squeeze(scales, -1), format)
+    together = lambda words, scales: NarrowRows.of(words, jnp.squeeze(scales, -1), format)
     new_keys, new_values = (tuple(map(together, *parts)) for parts in zip(*written, strict=True))
     return new_keys, new_values

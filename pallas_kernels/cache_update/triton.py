@@ -81,7 +81,7 @@ def _kernel(
     segment_ids_ref,  # [r]
     positions_ref,  # [r]
     # Rows; then, as inputs and as outputs, the caches [b, l, k, d], keys before values: in 8 bits
-    # as words [b, l, k, d / 2], each followed by its scales [b, l, k].
+    # as words [b, l, k, d / 2], each followed by its scales [b, 1, k, l].
     *refs,
     count: int,
     at_once: int,
@@ -119,7 +119,7 @@ def _kernel(
     def store_all(new, first):
         for i, (rows_of_array, scales_of_rows) in zip(range(first, count), new, strict=False):
             if scales_of_rows is not None:
-                place_of_scales = scales[i].at[sample, position, head]
+                place_of_scales = scales[i].at[sample, 0, head, position]
                 plgpu.store(place_of_scales, scales_of_rows, mask=has_head)
             place_of_rows = caches[i].at[sample, position, head[:, None], dim]
             plgpu.store(place_of_rows, rows_of_array.astype(caches[i].dtype), mask=mask)

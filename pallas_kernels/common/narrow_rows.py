@@ -5,7 +5,9 @@ nothing, and a product with a scale commutes with the rounding of sums: attentio
 cache has the bits of attention over a wide one with the same numbers.
 
 Two numbers share a word of 16 bits, one of each half of a row: a GPU moves words between the lanes
-of a warp as a product of 16-bit numbers wants them, and bytes only one by one.
+of a warp as a product of 16-bit numbers wants them, and bytes only one by one. The scales of a head
+lie side by side, as one program reads them: attention of 24 samples with 900 keys and 32 heads
+takes 59 us, and 71 where those of a row lie side by side (int8, H200).
 """
 
 import dataclasses
@@ -62,14 +64,15 @@ TO_BFLOAT16 = {"int8": INT8_TO_BFLOAT16, "fp8": FP8_TO_BFLOAT16}
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NarrowRows:
-    """An array [..., head_dim] in 8 bits: `values * scales[..., None]`.
+    """An array [..., rows, heads, head_dim] in 8 bits: `values * row_scales[..., None]`.
 
     It takes the place of a cache's array in `ragged_attention` and `update_kv_caches`.
 
     Attributes:
-        words: int16, [..., head_dim / 2]. The lower byte of word i is number i of the row, and the
-            upper one number i + head_dim / 2.
-        scales: powers of two, or NaN for a row with a number that is not finite; float32, [...].
+        words: int16, [..., rows, heads, head_dim / 2]. The lower byte of word i is number i of the
+            row, and the upper one number i + head_dim / 2.
+        scales: powers of two, or NaN for a row with a number that is not finite; float32,
+            [..., 1, heads, rows], so that heads are on the same axis in both arrays.
         format: "int8" or "fp8".
     """
 
@@ -84,29 +87,40 @@ class NarrowRows:
 
     @property
     def values(self) -> Array:
-        """The numbers, int8 or float8_e4m3fn, [..., head_dim]."""
+        """The numbers, int8 or float8_e4m3fn, [..., rows, heads, head_dim]."""
         return jnp.concatenate(unpack(self.words, self.format), axis=-1)
+
+    @property
+    def row_scales(self) -> Array:
+        """The scales in the order of the numbers, [..., rows, heads]."""
+        return jnp.swapaxes(jnp.squeeze(self.scales, -3), -1, -2)
+
+    @classmethod
+    def of(cls, words: Array, row_scales: Array, format: str) -> "NarrowRows":
+        """The array of these words and scales [..., rows, heads]."""
+        scales = jnp.expand_dims(jnp.swapaxes(row_scales, -1, -2), -3)
+        return cls(words, scales, format)
 
     @classmethod
     def zeros(cls, shape: tuple[int, ...], format: str) -> "NarrowRows":
         """An array of zeros."""
         words = jnp.zeros((*shape[:-1], shape[-1] // 2), jnp.int16)
-        return cls(words, jnp.ones(shape[:-1], jnp.float32), format)
+        return cls.of(words, jnp.ones(shape[:-1], jnp.float32), format)
 
     def widen(self, dtype) -> Array:
         """The array in another dtype."""
-        wide = self.values.astype(jnp.float32) * self.scales[..., None]
+        wide = self.values.astype(jnp.float32) * self.row_scales[..., None]
         return wide.astype(dtype)
 
 
 def round_rows(x: Array, format: str) -> NarrowRows:
-    """An array [..., head_dim] in 8 bits; `head_dim` is even.
+    """An array [..., rows, heads, head_dim] in 8 bits; `head_dim` is even.
 
     The largest number of a row becomes one of 64 to 127 units in int8, and one of 128 to 240 in
     float8_e4m3fn, whose smallest step is 2 ** -9.
     """
     halves, scales = round_parts(jnp.split(x, 2, axis=-1), format)
-    return NarrowRows(pack(*halves), scales, format)
+    return NarrowRows.of(pack(*halves), scales, format)
 
 
 def round_parts(parts: Sequence[Array], format: str) -> tuple[list[Array], Array]:
