@@ -135,7 +135,7 @@ def test_the_kernel_lowers_for_cuda(format, rows):
 
 @needs_new_jax
 @pytest.mark.parametrize(
-    ("format", "rows"), [("int8", 1), ("fp8", 200), ("int4", 1), ("int4", 200)]
+    ("format", "rows"), [("int8", 1), ("fp8", 200), ("int4", 2), ("int4", 200)]
 )
 def test_the_default_on_its_devices(format, rows, monkeypatch):
     """For fast numerics and 16-bit rows; other products go to Triton."""

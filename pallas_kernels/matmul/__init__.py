@@ -30,7 +30,6 @@ XLA_SHARES = 2
 # at 160 and 27 at 344. To measure this, compare profiles with the limit at 256 and at 512:
 # `python -m emsjax.benchmarks.step --layers 4 --shapes 43x8,45x8,47x8,51x8`.
 MAX_ROWS_IN_SHARES = 408
-ONE_ROW_WITHOUT_MATRIX_UNIT = False  # for weights that `narrow_vector` takes; not measured yet
 
 
 def linear(
@@ -64,7 +63,8 @@ def linear(
             9.0), "xla", or None:
             Triton if the device runs it and it is faster (few rows of 16-bit numbers, sizes that
             are multiples of its tiles), otherwise XLA. For narrow weights and 16-bit rows None is
-            Mosaic if it takes them, otherwise Triton.
+            Mosaic if it takes them, but Triton for one row and int4 weights without zeros, and
+            otherwise Triton.
         numerics: "fast"; "invariant": the bits of a row depend on that row and the weight alone,
             not on the number of rows or the row's place among them; None: as in the context of
             `pallas_kernels.numerics`. If invariant, both kernels take any number of rows, and
@@ -212,7 +212,8 @@ def _narrow_kernel(
 ) -> tuple[ModuleType, Any] | None:
     """The module of the kernel for narrow weights and the sizes of its launch; None: XLA.
 
-    By default that is Mosaic where it takes the rows and the weight.
+    By default that is Mosaic where it takes the rows and the weight, but the kernel for one row
+    where that takes them.
 
     Args:
         kind: `split` and `invariant`, as the kernels' `tiling_for` takes them.
@@ -229,7 +230,7 @@ def _narrow_kernel(
     if not kind["invariant"]:
         if implementation is None and x.dtype.itemsize == 2 and runs_mosaic():
             names.insert(0, "mosaic")
-        if ONE_ROW_WITHOUT_MATRIX_UNIT and name == "triton":
+        if name == "triton":
             names.insert(0, "vector")
     *faster, module = [_module(f"narrow_{name}") for name in names]
     module = next((one for one in faster if one.takes(weight, x, split=split)), module)

@@ -234,6 +234,7 @@ def round_parts(parts: Sequence[Array], kind: Format) -> Rounded:
         top = jnp.minimum(largest, usual)
         is_second = [(largest > usual)[..., None] if kind.rounds_rows else True] * len(parts)
     values, scales = _narrowed(parts, top, kind)
+    scales = jnp.where(largest < jnp.inf, scales, jnp.nan)  # and with them the products
     rest = [
         jnp.where(has_second, x - first.astype(jnp.float32) * scales[..., None], 0)
         for has_second, x, first in zip(is_second, parts, values, strict=True)
@@ -242,9 +243,13 @@ def round_parts(parts: Sequence[Array], kind: Format) -> Rounded:
     return Rounded(values, scales, *_narrowed(rest, top, kind))
 
 
-def _largest(parts: Sequence[Array]) -> Array:
-    """The largest number of each block."""
-    return functools.reduce(jnp.maximum, [jnp.max(x, axis=-1) for x in parts])
+def _largest(sizes: Sequence[Array]) -> Array:
+    """The largest number of each block of numbers from 0 on; not finite if one of them is not.
+
+    A maximum of floating-point numbers leaves NaN out in a kernel, and one of their bits does not.
+    """
+    bits = [jnp.max(lax.bitcast_convert_type(x, jnp.int32), axis=-1) for x in sizes]
+    return lax.bitcast_convert_type(functools.reduce(jnp.maximum, bits), jnp.float32)
 
 
 def _mean(sizes: Sequence[Array], largest: Array) -> Array:
