@@ -158,6 +158,23 @@ def test_what_narrow_numbers_cost_is_in_their_file_and_within_bounds():
     )
 
 
+def test_the_speed_of_narrow_numbers_is_that_of_their_files():
+    folder = examples.ROOT / "benchmarks" / "h200"
+    wide, *narrow = (
+        json.loads((folder / f"{name}.json").read_bytes())
+        for name in ("step", "step-int8", "step-fp8", "step-int4")
+    )
+    page = (DOCS / "how-to" / "narrow.md").read_text()
+    table = page.partition("| samples x rows |")[2].partition("\n\n")[0].splitlines()[2:]
+    expected = []
+    for entry, *others in zip(wide["shapes"], *(of["shapes"] for of in narrow), strict=True):
+        assert {other["shape"] for other in others} == {entry["shape"]}
+        best = [f"{of['best_ms']:.2f} ({of['best_ms'] / entry['best_ms']:.2f})" for of in others]
+        shape = f"{entry['batch']} x {entry['rows_per_sample']}"
+        expected.append(f"| {shape} | {entry['best_ms']:.2f} | {' | '.join(best)} |")
+    assert table == expected
+
+
 # The benchmarks page
 
 

@@ -4,6 +4,7 @@ import json
 import shlex
 
 import pytest
+from examples import ROOT
 from jsonl import assert_error
 from test_plotting import step
 
@@ -129,7 +130,8 @@ def write_folder(folder, files, commit="abc"):
 
 def test_results_of_one_commit_go_together(tmp_path):
     of_entries = {"commit": "abc", "entries": [{"batch": 1, "commit": "abc"}]}
-    write_folder(tmp_path / "one", {"step.json": {"commit": "abc"}, "peers.json": of_entries})
+    profiled = {"commit": "abc", "profile": {"classes": {"commit": {"launches": 1, "ms": 0.1}}}}
+    write_folder(tmp_path / "one", {"step.json": profiled, "peers.json": of_entries})
     (tmp_path / "one" / "step.log").write_text("commit def")
     every.check_one_commit(tmp_path / "one")
 
@@ -166,6 +168,13 @@ def test_what_a_run_writes_passes_the_check(folder, monkeypatch):
     every.check_one_commit(folder)
     (folder / "first.json").write_text('{"commit": "def"}')
     with pytest.raises(ValueError, match=r"first\.json: def$"):
+        every.check_one_commit(folder)
+
+
+def test_committed_results_are_of_one_commit_where_they_lie_together():
+    folders = [path.parent for path in (ROOT / "benchmarks").rglob(every.MANIFEST)]
+    assert folders
+    for folder in folders:
         every.check_one_commit(folder)
 
 

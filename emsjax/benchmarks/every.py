@@ -281,9 +281,9 @@ def check_one_commit(folder: Path) -> None:
 
 
 def commits_of(results: Any) -> Iterator[str | None]:
-    """The commits that a JSON value names at any depth."""
+    """The commits that a JSON value names at any depth; a profile has kernels of that name."""
     if isinstance(results, dict):
-        if "commit" in results:
+        if not isinstance(results.get("commit", {}), dict):
             yield results["commit"]
         results = list(results.values())
     for value in results if isinstance(results, list) else ():
