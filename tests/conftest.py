@@ -86,6 +86,7 @@ SEVERAL_ROW_COUNTS = re.compile(
     "|goodput|invarian.*|memory|mixed_trees|narrow_cache|own_.*|packing|prefill|refill|sampling"
     "|sampling_cutoff|self_draft|step|step_costs|stream|trees|values|vanilla|.*benchmarks?)"
 )
+LONG = re.compile("test_(tensor_parallel|processes|demo_recipe|ray)")  # one test takes a minute
 jaxtyping.install_import_hook([f"emsjax.{name}" for name in CHECKED], "beartype.beartype")
 
 from hypothesis import HealthCheck, settings  # noqa: E402
@@ -138,7 +139,9 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if COMMANDS.fullmatch(item.path.stem):
             item.add_marker("commands")
-    items.sort(key=lambda item: row_counts_of(item.module))  # so that they change rarely
+    # Long tests first, which would end alone; otherwise so that row counts change rarely.
+    is_short = lambda item: not LONG.fullmatch(item.path.stem)
+    items.sort(key=lambda item: (is_short(item), row_counts_of(item.module)))
     every, seen, kept, left = config.getoption("every"), set(), [], []
     for item in items:
         test = item.nodeid.partition("[")[0]

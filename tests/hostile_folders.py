@@ -252,7 +252,7 @@ def msgpack_header(rng, folder, family):
             b"\xc9" + b"\xff" * 5,
         ),
         *(wrong({"a" * 5000: np.zeros(2)}), wrong({"a": {1: "b"}}), wrong({"": 1}), wrong({})),
-        *(b"\xdf\x00\x0f\xff\xff" + b"\xa1a\xc0" * 0xFFFFF, wrong(family.values[family.table])),
+        *(b"\xdf\x00\x01\xff\xff" + b"\xa1a\xc0" * 0x1FFFF, wrong(family.values[family.table])),
     ]
     path.write_bytes(some(rng, [content, content, some(rng, others)]))
 
