@@ -48,14 +48,14 @@ def rounded_in_numpy(x, format, nudge=1.0):
     Numbers are multiplied by `nudge` before they are rounded.
     """
     out, limit = np.zeros(x.shape), {"int8": 127, "fp8": 448}[format]
-    nearest = lambda x: np.floor(x + 0.5) if format == "int8" else x.astype(NAMES[format])
+    nearest = lambda x: np.rint(x) if format == "int8" else x.astype(NAMES[format])
     for row, start in np.ndindex(x.shape[0], -(-x.shape[1] // GROUP)):
         place = np.s_[row, start * GROUP : (start + 1) * GROUP]
         block = np.asarray(x[place], np.float32)
         largest = abs(block).max()
         if largest == 0:
             continue
-        units = np.floor(abs(block) * (np.float32(2**16) / largest)).sum()  # of largest / 2**16
+        units = np.rint(abs(block) * (np.float32(2**16) / largest)).sum()  # of largest / 2**16
         share = np.float32(1) / np.float32(np.count_nonzero(block))
         usual = np.float32(units) * (share * largest * np.float32(2**-16)) * FORMATS[format].large
         first = np.minimum(largest, usual) if format == "int8" else largest

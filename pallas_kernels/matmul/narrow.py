@@ -29,6 +29,10 @@ GROUP = 128  # inputs of a group with its own scales, and of a block of a row
 # Steps of the second term in one of the first, if all numbers have both: what the first leaves of a
 # number is half a step at most.
 SECOND_STEPS = 254
+# A GPU converts few numbers in a clock. The last bits of a float32 sum with one of these, of which
+# the second takes negative numbers too, are those of the nearest integer.
+WHOLE, WHOLE_SIGNED = 2.0**23, 1.5 * 2.0**23
+BITS_OF_BLOCK = -(2**31)  # the sum of the bits of WHOLE, GROUP times, in 32 bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,22 +229,37 @@ def round_parts(parts: Sequence[Array], kind: Format) -> Rounded:
     """`round_blocks` of blocks whose numbers are in several arrays [..., n]."""
     sizes = [abs(x) for x in parts]
     largest = _largest(sizes)
-    usual = _mean(sizes, largest) * kind.large if kind.rounds_rows else largest
+    # What is not finite makes the scale so, and with it the products.
+    checked = lambda scales: jnp.where(largest < jnp.inf, scales, jnp.nan)
+    if not kind.rounds_rows:
+        in_steps, scales = _in_steps(parts, largest, kind)
+        values = [_nearest(x, kind) for x in in_steps]
+        left = zip(in_steps, values, strict=True)
+        second = [(x - first.astype(jnp.float32)) * SECOND_STEPS for x, first in left]
+        second = [_nearest(x, kind) for x in second]
+        return Rounded(values, checked(scales), second, checked(scales) * (1 / SECOND_STEPS))
+    usual = _mean(sizes, largest) * kind.large
+    has_large = largest > usual
     if kind.dtype == jnp.float8_e4m3fn:
         # Steps are relative, so that the second term is that of large numbers alone.
         top, is_second = largest, [size > usual[..., None] for size in sizes]
     else:
         # All steps have one size, so that the first term is confined to usual numbers.
-        top = jnp.minimum(largest, usual)
-        is_second = [(largest > usual)[..., None] if kind.rounds_rows else True] * len(parts)
-    values, scales = _narrowed(parts, top, kind)
-    scales = jnp.where(largest < jnp.inf, scales, jnp.nan)  # and with them the products
-    rest = [
-        jnp.where(has_second, x - first.astype(jnp.float32) * scales[..., None], 0)
-        for has_second, x, first in zip(is_second, parts, values, strict=True)
-    ]
-    top = _largest([abs(x) for x in rest]) if kind.rounds_rows else 0.5 * scales
-    return Rounded(values, scales, *_narrowed(rest, top, kind))
+        top, is_second = jnp.minimum(largest, usual), [has_large[..., None]] * len(parts)
+    in_steps, scales = _in_steps(parts, top, kind)
+    values = [_nearest(x, kind) for x in in_steps]
+
+    def second_term():
+        rest = [
+            jnp.where(has_second, x - first.astype(jnp.float32) * scales[..., None], 0)
+            for has_second, x, first in zip(is_second, parts, values, strict=True)
+        ]
+        in_steps, scales_of_rest = _in_steps(rest, _largest([abs(x) for x in rest]), kind)
+        return [_nearest(x, kind) for x in in_steps], scales_of_rest
+
+    nothing = lambda: ([jnp.zeros_like(x) for x in values], jnp.zeros_like(scales))
+    any_large = jnp.max(has_large.astype(jnp.int32), initial=0) > 0
+    return Rounded(values, checked(scales), *lax.cond(any_large, second_term, nothing))
 
 
 def _largest(sizes: Sequence[Array]) -> Array:
@@ -255,7 +274,8 @@ def _largest(sizes: Sequence[Array]) -> Array:
 def _mean(sizes: Sequence[Array], largest: Array) -> Array:
     """The mean of the numbers above 0, `largest` at most; integers have one sum in any order."""
     units = _over(2.0**16, largest)[..., None]
-    total = sum(jnp.sum((size * units).astype(jnp.int32), axis=-1) for size in sizes)
+    bits = [lax.bitcast_convert_type(size * units + WHOLE, jnp.int32) for size in sizes]
+    total = sum(jnp.sum(x, axis=-1) for x in bits) - BITS_OF_BLOCK  # both wrap around
     count = sum(jnp.sum((size > 0).astype(jnp.int32), axis=-1) for size in sizes)
     share = _over(1.0, count.astype(jnp.float32))
     return total.astype(jnp.float32) * (share * largest * 2.0**-16)
@@ -266,18 +286,18 @@ def _over(number: float, top: Array) -> Array:
     return jnp.where(top == 0, 0, number / jnp.where(top == 0, 1, top))
 
 
-def _narrowed(parts: Sequence[Array], top: Array, kind: Format) -> tuple[list[Array], Array]:
-    """Numbers as values times scales, of which `top` has the largest value."""
+def _in_steps(parts: Sequence[Array], top: Array, kind: Format) -> tuple[list[Array], Array]:
+    """Numbers over their scales, of which `top` has the largest value, and the scales."""
     limit = 448.0 if kind.dtype == jnp.float8_e4m3fn else 127.0
     units = _over(limit, top)[..., None]
+    return [jnp.clip(x * units, -limit, limit) for x in parts], top * (1 / limit)
 
-    def narrow(x):
-        value = jnp.clip(x * units, -limit, limit)
-        if kind.dtype == jnp.float8_e4m3fn:
-            return value.astype(jnp.float8_e4m3fn)
-        return jnp.floor(value + 0.5).astype(jnp.int8)
 
-    return list(map(narrow, parts)), top * (1 / limit)
+def _nearest(x: Array, kind: Format) -> Array:
+    """The nearest values."""
+    if kind.dtype == jnp.float8_e4m3fn:
+        return x.astype(jnp.float8_e4m3fn)
+    return lax.bitcast_convert_type(x + WHOLE_SIGNED, jnp.int32).astype(jnp.int8)
 
 
 def round_rows(x: Array, kind: Format) -> Array:

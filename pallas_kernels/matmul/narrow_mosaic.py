@@ -45,7 +45,7 @@ TAKES = (
     "weights of formats that round rows (int8, fp8), or 16-bit rows and int4 without zeros (for "
     "sums with inputs enough for two shares),"
 )
-LISTED_GROUPS = 64  # groups of rows of which flags are read at once
+LISTED_FLAGS, LISTING_WARPS = 16384, 8  # read at once, so that few are waited for in turn
 
 
 def tiling_for(
@@ -153,7 +153,7 @@ def list_second(second: Array, tiling: Tiling, *, interpret: bool) -> tuple[Arra
             jax.ShapeDtypeStruct((tiling.splits, steps), jnp.int32),
             jax.ShapeDtypeStruct((tiling.splits,), jnp.int32),
         ),
-        compiler_params=triton_gpu.CompilerParams(num_warps=4, num_stages=1),
+        compiler_params=triton_gpu.CompilerParams(num_warps=LISTING_WARPS, num_stages=1),
         interpret=interpret,
         name="list_second_terms",
     )(second)
@@ -162,7 +162,7 @@ def list_second(second: Array, tiling: Tiling, *, interpret: bool) -> tuple[Arra
 def _list_kernel(second_ref, numbers_ref, counts_ref, *, steps: int, together: int):
     split, groups = pl.program_id(0), second_ref.shape[0]
     number = jnp.arange(pl.next_power_of_2(steps))
-    at_once = min(pl.next_power_of_2(groups), LISTED_GROUPS)
+    at_once = min(pl.next_power_of_2(groups), max(1, LISTED_FLAGS // len(number)))
 
     def more(chunk, flag):
         group = chunk * at_once + jnp.arange(at_once)
