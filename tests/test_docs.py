@@ -165,6 +165,7 @@ def test_the_speed_of_narrow_numbers_is_that_of_their_files():
         for name in ("step", "step-int8", "step-fp8", "step-int4")
     )
     page = (DOCS / "how-to" / "narrow.md").read_text()
+    assert f"commit {wide['commit'][:7]}, one call; `benchmarks/h200/`" in page
     table = page.partition("| samples x rows |")[2].partition("\n\n")[0].splitlines()[2:]
     expected = []
     for entry, *others in zip(wide["shapes"], *(of["shapes"] for of in narrow), strict=True):

@@ -153,6 +153,23 @@ def test_attention_has_the_bits_of_a_wide_cache(format, numerics, implementation
 
 @pytest.mark.gpu
 @FORMAT
+@pytest.mark.parametrize("implementation", ["triton", "xla"])
+def test_a_cache_may_have_no_entry(format, implementation):
+    qkv, caches, (segments, positions, lengths) = arrays(format)
+    interpret = implementation == "triton" and not COMPILED
+    attend = functools.partial(
+        pallas_kernels.ragged_attention, implementation=implementation, interpret=interpret
+    )
+    attend = jax.jit(attend, static_argnames="max_rows_per_sample")
+    places = segments, positions, 0 * lengths
+    empty = [NarrowRows.zeros((BATCH, 0, KV_HEADS, DIM), format)] * 2
+    of_empty = attend(qkv, None, None, *empty, *places, max_rows_per_sample=max(COUNTS))
+    unseen = attend(qkv, None, None, *caches, *places, max_rows_per_sample=max(COUNTS))
+    np.testing.assert_array_equal(of_empty, unseen)
+
+
+@pytest.mark.gpu
+@FORMAT
 @pytest.mark.parametrize("implementation", ["triton", "xla", "reference"])
 def test_updates_write_rounded_rows(format, implementation):
     qkv, caches, (segments, positions, _) = arrays(format)

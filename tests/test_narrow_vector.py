@@ -10,6 +10,7 @@ from test_linear import OPTIONS, device_runs_triton, random
 from test_narrow import check_products, rows_with_large, weight_of
 
 import pallas_kernels
+from pallas_kernels import matmul
 from pallas_kernels.matmul import narrow_vector
 from pallas_kernels.matmul.narrow import FORMATS, GROUP
 from pallas_kernels.matmul.rounded import RoundedRows
@@ -41,9 +42,11 @@ def test_steps_cover_all_blocks(inputs, outputs, split):
     assert split or tiling.splits == 1
 
 
-def test_the_default_for_one_row(monkeypatch):
-    """Only fast numerics, and only the format that the kernel takes."""
+@pytest.mark.parametrize("has_mosaic", [False, True])
+def test_the_default_for_one_row(has_mosaic, monkeypatch):
+    """Only fast numerics, and only the format that the kernel takes, also before Mosaic."""
     device_runs_triton(monkeypatch, True)
+    monkeypatch.setattr(matmul, "runs_mosaic", lambda: has_mosaic)
 
     def kernel(rows, weight, **options):
         product = jax.jit(lambda x: pallas_kernels.linear(x, weight, None, **options))
@@ -54,6 +57,7 @@ def test_the_default_for_one_row(monkeypatch):
 
     weight = weight_of("int4", 512, 256)
     assert kernel(1, weight)
+    assert kernel(1, weight, implementation="triton")
     zeros = jnp.zeros(weight.scales.shape, jnp.int8)
     assert not kernel(2, weight)
     assert not any(kernel(1, weight_of(format, 512, 256)) for format in FORMATS if format != "int4")

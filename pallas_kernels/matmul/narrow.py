@@ -218,7 +218,7 @@ def round_blocks(x: Array, kind: Format) -> Rounded:
     use this function alike.
 
     Args:
-        x: float32 [..., n]: blocks along the last axis.
+        x: float32 [..., GROUP]: blocks along the last axis.
         kind: the format of the weight.
     """
     (values,), scales, (second_values,), second_scales = round_parts([x], kind)
@@ -226,18 +226,17 @@ def round_blocks(x: Array, kind: Format) -> Rounded:
 
 
 def round_parts(parts: Sequence[Array], kind: Format) -> Rounded:
-    """`round_blocks` of blocks whose numbers are in several arrays [..., n]."""
+    """`round_blocks` of blocks whose GROUP numbers are in several arrays [..., n]."""
     sizes = [abs(x) for x in parts]
     largest = _largest(sizes)
     # What is not finite makes the scale so, and with it the products.
     checked = lambda scales: jnp.where(largest < jnp.inf, scales, jnp.nan)
     if not kind.rounds_rows:
         in_steps, scales = _in_steps(parts, largest, kind)
-        values = [_nearest(x, kind) for x in in_steps]
+        values, scales = _nearest(in_steps, kind), checked(scales)
         left = zip(in_steps, values, strict=True)
         second = [(x - first.astype(jnp.float32)) * SECOND_STEPS for x, first in left]
-        second = [_nearest(x, kind) for x in second]
-        return Rounded(values, checked(scales), second, checked(scales) * (1 / SECOND_STEPS))
+        return Rounded(values, scales, _nearest(second, kind), scales * (1 / SECOND_STEPS))
     usual = _mean(sizes, largest) * kind.large
     has_large = largest > usual
     if kind.dtype == jnp.float8_e4m3fn:
@@ -247,7 +246,7 @@ def round_parts(parts: Sequence[Array], kind: Format) -> Rounded:
         # All steps have one size, so that the first term is confined to usual numbers.
         top, is_second = jnp.minimum(largest, usual), [has_large[..., None]] * len(parts)
     in_steps, scales = _in_steps(parts, top, kind)
-    values = [_nearest(x, kind) for x in in_steps]
+    values = _nearest(in_steps, kind)
 
     def second_term():
         rest = [
@@ -255,7 +254,7 @@ def round_parts(parts: Sequence[Array], kind: Format) -> Rounded:
             for has_second, x, first in zip(is_second, parts, values, strict=True)
         ]
         in_steps, scales_of_rest = _in_steps(rest, _largest([abs(x) for x in rest]), kind)
-        return [_nearest(x, kind) for x in in_steps], scales_of_rest
+        return _nearest(in_steps, kind), scales_of_rest
 
     nothing = lambda: ([jnp.zeros_like(x) for x in values], jnp.zeros_like(scales))
     any_large = jnp.max(has_large.astype(jnp.int32), initial=0) > 0
@@ -293,11 +292,12 @@ def _in_steps(parts: Sequence[Array], top: Array, kind: Format) -> tuple[list[Ar
     return [jnp.clip(x * units, -limit, limit) for x in parts], top * (1 / limit)
 
 
-def _nearest(x: Array, kind: Format) -> Array:
+def _nearest(parts: Sequence[Array], kind: Format) -> list[Array]:
     """The nearest values."""
     if kind.dtype == jnp.float8_e4m3fn:
-        return x.astype(jnp.float8_e4m3fn)
-    return lax.bitcast_convert_type(x + WHOLE_SIGNED, jnp.int32).astype(jnp.int8)
+        return [x.astype(jnp.float8_e4m3fn) for x in parts]
+    bits = [lax.bitcast_convert_type(x + WHOLE_SIGNED, jnp.int32) for x in parts]
+    return [x.astype(jnp.int8) for x in bits]
 
 
 def round_rows(x: Array, kind: Format) -> Array:
