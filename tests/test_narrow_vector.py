@@ -10,7 +10,7 @@ from test_linear import OPTIONS, device_runs_triton, random
 from test_narrow import check_products, rows_with_large, weight_of
 
 import pallas_kernels
-from pallas_kernels import matmul
+from pallas_kernels.common import implementations
 from pallas_kernels.matmul import narrow_vector
 from pallas_kernels.matmul.narrow import FORMATS, GROUP
 from pallas_kernels.matmul.rounded import RoundedRows
@@ -42,11 +42,10 @@ def test_steps_cover_all_blocks(inputs, outputs, split):
     assert split or tiling.splits == 1
 
 
-@pytest.mark.parametrize("has_mosaic", [False, True])
-def test_the_default_for_one_row(has_mosaic, monkeypatch):
+@pytest.mark.parametrize("capability", [8.0, 9.0])
+def test_the_default_for_one_row(capability, monkeypatch):
     """Only fast numerics, and only the format that the kernel takes, also before Mosaic."""
-    device_runs_triton(monkeypatch, True)
-    monkeypatch.setattr(matmul, "runs_mosaic", lambda: has_mosaic)
+    monkeypatch.setattr(implementations, "_compute_capability", lambda: capability)
 
     def kernel(rows, weight, **options):
         product = jax.jit(lambda x: pallas_kernels.linear(x, weight, None, **options))
