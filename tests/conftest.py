@@ -86,6 +86,7 @@ SEVERAL_ROW_COUNTS = re.compile(
     "|goodput|invarian.*|memory|mixed_trees|narrow_cache|own_.*|packing|prefill|refill|sampling"
     "|sampling_cutoff|self_draft|step|step_costs|stream|trees|values|vanilla|.*benchmarks?)"
 )
+EVERY = 8  # of the cases of a test beside its first; all of them take twice as long
 LONG = re.compile("test_(tensor_parallel|processes|demo_recipe|ray)")  # one test takes a minute
 jaxtyping.install_import_hook([f"emsjax.{name}" for name in CHECKED], "beartype.beartype")
 
@@ -118,14 +119,24 @@ def pytest_addoption(parser):
     parser.addoption(
         "--every",
         type=int,
+        metavar="N",
+        help="run the first case of each test, and about one in N of its other cases: by default "
+        f"{EVERY} if neither files nor expressions select tests, otherwise 1",
+    )
+    parser.addoption(
+        "--tests-every",
+        type=int,
         default=1,
         metavar="N",
-        help="run about one in N of all tests and cases, but always the first case of each test of "
-        "what depends on the version of jax",
+        help="run about one in N of the tests and cases that do not depend on the version of jax",
     )
 
 
 def pytest_configure(config):
+    if config.option.every is None:
+        chosen = config.args_source is not config.ArgsSource.TESTPATHS
+        chosen = chosen or config.option.keyword or config.option.markexpr
+        config.option.every = 1 if chosen else EVERY
     if config.option.markexpr == "gpu" and not runs_triton():
         raise pytest.UsageError("-m gpu needs a GPU of compute capability 8.0 or newer")
     gc.disable()  # tracing makes many objects, but few cycles
@@ -142,12 +153,14 @@ def pytest_collection_modifyitems(config, items):
     # Long tests first, which would end alone; otherwise so that row counts change rarely.
     is_short = lambda item: not LONG.fullmatch(item.path.stem)
     items.sort(key=lambda item: (is_short(item), row_counts_of(item.module)))
-    every, seen, kept, left = config.getoption("every"), set(), [], []
+    seen, kept, left = set(), [], []
     for item in items:
         test = item.nodeid.partition("[")[0]
-        is_first = DEPEND_ON_JAX.fullmatch(item.path.stem) and test not in seen
         # A checksum, as cases at regular places could all have the same value of one parameter.
-        runs = is_first or zlib.crc32(item.nodeid.encode()) % every == 0
+        number = zlib.crc32(item.nodeid.encode())
+        runs = test not in seen or number % config.option.every == 0
+        if not DEPEND_ON_JAX.fullmatch(item.path.stem):
+            runs = runs and number % config.option.tests_every == 0
         (kept if runs else left).append(item)
         seen.add(test)
     if left:

@@ -22,9 +22,10 @@ def settings(devices: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("part", [DEPENDS_ON_JAX, f"not ({DEPENDS_ON_JAX})"])
-def test_on_four_devices(part):
+def test_on_four_devices(part, pytestconfig):
     """In two processes, of which the first is enough for another version of jax."""
-    run_tests(4, "on_mesh.py", "on_devices.py", "sums_on_devices.py", options=["-k", part])
+    options = ["-k", part, "--every", str(pytestconfig.option.every)]
+    run_tests(4, "on_mesh.py", "on_devices.py", "sums_on_devices.py", options=options)
 
 
 def test_on_eight_devices():
