@@ -4,6 +4,7 @@ import atexit
 import gc
 import os
 import re
+import subprocess
 import tempfile
 import zlib
 from pathlib import Path
@@ -86,7 +87,7 @@ SEVERAL_ROW_COUNTS = re.compile(
     "|goodput|invarian.*|memory|mixed_trees|narrow_cache|own_.*|packing|prefill|refill|sampling"
     "|sampling_cutoff|self_draft|step|step_costs|stream|trees|values|vanilla|.*benchmarks?)"
 )
-EVERY = 8  # of the cases of a test beside its first; all of them take twice as long
+EVERY = 4  # of the cases of a test beside its first; all of them would take two fifths longer
 LONG = re.compile("test_(tensor_parallel|processes|demo_recipe|ray)")  # one test takes a minute
 jaxtyping.install_import_hook([f"emsjax.{name}" for name in CHECKED], "beartype.beartype")
 
@@ -130,6 +131,12 @@ def pytest_addoption(parser):
         metavar="N",
         help="run about one in N of the tests and cases that do not depend on the version of jax",
     )
+    parser.addoption(
+        "--turn",
+        type=int,
+        metavar="T",
+        help="which one in N: by default the number of commits, so that all cases have their turn",
+    )
 
 
 def pytest_configure(config):
@@ -137,9 +144,20 @@ def pytest_configure(config):
         chosen = config.args_source is not config.ArgsSource.TESTPATHS
         chosen = chosen or config.option.keyword or config.option.markexpr
         config.option.every = 1 if chosen else EVERY
+    if config.option.turn is None:
+        config.option.turn = number_of_commits()
     if config.option.markexpr == "gpu" and not runs_triton():
         raise pytest.UsageError("-m gpu needs a GPU of compute capability 8.0 or newer")
     gc.disable()  # tracing makes many objects, but few cycles
+
+
+def number_of_commits() -> int:
+    """0 outside of a repository."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-list", "--count", "HEAD"]
+    try:
+        return int(subprocess.run(command, capture_output=True, check=True).stdout)
+    except (OSError, subprocess.CalledProcessError):
+        return 0
 
 
 def pytest_collection_finish():
@@ -157,7 +175,7 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         test = item.nodeid.partition("[")[0]
         # A checksum, as cases at regular places could all have the same value of one parameter.
-        number = zlib.crc32(item.nodeid.encode())
+        number = zlib.crc32(item.nodeid.encode()) + config.option.turn
         runs = test not in seen or number % config.option.every == 0
         if not DEPEND_ON_JAX.fullmatch(item.path.stem):
             runs = runs and number % config.option.tests_every == 0

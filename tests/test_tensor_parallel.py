@@ -24,7 +24,8 @@ def settings(devices: int) -> dict[str, str]:
 @pytest.mark.parametrize("part", [DEPENDS_ON_JAX, f"not ({DEPENDS_ON_JAX})"])
 def test_on_four_devices(part, pytestconfig):
     """In two processes, of which the first is enough for another version of jax."""
-    options = ["-k", part, "--every", str(pytestconfig.option.every)]
+    chosen = pytestconfig.option
+    options = ["-k", part, "--every", str(chosen.every), "--turn", str(chosen.turn)]
     run_tests(4, "on_mesh.py", "on_devices.py", "sums_on_devices.py", options=options)
 
 
