@@ -2,6 +2,7 @@
 
 import asyncio
 import builtins
+import contextlib
 import json
 import os
 import signal
@@ -58,6 +59,24 @@ def actors(node):
     return found
 
 
+def started(node, *args, tries=3, **options):
+    """What `node(*args, **options)` starts.
+
+    Ray gives up after 15 seconds without its agents. On a busy machine their first imports can
+    take longer, as these compile Ray's modules; later tries find them compiled.
+    """
+    before = set(psutil.Process().children(recursive=True))
+    try:
+        return node(*args, **options)
+    except Exception:
+        for process in set(psutil.Process().children(recursive=True)) - before:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        if tries == 1:
+            raise
+    return started(node, *args, tries=tries - 1, **options)
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     """Three nodes of one CPU each. `DIED` names the file in which an actor notes its death."""
@@ -66,14 +85,14 @@ def cluster(tmp_path_factory):
     own = {"PYTHONPATH": os.pathsep.join([str(folder), *PLACES]), "DIED": str(folder / "died")}
     # A dead node is noticed after 1.5 seconds, not 15.
     checks = {"health_check_period_ms": 500, "health_check_failure_threshold": 3}
-    size = {"num_cpus": 1, "object_store_memory": 80 << 20}
+    size = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_log_monitor": False}
     options = size | {"include_dashboard": False, "_system_config": checks}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in own.items():
             patch.setenv(name, value)
-        cluster = cluster_utils.Cluster(initialize_head=True, head_node_args=options)
+        cluster = started(cluster_utils.Cluster, initialize_head=True, head_node_args=options)
         for _ in range(NODES - 1):
-            cluster.add_node(**size)
+            started(cluster.add_node, **size)
         cluster.wait_for_nodes()
         yield cluster
         cluster.shutdown()
