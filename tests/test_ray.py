@@ -2,13 +2,14 @@
 
 import asyncio
 import builtins
-import contextlib
+import compileall
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -59,27 +60,11 @@ def actors(node):
     return found
 
 
-def started(node, *args, tries=3, **options):
-    """What `node(*args, **options)` starts.
-
-    Ray gives up after 15 seconds without its agents. On a busy machine their first imports can
-    take longer, as these compile Ray's modules; later tries find them compiled.
-    """
-    before = set(psutil.Process().children(recursive=True))
-    try:
-        return node(*args, **options)
-    except Exception:
-        for process in set(psutil.Process().children(recursive=True)) - before:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        if tries == 1:
-            raise
-    return started(node, *args, tries=tries - 1, **options)
-
-
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     """Three nodes of one CPU each. `DIED` names the file in which an actor notes its death."""
+    # A node gives up after 15 seconds without its agents, which would compile what they import.
+    compileall.compile_dir(Path(ray.__file__).parent, quiet=2)
     folder = tmp_path_factory.mktemp("ray")
     (folder / "sitecustomize.py").write_text(WITHOUT_TORCH)
     own = {"PYTHONPATH": os.pathsep.join([str(folder), *PLACES]), "DIED": str(folder / "died")}
@@ -90,9 +75,9 @@ def cluster(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in own.items():
             patch.setenv(name, value)
-        cluster = started(cluster_utils.Cluster, initialize_head=True, head_node_args=options)
+        cluster = cluster_utils.Cluster(initialize_head=True, head_node_args=options)
         for _ in range(NODES - 1):
-            started(cluster.add_node, **size)
+            cluster.add_node(**size)
         cluster.wait_for_nodes()
         yield cluster
         cluster.shutdown()
