@@ -15,8 +15,10 @@ from emsjax.engine.memory import MemoryPlan
 from emsjax.testing import assert_invariant, assert_lossless
 from pallas_kernels.common.narrow_rows import (
     FORMATS,
+    SMALLER,
     TO_BFLOAT16,
     NarrowRows,
+    pack,
     round_packed,
     round_rows,
     unpack,
@@ -66,13 +68,16 @@ def test_rows_of_zeros_and_rows_that_are_not_finite(format):
 @FORMAT
 def test_instructions_that_widen_two_words_are_exact(format):
     codes = np.arange(256, dtype=np.uint8)
-    words = (codes + (codes[::-1].astype(np.uint16) << 8)).view(np.int16)
-    exact = [np.asarray(half, np.float32) for half in unpack(jnp.asarray(words), format)]
-    np.testing.assert_array_equal(exact[0], codes.view(FORMATS[format].dtype).astype(np.float32))
+    numbers = jnp.asarray(codes.view(FORMATS[format].dtype))
+    words = pack(numbers, numbers[::-1], format)
+    exact = [np.asarray(half, np.float32) for half in unpack(words, format)]
+    words = np.asarray(words)
+    np.testing.assert_array_equal(exact[0], np.asarray(numbers, np.float32))
     np.testing.assert_array_equal(exact[1], exact[0][::-1])
     for program, numbers in zip(TO_BFLOAT16[format], exact, strict=True):
         found = run_ptx(program, words.view(np.uint32)).view(jnp.bfloat16)
-        usable = np.abs(numbers) <= FORMATS[format].largest
+        numbers = numbers / np.float32(SMALLER[format])
+        usable = np.abs(numbers) <= FORMATS[format].largest / SMALLER[format]
         assert usable.sum() > 230
         np.testing.assert_array_equal(np.asarray(found, np.float32)[usable], numbers[usable])
 
@@ -88,11 +93,17 @@ def run_ptx(program, words):
         a, b, c = map(lanes, arrays)
         return (a * b + c).astype(jnp.bfloat16).view(np.uint32).astype(np.uint64)
 
+    def chosen_bytes(a, b, selector):
+        both, shift = a | (b << np.uint64(32)), np.uint64(8)
+        chosen = ((both >> shift * np.uint64(int(selector) >> 4 * i & 15)) & 255 for i in range(4))
+        return sum(byte << shift * np.uint64(i) for i, byte in enumerate(chosen))
+
     operations = {
         "mov.b32": lambda a: a,
         "shr.b32": lambda a, n: a >> n,
         "shl.b32": lambda a, n: (a << n) & np.uint64(0xFFFFFFFF),
         "and.b32": lambda a, b: a & b,
+        "prmt.b32": chosen_bytes,
         "lop3.b32": lambda a, b, c, table: {0xEA: (a & b) | c}[int(table)],
         "fma.rn.bf16x2": multiplied,
     }
@@ -149,6 +160,33 @@ def test_attention_has_the_bits_of_a_wide_cache(format, numerics, implementation
     separate = qkv[:, : -2 * KV_HEADS], qkv[:, -2 * KV_HEADS : -KV_HEADS], qkv[:, -KV_HEADS:]
     np.testing.assert_array_equal(out, attend(*separate, *caches, *places))
     assert np.isfinite(np.asarray(out, np.float32)).all()
+
+
+@pytest.mark.gpu
+@FORMAT
+@pytest.mark.parametrize("part", ["key", "value"])
+@pytest.mark.parametrize(
+    ("implementation", "numerics"), [("triton", "fast"), ("triton", "invariant"), ("xla", "fast")]
+)
+def test_a_fresh_row_that_is_not_finite_reaches_the_rows_that_see_it(
+    format, part, implementation, numerics
+):
+    qkv, caches, places = arrays(format)
+    attend = functools.partial(
+        pallas_kernels.ragged_attention,
+        implementation=implementation,
+        interpret=implementation == "triton" and not COMPILED,
+        max_rows_per_sample=max(COUNTS),
+        numerics=numerics,
+    )
+    attend = jax.jit(attend)
+    head = KV_HEADS * GROUP + (KV_HEADS if part == "value" else 0)
+    spoilt = qkv.at[1, head, 3].set(jnp.inf)  # of the first sample, whose rows are 0 to 3
+    out, expected = (attend(x, None, None, *caches, *places) for x in (spoilt, qkv))
+    out, expected = (np.array(x, np.float32) for x in (out, expected))
+    assert np.isnan(out[1:4, :GROUP]).all()
+    out[1:4, :GROUP] = expected[1:4, :GROUP]
+    np.testing.assert_array_equal(out, expected)
 
 
 @pytest.mark.gpu

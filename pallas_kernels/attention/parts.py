@@ -34,7 +34,8 @@ def attend_parts(tile: Tile, *, decoding: bool) -> None:
     item, keys, window = tile.item, tile.tiling.keys, tile.launch.window
     key_end, fresh_end = item["key_end"], item["fresh_end"]
     merges = len(tile.places.outputs) == 1
-    softmax = functools.partial(_softmax_of_part, tile.query, scale=tile.launch.scale)
+    static = {"scale": tile.launch.scale, "exp2": tile.exp2}
+    softmax = functools.partial(_softmax_of_part, tile.query, **static)
 
     def finish(part, carry, own):
         if merges:
@@ -109,16 +110,18 @@ def place_of(tile: Tile, part):
     return (tile.item["sample"] * launch.max_tiles + own) * num_parts + part
 
 
-def _softmax_of_part(query, keys, values, visible, key_scales=None, value_scales=None, *, scale):
+def _softmax_of_part(
+    query, keys, values, visible, key_scales=None, value_scales=None, *, scale, exp2
+):
     """A part's weighted values, largest score (in powers of two) and sums of weights [t, SUMS]."""
     exponent, scores = scale * math.log2(math.e), scores_of(query, keys)
     if key_scales is not None:
-        scores *= key_scales.astype(jnp.float32)[None, :]
+        scores *= key_scales[None, :]
     if visible is not None:
         scores = jnp.where(visible, scores, -jnp.inf)
     highest = jnp.max(scores, axis=1) * exponent
     shift = jnp.where(highest == -jnp.inf, 0, highest)
-    weights = jnp.exp2(scores * exponent - shift[:, None])
+    weights = exp2(scores * exponent - shift[:, None])
     weights = weights.astype(values[0].dtype)
     # Before the other product: Triton divides both among warps as suits the one that comes last.
     totals = product(weights, jnp.ones((weights.shape[1], SUMS), weights.dtype))

@@ -24,7 +24,7 @@ def attend_share(tile: Tile, *, decoding: bool, one_block: bool) -> None:
         one_block: whether one of these holds all fresh rows.
     """
     item, keys, window, masks = tile.item, tile.tiling.keys, tile.launch.window, tile.places.masks
-    attend = functools.partial(_attend, tile.query, scale=tile.launch.scale)
+    attend = functools.partial(_attend, tile.query, scale=tile.launch.scale, exp2=tile.exp2)
     fresh_end, key_end = item["fresh_end"], item["key_end"]
 
     def fresh_keys(at):
@@ -101,7 +101,9 @@ def attend_share(tile: Tile, *, decoding: bool, one_block: bool) -> None:
         tile.store_share(tile.index, out, highest, total)
 
 
-def _attend(query, carry, keys, values, visible, key_scales=None, value_scales=None, *, scale):
+def _attend(
+    query, carry, keys, values, visible, key_scales=None, value_scales=None, *, scale, exp2
+):
     """One block of keys: the softmax so far as (weighted values, largest score, weights).
 
     Queries, keys and values are tuples of parts: see `Tile`. Keys and values may have scales [m];
@@ -110,7 +112,7 @@ def _attend(query, carry, keys, values, visible, key_scales=None, value_scales=N
     out, highest, total = carry
     scores = scores_of(query, keys)  # scaled in the exponent, as one multiply-add
     if key_scales is not None:
-        scores *= key_scales.astype(jnp.float32)[None, :]
+        scores *= key_scales[None, :]
     if visible is not None:
         scores = jnp.where(visible, scores, -jnp.inf)
     new_highest = jnp.maximum(highest, jnp.max(scores, axis=1))
@@ -118,8 +120,8 @@ def _attend(query, carry, keys, values, visible, key_scales=None, value_scales=N
     if visible is not None:  # rows that see nothing yet must not turn into inf - inf
         shift = jnp.where(new_highest == -jnp.inf, 0, new_highest)
     exponent = scale * math.log2(math.e)
-    weights = jnp.exp2(scores * exponent - (shift * exponent)[:, None])
-    decay = jnp.exp2((highest - shift) * exponent)[:, None]
+    weights = exp2(scores * exponent - (shift * exponent)[:, None])
+    decay = exp2((highest - shift) * exponent)[:, None]
     # Weights are summed over keys once, at the end, where blocks are of one size.
     added = weights if total.shape == weights.shape else jnp.sum(weights, axis=1, keepdims=True)
     weights = scaled(weights.astype(values[0].dtype), value_scales)
@@ -144,7 +146,7 @@ def product(x, y):
 
 def scaled(weights, scales):
     """Weights [t, m] times the scales [m] of their values; None: these are 1."""
-    return weights if scales is None else weights * scales[None, :]
+    return weights if scales is None else weights * scales.astype(weights.dtype)[None, :]
 
 
 def _start(tile: Tile):

@@ -5,6 +5,7 @@ Axis legend: see `pallas_kernels.attention.triton`.
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental.pallas import triton as plgpu
@@ -12,7 +13,13 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.attention.confine import confine
 from pallas_kernels.attention.tilings import Launch, Tiling, dims_of
 from pallas_kernels.attention.work_items import FIELDS
-from pallas_kernels.common.narrow_rows import round_parts, unpack, widen_in_kernel
+from pallas_kernels.common.narrow_rows import (
+    FORMATS,
+    round_to_units,
+    units_to_float,
+    unpack,
+    widen_in_kernel,
+)
 
 
 class Places(NamedTuple):
@@ -97,20 +104,30 @@ class Tile:
         ]
 
     def as_cached(self, fetched):
-        """Fetched keys and values as the cache would hold them."""
-        if self.launch.format is not None:
-            fetched = map(self._rounded, fetched)
-        return confine(*fetched)
+        """Fetched keys and values as the cache would hold them, confined: see `confine`."""
+        if self.launch.format is None:
+            return confine(*fetched)
+        rounded = (round_to_units(parts, self.launch.format) for parts in fetched)
+        (keys, key_scales, is_key), (values, value_scales, is_value) = rounded
+        key_scales = jnp.where(is_key & is_value, key_scales, jnp.nan)
+        value_scales = jnp.where(is_value, value_scales, 0)
+        dtype = self.query[0].dtype
+        wide = lambda units, scales: (units_to_float(units) * scales[:, None]).astype(dtype)
+        return (
+            tuple(wide(x, key_scales) for x in keys),
+            tuple(wide(x, value_scales) for x in values),
+        )
 
     def load_cached(self, which: int, entry, defined=None):
         """Committed keys (0) or values (1) of the entries `entry` [m].
 
         Returns:
-            Numbers and their scales [m], in the query's dtype; None for scales of 1.
+            Numbers in the query's dtype, and their scales [m], float32; None for scales of 1.
         """
         sample, format = self.item["sample"], self.launch.format
         place = self.places.cached[which].at[sample, entry[:, None], self.head, self.dims]
-        loaded = self._load(place, entry.shape[0], defined)
+        zero = 0 if format is None else FORMATS[format].flipped  # of numbers that are left out
+        loaded = self._load(place, entry.shape[0], defined, zero)
         if format is None:
             return (loaded,), None
         place = self.places.cached[2 + which].at[sample, 0, self.head, entry]
@@ -119,8 +136,8 @@ class Tile:
         if dtype == jnp.float16:  # in which a weight times a scale may be too small
             wide = (x.astype(jnp.float32) * scales[:, None] for x in unpack(loaded, format))
             return tuple(x.astype(dtype) for x in wide), None
-        wide = widen_in_kernel(loaded, format, dtype, interpret=self.interpret)
-        return tuple(wide), scales.astype(dtype)
+        wide, smaller = widen_in_kernel(loaded, format, dtype, interpret=self.interpret)
+        return tuple(wide), scales * smaller
 
     def descends(self, fresh):
         """Whether each lane's row sees the sample's fresh rows `fresh` [m], [t, m]."""
@@ -130,6 +147,22 @@ class Tile:
             return fresh[None, :] <= row[:, None]
         column = jnp.clip(fresh, 0, ancestors.shape[1] - 1)
         return plgpu.load(ancestors.at[self.query_row[:, None], column[None, :]]) != 0
+
+    def exp2(self, x):
+        """Two to the power of float32 numbers; 0 instead of the smallest, which are not normal.
+
+        A GPU has no instruction for those, and `jnp.exp2` takes three more to have them.
+        """
+        if self.interpret:
+            return jnp.exp2(x)
+        (out,) = plgpu.elementwise_inline_asm(
+            "ex2.approx.ftz.f32 $0, $1;",
+            args=[x],
+            constraints="=f,f",
+            pack=1,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+        )
+        return out
 
     def store_rows(self, out):
         """Stores the results of the tile's rows."""
@@ -161,12 +194,6 @@ class Tile:
         if defined is not None:
             mask &= defined[:, None]
         return plgpu.load(place, mask=mask, other=other)
-
-    def _rounded(self, parts):
-        """Fresh rows as the cache holds them."""
-        numbers, scales = round_parts(parts, self.launch.format)
-        wide = (x.astype(jnp.float32) * scales[:, None] for x in numbers)
-        return tuple(x.astype(parts[0].dtype) for x in wide)
 
     def _stored(self):
         return self.is_used[:, None] & (self.dims < self.part_dim)

@@ -129,7 +129,7 @@ def _kernel(
         if format is None:
             return parts[0], None
         numbers, scales_of_rows = round_parts(parts, format)
-        return pack(*numbers), scales_of_rows
+        return pack(*numbers, format), scales_of_rows
 
     def copy():
         firsts = range(0, count, at_once)

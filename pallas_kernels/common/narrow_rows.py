@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental.pallas import triton as plgpu
 
@@ -25,24 +26,32 @@ class _Format(NamedTuple):
     dtype: Any
     exponent: int  # a row's largest number has 2 ** exponent units or more, but not twice as many
     largest: int  # of the numbers of units
+    flipped: int  # bits of a word that differ from those of its two numbers
 
 
-FORMATS = {"int8": _Format(jnp.int8, 6, 127), "fp8": _Format(jnp.float8_e4m3fn, 7, 240)}
-EXPONENT_BITS = 0x7F800000  # of a float32
+FORMATS = {
+    "int8": _Format(jnp.int8, 6, 127, flipped=-0x7F80),  # the bytes' highest ones: 0x8080
+    "fp8": _Format(jnp.float8_e4m3fn, 7, 240, flipped=0),
+}
+SIZE_BITS, EXPONENT_BITS = 0x7FFFFFFF, 0x7F800000  # of a float32
 SMALLEST = 2.0**-100  # of the powers of two, so that a scale and its inverse are normal numbers
+SHIFT = 1.5 * 2**23  # added to a float32 below 2 ** 22: the sum's last bits are the nearest integer
 
 # PTX that makes two numbers in bfloat16, $0, of the lower or of the upper bytes of two words, $1.
-# int8: a byte's lower seven bits become the mantissa of a number from 128 to 255, and its sign that
-# of 128 or 256, which is taken off: x & 127 - (x & 128).
+# int8: a byte holds 128 more than its number, and its 8 bits are, as they are, those of a number of
+# bfloat16: the smallest ones have so many, in steps of 2 ** -133. One instruction multiplies by
+# 2 ** 127, the largest power of two, and takes 2 off: the result is the number divided by SMALLER.
 INT8_TO_BFLOAT16 = """{{
-.reg .b32 byte, size, sign, minus;
-shr.b32 byte, $1, {shift};
-mov.b32 minus, 0xBF80BF80;
-lop3.b32 size, byte, 0x007F007F, 0x43004300, 0xEA;
-lop3.b32 sign, byte, 0x00800080, 0x43004300, 0xEA;
-fma.rn.bf16x2 $0, sign, minus, size;
+.reg .b32 byte, times, minus;
+{moves}
+mov.b32 times, 0x7F007F00;
+mov.b32 minus, 0xC000C000;
+fma.rn.bf16x2 $0, byte, times, minus;
 }}"""
-INT8_TO_BFLOAT16 = [INT8_TO_BFLOAT16.format(shift=shift) for shift in (0, 8)]
+INT8_TO_BFLOAT16 = [
+    INT8_TO_BFLOAT16.format(moves="and.b32 byte, $1, 0x00FF00FF;"),
+    INT8_TO_BFLOAT16.format(moves="prmt.b32 byte, $1, 0, 0x4341;"),
+]
 # fp8: the exponent and the mantissa move to their places. The exponent's bias is another one: the
 # number is 2 ** 120 times as small, which a product makes good, also for the smallest numbers.
 FP8_TO_BFLOAT16 = """{{
@@ -59,6 +68,7 @@ FP8_TO_BFLOAT16 = [
     FP8_TO_BFLOAT16.format(moves="shr.b32 size, $1, 4;\nmov.b32 sign, $1;"),
 ]
 TO_BFLOAT16 = {"int8": INT8_TO_BFLOAT16, "fp8": FP8_TO_BFLOAT16}
+SMALLER = {"int8": 2.0**6, "fp8": 1.0}
 
 
 @jax.tree_util.register_dataclass
@@ -69,8 +79,8 @@ class NarrowRows:
     It takes the place of a cache's array in `ragged_attention` and `update_kv_caches`.
 
     Attributes:
-        words: int16, [..., rows, heads, head_dim / 2]. The lower byte of word i is number i of the
-            row, and the upper one number i + head_dim / 2.
+        words: int16, [..., rows, heads, head_dim / 2]. The lower byte of word i has number i of the
+            row, and the upper one number i + head_dim / 2: those of int8 plus 128.
         scales: powers of two, or NaN for a row with a number that is not finite; float32,
             [..., 1, heads, rows], so that heads are on the same axis in both arrays.
         format: "int8" or "fp8".
@@ -104,7 +114,7 @@ class NarrowRows:
     @classmethod
     def zeros(cls, shape: tuple[int, ...], format: str) -> "NarrowRows":
         """An array of zeros."""
-        words = jnp.zeros((*shape[:-1], shape[-1] // 2), jnp.int16)
+        words = jnp.full((*shape[:-1], shape[-1] // 2), FORMATS[format].flipped, jnp.int16)
         return cls.of(words, jnp.ones(shape[:-1], jnp.float32), format)
 
     def widen(self, dtype) -> Array:
@@ -120,7 +130,7 @@ def round_rows(x: Array, format: str) -> NarrowRows:
     float8_e4m3fn, whose smallest step is 2 ** -9.
     """
     halves, scales = round_parts(jnp.split(x, 2, axis=-1), format)
-    return NarrowRows.of(pack(*halves), scales, format)
+    return NarrowRows.of(pack(*halves, format), scales, format)
 
 
 def round_parts(parts: Sequence[Array], format: str) -> tuple[list[Array], Array]:
@@ -128,32 +138,63 @@ def round_parts(parts: Sequence[Array], format: str) -> tuple[list[Array], Array
 
     Kernels and XLA use this function alike.
     """
-    dtype, exponent, most = FORMATS[format]
+    units, scales, is_finite = round_to_units(parts, format)
+    dtype = FORMATS[format].dtype
+    numbers = [jnp.where(is_finite[..., None], x, 0).astype(dtype) for x in units]
+    return numbers, jnp.where(is_finite, scales, jnp.nan)
+
+
+def round_to_units(parts: Sequence[Array], format: str) -> tuple[list[Array], Array, Array]:
+    """`round_parts` as a kernel computes with it, which converts few integers in a clock.
+
+    Returns:
+        Numbers of units, int32 or float8_e4m3fn [..., size]. They and their scales are finite, and
+        may be anything else for a row that is not.
+        Scales [...].
+        Which rows are finite [...].
+    """
+    kind = FORMATS[format]
     parts = [x.astype(jnp.float32) for x in parts]
-    sizes = [jnp.abs(x) for x in parts]
-    largest_of = lambda arrays: functools.reduce(jnp.maximum, [jnp.max(x, axis=-1) for x in arrays])
-    # A maximum of numbers that are not finite may be any number in a kernel.
-    is_finite = largest_of([jnp.where(x < jnp.inf, 0.0, 1.0) for x in sizes]) == 0
-    largest = jnp.maximum(largest_of(sizes), SMALLEST)
-    bits = lax.bitcast_convert_type(largest, jnp.int32) & EXPONENT_BITS
-    power = lax.bitcast_convert_type(bits, jnp.float32)  # the power of two that is not above it
+    # Bits without signs have the order of the sizes, and are largest of what is not finite.
+    largest_of = lambda x: jnp.max(_bits(x) & SIZE_BITS, axis=-1)
+    largest = functools.reduce(jnp.maximum, map(largest_of, parts))
+    is_finite = largest < EXPONENT_BITS
+    largest = jnp.where(is_finite, jnp.maximum(largest, _bits(SMALLEST)), _bits(SMALLEST))
+    # The power of two that is not above the largest number.
+    power = lax.bitcast_convert_type(largest & EXPONENT_BITS, jnp.float32)
+    in_units = [x * (2.0**kind.exponent / power)[..., None] for x in parts]
+    if format == "int8":
+        bounds = (_bits(SHIFT - kind.largest), _bits(SHIFT + kind.largest))
+        units = [jnp.clip(_bits(x + SHIFT), *bounds) - _bits(SHIFT) for x in in_units]
+    else:
+        finite = [jnp.where(is_finite[..., None], x, 0) for x in in_units]
+        units = [jnp.clip(x, -kind.largest, kind.largest).astype(kind.dtype) for x in finite]
+    return units, power * 2.0**-kind.exponent, is_finite
 
-    def rounded(x):
-        units = x * (2.0**exponent / power)[..., None]
-        units = jnp.clip(jnp.floor(units + 0.5) if format == "int8" else units, -most, most)
-        return jnp.where(is_finite[..., None], units, 0).astype(dtype)
 
-    return list(map(rounded, parts)), jnp.where(is_finite, power * 2.0**-exponent, jnp.nan)
+def units_to_float(units: Array) -> Array:
+    """Numbers of units as float32, in a kernel."""
+    if units.dtype != jnp.int32:
+        return units.astype(jnp.float32)
+    return lax.bitcast_convert_type(units + _bits(SHIFT), jnp.float32) - SHIFT
 
 
-def pack(low: Array, high: Array) -> Array:
+def _bits(x: Array | float) -> Array | int:
+    """A float32's bits as an int32."""
+    if isinstance(x, float):
+        return int(np.float32(x).view(np.int32))
+    return lax.bitcast_convert_type(x, jnp.int32)
+
+
+def pack(low: Array, high: Array, format: str) -> Array:
     """Words [..., n], int16, of numbers in 8 bits [..., n] for their lower and upper bytes."""
     low, high = (lax.bitcast_convert_type(x, jnp.int8).astype(jnp.int16) for x in (low, high))
-    return (high << 8) | (low & 255)
+    return ((high << 8) | (low & 255)) ^ FORMATS[format].flipped
 
 
 def unpack(words: Array, format: str) -> tuple[Array, Array]:
     """The numbers in the lower and in the upper bytes of words [..., n]."""
+    words = words ^ FORMATS[format].flipped
     halves = words.astype(jnp.int8), (words >> 8).astype(jnp.int8)
     return tuple(lax.bitcast_convert_type(x, FORMATS[format].dtype) for x in halves)
 
@@ -179,14 +220,19 @@ def round_packed(qkv: Array, cached: Array | NarrowRows) -> Array:
     return jnp.concatenate([qkv[:, :first], rounded_like(qkv[:, first:], cached)], axis=1)
 
 
-def widen_in_kernel(words: Array, format: str, dtype, *, interpret: bool) -> list[Array]:
+def widen_in_kernel(
+    words: Array, format: str, dtype, *, interpret: bool
+) -> tuple[list[Array], float]:
     """The numbers in the lower and in the upper bytes of words in a wider type, in a Triton kernel.
 
     A GPU converts 16 integers in a clock on each multiprocessor, which is slower than it reads
     them. So bfloat16 numbers are put together from the bits of two words at once.
+
+    Returns:
+        The numbers divided by a power of two, and that power.
     """
     if interpret or dtype != jnp.bfloat16:
-        return [x.astype(dtype) for x in unpack(words, format)]
+        return [x.astype(dtype) for x in unpack(words, format)], 1.0
     made = (
         plgpu.elementwise_inline_asm(
             program,
@@ -197,4 +243,4 @@ def widen_in_kernel(words: Array, format: str, dtype, *, interpret: bool) -> lis
         )
         for program in TO_BFLOAT16[format]
     )
-    return [wide for (wide,) in made]
+    return [wide for (wide,) in made], SMALLER[format]
