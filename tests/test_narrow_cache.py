@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import COMPILED
+from kernel_cases import COMPILED, lower_for_cuda
 from toy import compiled_step, ragged_prompts, shallow_model, tiny_model
 
 import emsjax
 import pallas_kernels
 from emsjax.engine.memory import MemoryPlan
 from emsjax.testing import assert_invariant, assert_lossless
+from pallas_kernels import attention, cache_update
 from pallas_kernels.common.narrow_rows import (
     FORMATS,
     SMALLER,
@@ -225,6 +226,21 @@ def test_updates_write_rounded_rows(format, implementation):
         np.testing.assert_array_equal(found.values, expected)
         expected = before.row_scales.at[at].set(fresh.row_scales[:-1, heads])
         np.testing.assert_array_equal(found.row_scales, expected)
+
+
+@FORMAT
+@pytest.mark.parametrize("invariant", [False, True])
+def test_the_kernels_lower_for_cuda(format, invariant):
+    def both(qkv, words, scales, segments, positions, lengths):
+        caches = [NarrowRows(words, scales, format)] * 2
+        places = segments, positions, lengths
+        options = {"invariant": invariant, "max_rows_per_sample": 4}
+        out = attention.triton.ragged_attention(qkv, None, None, *caches, *places, **options)
+        one = caches[:1]
+        return out, cache_update.triton.update_kv_caches(one, one, [qkv], None, *places[:2])
+
+    qkv, words, scales = (9, 12, 128, "bfloat16"), (3, 64, 2, 64, "int16"), (3, 1, 2, 64, "float32")
+    lower_for_cuda(both, qkv, words, scales, (9, "int32"), (9, "int32"), (3, "int32"))
 
 
 @FORMAT

@@ -139,9 +139,9 @@ def round_parts(parts: Sequence[Array], format: str) -> tuple[list[Array], Array
     Kernels and XLA use this function alike.
     """
     units, scales, is_finite = round_to_units(parts, format)
-    dtype = FORMATS[format].dtype
-    numbers = [jnp.where(is_finite[..., None], x, 0).astype(dtype) for x in units]
-    return numbers, jnp.where(is_finite, scales, jnp.nan)
+    if format == "int8":
+        units = [jnp.where(is_finite[..., None], x, 0).astype(jnp.int8) for x in units]
+    return units, jnp.where(is_finite, scales, jnp.nan)
 
 
 def round_to_units(parts: Sequence[Array], format: str) -> tuple[list[Array], Array, Array]:
