@@ -67,7 +67,11 @@ def arbitrary_state(
 def random_cache(cache: KVCache, lengths: jax.Array) -> KVCache:
     """The cache with random keys and values, and so many tokens; the old one is donated."""
     parallel = cache.parallel
-    fill = functools.partial(_fill, parallel=parallel)
+
+    def fill(array, place):
+        # One at a time: what the calls in flight need beside the cache adds up.
+        return jax.block_until_ready(_fill(array, place, parallel=parallel))
+
     layers = tuple(
         LayerCache(fill(layer.keys, (i, 0)), fill(layer.values, (i, 1)))
         for i, layer in enumerate(cache.layers)

@@ -132,8 +132,9 @@ class BlockDrafter(FeatureDrafter):
             dtype: bfloat16, float16 or float32; None: the target's, or without a target what suits
                 the device. It must be the target's where arrays are shared.
             revision: a branch, tag or commit of the repository.
-            quantize: the format of the weights of the draft layers and of the product of hidden
-                states, which are rounded: see `emsjax.from_pretrained`. None: they have the dtype.
+            quantize: the format to which the weights of the draft layers, of the product of hidden
+                states and of the drafter's own head are rounded: see `emsjax.from_pretrained`.
+                None: they have the dtype.
             max_draft_tokens, min_confidence, attention_implementation: see `BlockDrafter`.
 
         Raises:

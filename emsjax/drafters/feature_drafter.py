@@ -20,6 +20,8 @@ from emsjax.decode.pack import PackedRows
 from emsjax.device import tree_bytes
 from emsjax.drafters.feature_network import FeatureConfig, FeatureNetwork
 from emsjax.drafters.growing import GrowingDraft, GrowingDrafter, Randomness
+from emsjax.models.linears import NarrowLinear
+from pallas_kernels.matmul.narrow import NarrowWeight
 
 
 class Shared(NamedTuple):
@@ -114,9 +116,11 @@ class FeatureDrafter(GrowingDrafter):
         return self.shared.embeddings if own is None else own.embedding[...]
 
     @property
-    def head(self) -> Float[Array, "w e"]:
-        """The table of the head."""
+    def head(self) -> Float[Array, "w e"] | NarrowWeight:
+        """The head, as `head_logits` takes it."""
         own = self.network.lm_head
+        if isinstance(own, NarrowLinear):
+            return own.weight
         return self.shared.head if own is None else own.embedding[...]
 
     def check_target(self, config: ModelConfig, positions: int) -> None:

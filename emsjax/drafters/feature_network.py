@@ -18,6 +18,7 @@ from emsjax.decode.cache import KVCache
 from emsjax.models.architecture import Architecture
 from emsjax.models.layers import Norm
 from emsjax.models.linears import (
+    NarrowLinear,
     copy_to_quantize,
     linear,
     narrow_linear,
@@ -29,6 +30,7 @@ from emsjax.models.qwen import Qwen3Config
 from emsjax.models.schema import Config, Relation, count, field, flag, many
 from pallas_kernels.common.indexing import take
 from pallas_kernels.matmul import narrow
+from pallas_kernels.matmul.narrow import NarrowWeight
 
 LAYER_CONFIGS = {"llama": LlamaConfig, "qwen3": Qwen3Config}  # by model_type
 
@@ -126,8 +128,8 @@ class FeatureNetwork(nnx.Module):
         return nnx.merge(graph, jax.tree.map(lambda x: x.astype(dtype), nnx.state(self)))
 
     def quantize(self, format: str) -> "FeatureNetwork":
-        """Returns a network whose layers and product of hidden states have weights in a narrow
-        format; others are shared.
+        """Returns a network whose layers, product of hidden states and own head have weights in a
+        narrow format; others are shared.
 
         Args:
             format: "int8", "fp8", "int4" or "int8-weights"; see `emsjax.from_pretrained`.
@@ -139,6 +141,9 @@ class FeatureNetwork(nnx.Module):
         narrow_linear(network, "fc", narrow.quantize(network.fc.kernel[...], format=format))
         for layer in network.layers:
             quantize_layer(layer, format)
+        if network.lm_head is not None:
+            matrix = network.lm_head.embedding[...].T
+            network.lm_head = NarrowLinear(narrow.quantize(matrix, format=format), None)
         return network
 
     def init_cache(self, batch: int, max_len: int) -> KVCache:
@@ -153,6 +158,9 @@ def embed(table: Float[Array, "v e"], token_ids: Int32[Array, "r"]) -> Float[Arr
     return take(table, jnp.clip(token_ids, 0, table.shape[0] - 1))
 
 
-def head_logits(table: Float[Array, "w e"], hidden: Float[Array, "r e"]) -> Float[Array, "r w"]:
-    """float32 logits of normalised hidden states."""
-    return pallas_kernels.linear_sums(hidden, table, transposed=True)
+def head_logits(
+    head: Float[Array, "w e"] | NarrowWeight, hidden: Float[Array, "r e"]
+) -> Float[Array, "r w"]:
+    """float32 logits of normalised hidden states, of a head's table or its narrow matrix."""
+    sums = pallas_kernels.linear_sums(hidden, head, transposed=not isinstance(head, NarrowWeight))
+    return (sums.sum(axis=0) if sums.ndim == 3 else sums).astype(jnp.float32)
