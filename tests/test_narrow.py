@@ -26,6 +26,9 @@ NAMES = {"int8": np.int8, "fp8": ml_dtypes.float8_e4m3fn}
 ROUNDING = tuple(NAMES)
 
 
+BLOCK = 256  # of a row, where the number of inputs is a multiple of it
+
+
 def weight_of(format, inputs, outputs, seed=0):
     return narrow.quantize(random(inputs, outputs, seed=seed) / 16, format=format)
 
@@ -39,7 +42,7 @@ def rows_with_large(rows, inputs, dtype="float32", seed=3):
     x = random(rows, inputs, seed=seed)
     x = x.at[1::3].set(jnp.maximum(x[1::3], 0))
     x = x.at[:, 3].multiply(50).at[-(rows // 4) :, -1].multiply(50)
-    return x.at[0, :GROUP].set(0).astype(dtype)
+    return x.at[0, :BLOCK].set(0).astype(dtype)
 
 
 def rounded_in_numpy(x, format, nudge=1.0):
@@ -48,9 +51,10 @@ def rounded_in_numpy(x, format, nudge=1.0):
     Numbers are multiplied by `nudge` before they are rounded.
     """
     out, limit = np.zeros(x.shape), {"int8": 127, "fp8": 448}[format]
+    size = GROUP if x.shape[1] % BLOCK else BLOCK
     nearest = lambda x: np.rint(x) if format == "int8" else x.astype(NAMES[format])
-    for row, start in np.ndindex(x.shape[0], -(-x.shape[1] // GROUP)):
-        place = np.s_[row, start * GROUP : (start + 1) * GROUP]
+    for row, start in np.ndindex(x.shape[0], -(-x.shape[1] // size)):
+        place = np.s_[row, start * size : (start + 1) * size]
         block = np.asarray(x[place], np.float32)
         largest = abs(block).max()
         if largest == 0:
@@ -76,7 +80,7 @@ def rounded_in_numpy(x, format, nudge=1.0):
 @pytest.mark.parametrize(("rows", "activation", "gated"), [(1, None, False), (21, "silu", True)])
 def test_products_equal_numpy(options, format, dtype, rows, activation, gated, monkeypatch):
     monkeypatch.setattr(narrow_triton, "MAX_ROWS", 8)  # so that rows have several tiles
-    monkeypatch.setattr(narrow_triton, "FEWEST_BLOCKS", 2)  # and sums are left in shares
+    monkeypatch.setattr(narrow_triton, "FEWEST_GROUPS", 2)  # and sums are left in shares
     x, weight = rows_with_large(rows, 512, dtype), weight_of(format, 512, 256)
     check_products(x, weight, activation, gated, options)
 
@@ -228,10 +232,10 @@ def test_large_inputs_cost_int8_no_more_than_fp8():
     assert lost["int8"] < np.square(plain @ matrix - exact).mean() / 50  # one scale per row
 
 
-@pytest.mark.parametrize(("format", "times"), [("int8", 8), ("fp8", 6)])
-def test_numbers_are_large_from_so_many_times_the_mean_on(format, times):
+@pytest.mark.parametrize(("format", "times", "size"), [("int8", 8, BLOCK), ("fp8", 6, GROUP)])
+def test_numbers_are_large_from_so_many_times_the_mean_on(format, times, size):
     def has_second(factor):
-        block = jnp.ones(GROUP).at[5].set(factor * times).at[77].set(1.03 * factor * times)
+        block = jnp.ones(size).at[5].set(factor * times).at[77].set(1.03 * factor * times)
         return bool(narrow.round_blocks(block, FORMATS[format]).second_scales > 0)
 
     assert has_second(1.2)
@@ -241,8 +245,8 @@ def test_numbers_are_large_from_so_many_times_the_mean_on(format, times):
 def test_zeros_make_no_number_a_large_one():
     x = jax.nn.relu(random(64, 4096))
     has_large = lambda x: jnp.any(narrow.round_blocks(x, FORMATS["int8"]).second_scales > 0)
-    assert not has_large(x.reshape(64, -1, GROUP))
-    assert has_large(x.at[5, 7].set(20.0).reshape(64, -1, GROUP))
+    assert not has_large(x.reshape(64, -1, BLOCK))
+    assert has_large(x.at[5, 7].set(20.0).reshape(64, -1, BLOCK))
 
 
 @every_format

@@ -40,23 +40,27 @@ from pallas_kernels.matmul.rounded import Rounding
     ],
 )
 def test_products_equal_numpy(format, rows, activation, gated, monkeypatch):
-    monkeypatch.setattr(narrow_tiles, "FEWEST_BLOCKS", 2)  # so that sums are left in shares
+    monkeypatch.setattr(narrow_tiles, "FEWEST_GROUPS", 2)  # so that sums are left in shares
     x, weight = rows_with_large(rows, 512, "bfloat16"), weight_of(format, 512, 128)
     check_products(x, weight, activation, gated, MOSAIC)
 
 
-# Rows, columns, cluster, warpgroups, blocks of a step.
-TILES = [(64, 64, 1, 1, 2), (192, 96, 2, 3, 1), (256, 64, 1, 2, 1), (128, 192, 1, 2, 1)]
+# Rows, columns, cluster, warpgroups, and inputs of a step of 384 or of 512: of one or two blocks.
+TILES = [
+    (64, 64, 1, 1, 512, 512),
+    (192, 96, 2, 3, 256, 512),
+    (256, 64, 1, 2, 128, 384),
+    (128, 192, 1, 2, 256, 512),
+]
 
 
 @pytest.mark.gpu
 @needs_new_jax
 @pytest.mark.parametrize(("number", "tile"), list(enumerate(TILES)))
 def test_every_tile_gives_the_same_product(number, tile):
-    rows, columns, cluster, warpgroups, together = tile
-    format, splits = ROUNDING[number % 2], 1 + number // 2
-    x, weight = rows_with_large(70, 512), weight_of(format, 512, columns * cluster)
-    depth = together * GROUP
+    rows, columns, cluster, warpgroups, depth, inputs = tile
+    format, splits = ROUNDING[number % 2], (1, 1, 3, 2)[number]
+    x, weight = rows_with_large(70, inputs), weight_of(format, inputs, columns * cluster)
     tiling = mosaic_tiles.Tiling(rows, columns, splits, cluster, warpgroups, 3, depth=depth)
     options = {"tiling": tiling, "dtype": jnp.float32, "interpret": INTERPRET}
     out = np.asarray(narrow_mosaic.launch(x, weight, None, **options), np.float64)
@@ -77,7 +81,8 @@ def test_every_tile_gives_the_same_product(number, tile):
 def test_blocks_of_few_rows_may_be_multiplied_together(format, together, splits):
     x, weight = rows_with_large(5, 512, "bfloat16"), weight_of(format, 512, 128)
     bits = 4 if format == "int4" else 8
-    tiling = narrow_tiles.swapped(5, 128, splits, stages=8, together=together, bits=bits)
+    block = weight.kind.block_of(512)
+    tiling = narrow_tiles.swapped(5, 128, splits, 8, together, bits, block)
     options = {"tiling": tiling, "dtype": jnp.bfloat16, "interpret": INTERPRET}
     out = np.asarray(narrow_mosaic.launch(x, weight, None, **options), np.float64)
     total = out if splits == 1 else out.sum(axis=0)
@@ -90,7 +95,8 @@ def rounded_by_kernel(x, kind):
     padded = round_up(len(x), narrow_triton.ROUNDED_ROWS)
     rounded = narrow_triton.round_rows(x, Rounding(kind, padded), interpret=not runs_triton())
     values, scales = (np.asarray(array, np.float64) for array in (rounded.values, rounded.scales))
-    blocks = values.reshape(2, padded, -1, GROUP) * np.moveaxis(scales[:, 0], 0, 2)[..., None]
+    blocks = values.reshape(2, padded, len(scales), -1)
+    blocks *= np.moveaxis(scales[:, 0], 0, 2)[..., None]
     return blocks.sum(axis=0).reshape(padded, -1)[: len(x)]
 
 
@@ -101,9 +107,9 @@ def rounded_by_kernel(x, kind):
 def test_steps_with_second_terms_are_listed(splits, together, groups):
     second = np.random.default_rng(0).random((groups, 12 * together)) < 0.5 / together / groups
     second[:, 6 * together :] &= splits == 1  # a share may have none
-    tiling = mosaic_tiles.Tiling(64, 64, splits, 1, 1, 3, depth=together * GROUP)
+    tiling = mosaic_tiles.Tiling(64, 64, splits, 1, 1, 3)
     second = jnp.asarray(second, jnp.int32)
-    numbers, counts = narrow_mosaic.list_second(second, tiling, interpret=True)
+    numbers, counts = narrow_mosaic.list_second(second, tiling, together, interpret=True)
     in_steps = np.asarray(second).reshape(groups, -1, together).any(axis=(0, 2))
     assert not in_steps.all()
     for share, flags in enumerate(np.split(in_steps, splits)):
@@ -155,10 +161,15 @@ def test_the_default_on_its_devices(format, rows, monkeypatch):
 
 
 @pytest.mark.parametrize("rows", [1, 8, 30, 64, 192, 512])
-@pytest.mark.parametrize(("inputs", "outputs"), [(4096, 12288), (16384, 4096), (128, 64)])
+@pytest.mark.parametrize(
+    ("inputs", "outputs"), [(4096, 12288), (16384, 4096), (128, 64), (1152, 9216)]
+)
 @pytest.mark.parametrize("split", [True, False])
 def test_tiles_cover_the_product_and_fit_on_the_device(rows, inputs, outputs, split):
-    tiling = narrow_tiles.tiling_for(rows, inputs, outputs, split=split, swap=True)
+    block = FORMATS["int8"].block_of(inputs)
+    options = {"split": split, "swap": True, "block": block}
+    tiling = narrow_tiles.tiling_for(rows, inputs, outputs, **options)
+    assert tiling.depth % block == 0
     assert (
         inputs % (tiling.splits * tiling.depth) == outputs % (tiling.columns * tiling.cluster) == 0
     )
@@ -166,7 +177,8 @@ def test_tiles_cover_the_product_and_fit_on_the_device(rows, inputs, outputs, sp
     if inputs > GROUP:
         lanes = 2 * tiling.rows if tiling.swapped else tiling.rows
         together = tiling.depth // GROUP
-        assert narrow_tiles.sums_fit(lanes, tiling.columns, tiling.warpgroups, together)
+        blocks = tiling.depth // block
+        assert narrow_tiles.sums_fit(lanes, tiling.columns, tiling.warpgroups, blocks)
         own = (tiling.columns if tiling.swapped else tiling.rows) // tiling.warpgroups
         assert own % mosaic_tiles.UNIT == 0
         assert not tiling.swapped or tiling.rows >= rows

@@ -79,7 +79,7 @@ ON_ONE = {
     "self-draft": f"{EMS_SD} --shape opt-6.7b --draft self --methods greedy,ems --batch-sizes 1,8",
     "ems-sd-opt-13b": f"{EMS_ALONE} --shape opt-13b --batch-sizes 24",
     "drafting": "emsjax bench drafting --model qwen3-8b --draft-model qwen3-0.6b",
-    "drafting-int4": "emsjax bench drafting --model qwen3-8b --sources eagle3,block "
+    "drafting-int4": "emsjax bench drafting --model qwen3-8b --sources eagle3,block,observed "
     "--draft-quantize int4",
     "drafting-opt-6.7b": "emsjax bench drafting --sources suffix,tree --kv-dtype int8 "
     "--context 1850 --batch-sizes 64",

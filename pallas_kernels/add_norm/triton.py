@@ -13,7 +13,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.add_norm.xla import Norm
-from pallas_kernels.matmul.narrow import GROUP
 from pallas_kernels.matmul.rounded import RoundedRows, Rounding, array_types, store_rounded
 
 WARPS = 8  # of a row
@@ -89,10 +88,11 @@ def _kernel(
         plgpu.store(out_refs[0].at[row, at], out, mask=mask)
         return
     values_ref, scales_ref, second_ref = out_refs
-    block = jnp.arange(len(at) // GROUP)
-    blocks = jnp.where(mask, out.astype(jnp.float32), 0).reshape(len(block), GROUP)
+    of_block = rounding.kind.block_of(size)
+    block = jnp.arange(len(at) // of_block)
+    blocks = jnp.where(mask, out.astype(jnp.float32), 0).reshape(len(block), of_block)
     of_row = jnp.full_like(block, row)
-    exists = block < size // GROUP
+    exists = block < size // of_block
     where = values_ref, scales_ref, blocks, of_row, block
     has_second = store_rounded(*where, rounding.kind, exists)
     plgpu.store(second_ref.at[of_row, block], has_second, mask=exists)

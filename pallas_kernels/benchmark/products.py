@@ -47,6 +47,12 @@ PRODUCTS = {
         "fc1": Product(4096, 16384, False, "relu"),
         "fc2": Product(16384, 4096, True),
     },
+    "opt-13b-of-two": {  # what one of two devices has of a layer
+        "qkv_proj": Product(5120, 7680, False),
+        "out_proj": Product(2560, 5120, True),
+        "fc1": Product(5120, 10240, False, "relu"),
+        "fc2": Product(10240, 5120, True),
+    },
     "qwen3-8b": {
         "qkv_proj": Product(4096, 6144, True),
         "o_proj": Product(4096, 4096, True),

@@ -2,7 +2,8 @@
 
 A weight is (values - zeros) * scales. Its scales belong to output columns, or to groups of inputs
 of each column. In two of the formats the rows are rounded as well, so that both factors are of the
-narrow type. Each block of a row then has its own scale, which nothing but the block determines.
+narrow type. Each block of a row then has its own scale, which nothing but the block determines. A
+matrix unit adds up the products of a whole block, and only their sum is scaled.
 
 A few large numbers would leave only a few steps to all others of their block (int8), or are
 rounded too coarsely beside them (fp8). They have a second term:
@@ -25,14 +26,14 @@ from jax import Array, lax
 
 from pallas_kernels.matmul import xla
 
-GROUP = 128  # inputs of a group with its own scales, and of a block of a row
+GROUP = 128  # inputs of a group with its own scales, and of the smallest block of a row
 # Steps of the second term in one of the first, if all numbers have both: what the first leaves of a
 # number is half a step at most.
 SECOND_STEPS = 254
 # A GPU converts few numbers in a clock. The last bits of a float32 sum with one of these, of which
 # the second takes negative numbers too, are those of the nearest integer.
 WHOLE, WHOLE_SIGNED = 2.0**23, 1.5 * 2.0**23
-BITS_OF_BLOCK = -(2**31)  # the sum of the bits of WHOLE, GROUP times, in 32 bits
+BITS_OF_WHOLE = 0x4B000000  # of the first of these
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Format:
         grouped: whether each GROUP of inputs has its own scales.
         large: how many times the mean absolute value of its block's other numbers than zero a
             number of a row is to be large; None: rows are not rounded.
+        block: inputs of a block of a row: see `block_of`.
     """
 
     dtype: jnp.dtype
@@ -53,6 +55,11 @@ class Format:
     range: tuple[float, float]
     grouped: bool = False
     large: float | None = None
+    block: int = GROUP
+
+    def block_of(self, inputs: int) -> int:
+        """The size of the blocks of rows of so many inputs."""
+        return GROUP if inputs % self.block else self.block
 
     @property
     def rounds_rows(self) -> bool:
@@ -71,8 +78,8 @@ class Format:
 
 
 FORMATS = {
-    "int8": Format(jnp.dtype(jnp.int8), 127.0, (-127.0, 127.0), large=8.0),
-    "fp8": Format(jnp.dtype(jnp.float8_e4m3fn), 448.0, (-448.0, 448.0), large=6.0),
+    "int8": Format(jnp.dtype(jnp.int8), 127.0, (-127.0, 127.0), large=8.0, block=2 * GROUP),
+    "fp8": Format(jnp.dtype(jnp.float8_e4m3fn), 448.0, (-448.0, 448.0), large=6.0, block=2 * GROUP),
     "int8-weights": Format(jnp.dtype(jnp.int8), 127.0, (-127.0, 127.0)),
     "int4": Format(jnp.dtype(jnp.int4), 7.5, (-8.0, 7.0), grouped=True),
 }
@@ -218,7 +225,7 @@ def round_blocks(x: Array, kind: Format) -> Rounded:
     use this function alike.
 
     Args:
-        x: float32 [..., GROUP]: blocks along the last axis.
+        x: float32 [..., n]: blocks along the last axis.
         kind: the format of the weight.
     """
     (values,), scales, (second_values,), second_scales = round_parts([x], kind)
@@ -226,7 +233,7 @@ def round_blocks(x: Array, kind: Format) -> Rounded:
 
 
 def round_parts(parts: Sequence[Array], kind: Format) -> Rounded:
-    """`round_blocks` of blocks whose GROUP numbers are in several arrays [..., n]."""
+    """`round_blocks` of blocks whose numbers are in several arrays [..., n]."""
     sizes = [abs(x) for x in parts]
     largest = _largest(sizes)
     # What is not finite makes the scale so, and with it the products.
@@ -274,7 +281,9 @@ def _mean(sizes: Sequence[Array], largest: Array) -> Array:
     """The mean of the numbers above 0, `largest` at most; integers have one sum in any order."""
     units = _over(2.0**16, largest)[..., None]
     bits = [lax.bitcast_convert_type(size * units + WHOLE, jnp.int32) for size in sizes]
-    total = sum(jnp.sum(x, axis=-1) for x in bits) - BITS_OF_BLOCK  # both wrap around
+    wholes = BITS_OF_WHOLE * sum(x.shape[-1] for x in bits)
+    wholes = (wholes + 2**31) % 2**32 - 2**31  # in 32 bits, as the sum wraps around
+    total = sum(jnp.sum(x, axis=-1) for x in bits) - wholes
     count = sum(jnp.sum((size > 0).astype(jnp.int32), axis=-1) for size in sizes)
     share = _over(1.0, count.astype(jnp.float32))
     return total.astype(jnp.float32) * (share * largest * 2.0**-16)
@@ -302,7 +311,7 @@ def _nearest(parts: Sequence[Array], kind: Format) -> list[Array]:
 
 def round_rows(x: Array, kind: Format) -> Array:
     """The rounded numbers of rows [r, i], float32."""
-    blocks = _in_groups(x.astype(jnp.float32))
+    blocks = _in_groups(x.astype(jnp.float32), kind.block_of(x.shape[1]))
     # Without the barrier XLA would leave out both conversions of numbers in fp8.
     rounded = lax.optimization_barrier(round_blocks(blocks, kind))
     values, scales, second, second_scales = rounded
@@ -311,9 +320,9 @@ def round_rows(x: Array, kind: Format) -> Array:
     return wide.reshape(len(x), -1)[:, : x.shape[1]]
 
 
-def _in_groups(x: Array) -> Array:
-    """[n, i] as [n, groups, GROUP], with zeros at the end."""
-    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % GROUP))).reshape(len(x), -1, GROUP)
+def _in_groups(x: Array, size: int = GROUP) -> Array:
+    """[n, i] as [n, groups, size], with zeros at the end."""
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % size))).reshape(len(x), -1, size)
 
 
 def linear(

@@ -1,8 +1,8 @@
 """Products with narrow weights as a Pallas Mosaic GPU kernel, for capability 9.0.
 
 Rows are rounded by a launch of their own, as for the Triton kernel. A tile's product of one block
-of GROUP inputs has sums of its own, which are scaled by the rows' scales of that block and added up
-in float32.
+of the rows has sums of its own, which are scaled by the rows' scales of that block and added up in
+float32.
 
 A product of few rows waits for its weights. Its one row of tiles has swapped operands, and lanes
 for the second terms beside those of the first, whether there are any or not. With many rows, blocks
@@ -71,8 +71,8 @@ def tiling_for(
     if kind.is_packed:
         return narrow_tiles.swapped_tiling(rows, inputs, outputs, split=split, bits=4)
     # Only 16-bit outputs can be transposed back.
-    swap = dtype.itemsize == ITEM_BYTES
-    return narrow_tiles.tiling_for(rows, inputs, outputs, split=split, swap=swap)
+    options = {"swap": dtype.itemsize == ITEM_BYTES, "block": kind.block_of(inputs)}
+    return narrow_tiles.tiling_for(rows, inputs, outputs, split=split, **options)
 
 
 def takes(weight: NarrowWeight, x: Array | RoundedRows, *, split: bool) -> bool:
@@ -110,7 +110,8 @@ def launch(
     """[rows, outputs], or shares [splits, rows, outputs]: see `pallas_kernels.linear`."""
     (rows, inputs), outputs, kind = x.shape, weight.shape[1], weight.kind
     x = narrow_triton.in_kernel_form(x, rounding_for(rows, weight, tiling), interpret=interpret)
-    later = () if tiling.swapped else list_second(x.second, tiling, interpret=interpret)
+    blocks = tiling.depth // kind.block_of(inputs)  # of a step
+    later = () if tiling.swapped else list_second(x.second, tiling, blocks, interpret=interpret)
     static = {"tiling": tiling, "kind": kind, "activation": activation, "interpret": interpret}
     kernel = functools.partial(_kernel, **static)
     # Rows are copied COPIED_ROWS at a time, unless all are fewer.
@@ -133,18 +134,20 @@ def launch(
     return product if rows == copied else product[..., :rows, :]
 
 
-def list_second(second: Array, tiling: Tiling, *, interpret: bool) -> tuple[Array, Array]:
+def list_second(
+    second: Array, tiling: Tiling, together: int, *, interpret: bool
+) -> tuple[Array, Array]:
     """Which steps of a share have second terms in any row.
 
     Args:
         second: where they are, int32 [groups of rows, blocks].
-        tiling: the product's; a step reads one or several blocks.
+        tiling: the product's.
+        together: blocks of a step.
 
     Returns:
         The numbers of those steps within each share, int32 [splits, steps], of which the first are
         set, and how many there are, int32 [splits].
     """
-    together = tiling.depth // GROUP
     steps = second.shape[1] // tiling.splits // together
     return pl.pallas_call(
         functools.partial(_list_kernel, steps=steps, together=together),
@@ -196,7 +199,8 @@ def _kernel(
     later, refs = (None, refs) if tiling.swapped else (refs[:2], refs[2:])
     bias_ref, out_ref = refs if len(refs) == 2 else (None, *refs)
     split, warpgroup = lax.axis_index("split"), lax.axis_index("warpgroup")
-    together = tiling.depth // GROUP  # blocks of a step of the pipeline
+    size = kind.block_of(rounded_ref.shape[1])
+    together = tiling.depth // size  # blocks of a step of the pipeline
     steps = rounded_scales_ref.shape[0] // tiling.splits // together
     row_tiles = rounded_scales_ref.shape[1] // 2 // tiling.rows
     tile_row, tile_column = mosaic.place(out_ref.shape[-2], out_ref.shape[-1], tiling)
@@ -219,11 +223,11 @@ def _kernel(
         left, right = (weight_block, rows_block) if swapped else (rows_block, weight_block)
 
         def products(*of_blocks):
-            for i, of_block in enumerate(of_blocks):
-                group = pl.ds(i * GROUP, GROUP)
+            for place in range(0, tiling.depth, GROUP):
+                of_block, group = of_blocks[place // size], pl.ds(place, GROUP)
                 rows = right.at[:, group].transpose((1, 0))
                 if kind.is_packed:
-                    own_bytes = left.at[own_part, pl.ds(i * GROUP // 2, GROUP // 2)]
+                    own_bytes = left.at[own_part, pl.ds(place // 2, GROUP // 2)]
                     multiply_widened(of_block, own_bytes, rows, own_wide)
                 else:
                     plgpu.wgmma(of_block, left.at[own_part, group], rows)

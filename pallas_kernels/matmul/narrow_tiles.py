@@ -10,12 +10,10 @@ from pallas_kernels.matmul.mosaic_tiles import (
     CLUSTERS,
     COPIED_ROWS,
     FETCHING_REGISTERS,
-    FEWEST_STAGES,
     LINE,
     MOST_REGISTERS,
     MOST_STAGES,
     MULTIPROCESSORS,
-    OTHER_REGISTERS,
     REGISTERS,
     SHARED_BYTES,
     SPLITS,
@@ -30,12 +28,14 @@ from pallas_kernels.matmul.narrow import GROUP
 ROWS = {64: 1, 128: 2, 192: 3, 256: 2}  # of a tile, and the warpgroups that multiply
 COLUMNS = (128, 96, 192, 64)  # in order of preference
 MULTIPLES = (GROUP, UNIT)  # of inputs and outputs
-FEWEST_BLOCKS = 8  # of a share
+FEWEST_GROUPS = 8  # of a share
 FEW_ROWS = 32  # whose lanes, two of each row, cost less than reading the weights
 FEW_ROWS_COLUMNS, FEW_ROWS_STAGES = (128, 64), 8  # of such a tile
 MOST_PACKED_ROWS = 64  # of a tile, for weights with two values in a byte
 FEW_ROWS_UNIT = 16  # of their number in a step: their lanes' scales fill a line of shared memory
-TOGETHER = (1, 2)  # blocks of a step
+TOGETHER = (1, 2)  # GROUPs of a step: one block or several
+FEWEST_IN_FLIGHT = 3  # GROUPs, in two stages at least
+OTHER_REGISTERS = 24  # for a thread that multiplies, beside its sums
 # Of all threads of a multiprocessor, in a clock. A sum is converted (integers), scaled and added.
 PRODUCTS_PER_CLOCK = 4096
 SCALED_PER_CLOCK = 64
@@ -44,30 +44,36 @@ MEMORY_BYTES_PER_CLOCK = 1900  # of all multiprocessors
 L2_BYTES_PER_CLOCK = 4600
 
 
-def tiling_for(rows: int, inputs: int, outputs: int, *, split: bool, swap: bool) -> Tiling:
+def tiling_for(
+    rows: int, inputs: int, outputs: int, *, split: bool, swap: bool, block: int = GROUP
+) -> Tiling:
     """The tiling that takes the fewest clocks.
 
     Args:
+        block: inputs of a block of the rows.
         split: sums may be left in shares, which then have the type of the rows; a whole sum is
             float32.
         swap: operands may be swapped where the output has the type of the rows.
     """
     if rows <= FEW_ROWS and swap:
-        few = swapped_tiling(rows, inputs, outputs, split=split)
+        few = swapped_tiling(rows, inputs, outputs, split=split, block=block)
         if few.splits > 1 or not split:
             return few
     fitting = (
         tiling
-        for tiling in tilings(SPLITS if split else SPLITS[:1])
+        for tiling in tilings(SPLITS if split else SPLITS[:1], block)
         if inputs % (tiling.depth * tiling.splits) == 0
-        and (tiling.splits == 1 or inputs // GROUP // tiling.splits >= FEWEST_BLOCKS)
+        and (tiling.splits == 1 or inputs // GROUP // tiling.splits >= FEWEST_GROUPS)
         and outputs % (tiling.columns * tiling.cluster) == 0
     )
-    smallest = Tiling(UNIT, UNIT, 1, 1, 1, MOST_STAGES, depth=GROUP)
-    return min(fitting, key=lambda tiling: clocks(rows, inputs, outputs, tiling), default=smallest)
+    smallest = Tiling(UNIT, UNIT, 1, 1, 1, MOST_STAGES, depth=block)
+    cost = lambda tiling: clocks(rows, inputs, outputs, tiling, block)
+    return min(fitting, key=cost, default=smallest)
 
 
-def swapped_tiling(rows: int, inputs: int, outputs: int, *, split: bool, bits: int = 8) -> Tiling:
+def swapped_tiling(
+    rows: int, inputs: int, outputs: int, *, split: bool, bits: int = 8, block: int = GROUP
+) -> Tiling:
     """The tiling with swapped operands, of few rows, or of any rows and weights in 4 bits.
 
     Few rows wait for their weights, and have one row of tiles.
@@ -76,18 +82,19 @@ def swapped_tiling(rows: int, inputs: int, outputs: int, *, split: bool, bits: i
         split: see `tiling_for`. Weights in 4 bits have several shares then, if they have enough
             inputs: no other tile takes them, and this one writes no whole sums.
         bits: of the weight's values.
+        block: inputs of a block of the rows.
     """
     row_tiles = pl.cdiv(rows, MOST_PACKED_ROWS) if bits == 4 else 1
     fitting = [columns for columns in FEW_ROWS_COLUMNS if outputs % columns == 0] or [UNIT]
-    blocks, fewest = inputs // GROUP, 2 if split and bits == 4 else 1
+    groups, fewest = inputs // GROUP, 2 if split and bits == 4 else 1
 
     def splits_of(columns):
         splits = 1
         while (
             split
             and (splits < fewest or 2 * splits * row_tiles * outputs // columns <= MULTIPROCESSORS)
-            and blocks % (2 * splits) == 0
-            and blocks // (2 * splits) >= FEWEST_BLOCKS
+            and inputs % (2 * splits * block) == 0
+            and groups // (2 * splits) >= FEWEST_GROUPS
         ):
             splits *= 2
         return splits
@@ -95,9 +102,9 @@ def swapped_tiling(rows: int, inputs: int, outputs: int, *, split: bool, bits: i
     # Fewer columns are better than more shares.
     columns = next((n for n in fitting if splits_of(n) <= fewest), fitting[-1])
     splits = splits_of(columns)
-    together = max(n for n in TOGETHER if blocks // splits % n == 0)
-    of_tile = pl.cdiv(rows, row_tiles)
-    return swapped(of_tile, columns, splits, FEW_ROWS_STAGES * 8 // bits, together, bits)
+    together = max(n for n in TOGETHER if groups // splits % n == 0)
+    of_tile, stages = pl.cdiv(rows, row_tiles), FEW_ROWS_STAGES * 8 // bits
+    return swapped(of_tile, columns, splits, stages, together, bits, block)
 
 
 def swapped(
@@ -107,43 +114,49 @@ def swapped(
     stages: int = FEW_ROWS_STAGES,
     together: int = 1,
     bits: int = 8,
+    block: int = GROUP,
 ) -> Tiling:
     """A tile with swapped operands, and lanes for both terms of each row.
 
     Args:
         rows: of the tile.
-        stages: at most so many blocks in flight.
-        together: blocks that are fetched and multiplied together.
+        stages: at most so many GROUPs in flight.
+        together: GROUPs that are fetched and multiplied together: a whole number of blocks.
+        block: inputs of a block of the rows.
     """
-    height = round_up(rows, max(COPIED_ROWS, FEW_ROWS_UNIT // together))
+    height = round_up(rows, max(COPIED_ROWS, FEW_ROWS_UNIT * block // (together * GROUP)))
     warpgroups = columns // UNIT
     stages = stages_that_fit(2 * height, columns, warpgroups, stages, bits) // together
     depth = together * GROUP
     return Tiling(height, columns, splits, 1, warpgroups, stages, swapped=True, depth=depth)
 
 
-def tilings(every_splits: tuple[int, ...]) -> Iterator[Tiling]:
-    """Every tiling that fits on a multiprocessor."""
+def tilings(every_splits: tuple[int, ...], block: int = GROUP) -> Iterator[Tiling]:
+    """Every tiling that fits on a multiprocessor, for such blocks of the rows."""
     for (rows, warpgroups), columns, cluster, splits, together in itertools.product(
         ROWS.items(), COLUMNS, CLUSTERS, every_splits, TOGETHER
     ):
-        stages = stages_that_fit(rows, columns, warpgroups) // together
-        if sums_fit(rows, columns, warpgroups, together) and stages >= FEWEST_STAGES:
-            depth = together * GROUP
+        stages, depth = stages_that_fit(rows, columns, warpgroups) // together, together * GROUP
+        if (
+            depth % block == 0
+            and sums_fit(rows, columns, warpgroups, depth // block)
+            and stages > 1
+            and stages * together >= FEWEST_IN_FLIGHT
+        ):
             yield Tiling(rows, columns, splits, cluster, warpgroups, stages, depth=depth)
 
 
-def sums_fit(rows: int, columns: int, warpgroups: int, together: int = 1) -> bool:
+def sums_fit(rows: int, columns: int, warpgroups: int, blocks: int = 1) -> bool:
     """Whether a thread's registers hold its sums, those of a step's blocks and those of all."""
     of_thread = min(MOST_REGISTERS, (REGISTERS - FETCHING_REGISTERS) // warpgroups)
-    sums = (1 + together) * rows * columns // warpgroups // WARPGROUP_THREADS
+    sums = (1 + blocks) * rows * columns // warpgroups // WARPGROUP_THREADS
     return sums + OTHER_REGISTERS <= of_thread and instruction_fits(columns, warpgroups)
 
 
 def stages_that_fit(
     rows: int, columns: int, warpgroups: int, most: int = MOST_STAGES, bits: int = 8
 ) -> int:
-    """Blocks that fit in shared memory, with their scales, beside the staged part of the output.
+    """GROUPs that fit in shared memory, with their scales, beside the staged part of the output.
 
     Rows are 8-bit numbers. Weights in fewer bits have scales as well.
     """
@@ -152,21 +165,22 @@ def stages_that_fit(
     return min(most, (SHARED_BYTES - staged) // of_stage)
 
 
-def clocks(rows: int, inputs: int, outputs: int, tiling: Tiling) -> float:
+def clocks(rows: int, inputs: int, outputs: int, tiling: Tiling, block: int = GROUP) -> float:
     """An estimate of a launch's clocks.
 
     On an H200 (jax 0.11.2) the tiles that it chooses took at most 3 % longer than the fastest: for
     OPT-6.7B's four weights at 64 rows, and for two of them (4096 x 12288, 16384 x 4096) at 192.
 
-    A block takes as long as the slowest of three: its products, their scaling and its part of a
+    A GROUP takes as long as the slowest of three: its products, its part of their scaling and of a
     step; reading it from the L2 cache; reading its part of the weight from memory.
     """
     row_tiles, together = pl.cdiv(rows, tiling.rows), tiling.depth // GROUP
     tiles = row_tiles * (outputs // tiling.columns) * tiling.splits
     at_once, size = min(tiles, MULTIPROCESSORS), tiling.rows * tiling.columns
-    computing = size * GROUP / PRODUCTS_PER_CLOCK + size / SCALED_PER_CLOCK + STEP_CLOCKS / together
+    computing = size * GROUP / PRODUCTS_PER_CLOCK + STEP_CLOCKS / together
+    computing += size / SCALED_PER_CLOCK * GROUP / block
     own = tiling.rows / tiling.cluster + tiling.columns
     fetching = GROUP * at_once * own / L2_BYTES_PER_CLOCK
     reading = GROUP * at_once * tiling.columns / row_tiles / MEMORY_BYTES_PER_CLOCK
-    blocks, waves = inputs // GROUP // tiling.splits, pl.cdiv(tiles, MULTIPROCESSORS)
-    return waves * (blocks * max(computing, fetching, reading) + TILE_CLOCKS)
+    groups, waves = inputs // GROUP // tiling.splits, pl.cdiv(tiles, MULTIPROCESSORS)
+    return waves * (groups * max(computing, fetching, reading) + TILE_CLOCKS)

@@ -1,6 +1,6 @@
 """Products with narrow weights as two Pallas Triton kernels.
 
-The first rounds the rows' numbers of each block of GROUP inputs to values that a matrix unit
+The first rounds the rows' numbers of each block of inputs to values that a matrix unit
 multiplies (see `narrow.round_blocks`). The second reads a tile of the weights once, multiplies int8
 or fp8 values block by block, and adds the scaled products up in float32. Blocks with second terms
 are rare where rows are rounded: they are multiplied after all others. Where rows keep their
@@ -47,7 +47,7 @@ class Tiling(NamedTuple):
 MIN_LANES, MAX_ROWS = 16, 64  # of a tile
 COLUMNS, FEW_COLUMNS = 64, 32
 PROGRAMS_WANTED = 384
-MOST_SPLITS, FEWEST_BLOCKS = 8, 8  # shares of the contracted axis, and blocks of a share
+MOST_SPLITS, FEWEST_GROUPS = 8, 8  # shares of the contracted axis, and GROUPs of a share
 ROUNDED_ROWS = 8  # of a program that rounds
 FEW_ROUNDING = 1024  # programs: fewer fill the device with several warps each
 NIBBLE_UNIT = 16  # four bits in the upper half of a byte are this many times as large
@@ -81,14 +81,14 @@ def tiling_for(
         rows = MAX_ROWS
     terms = 1 if kind.rounds_rows else 2
     lanes = max(MIN_LANES, terms * min(pl.next_power_of_2(rows), MAX_ROWS))
-    blocks, splits = inputs // GROUP, 1
+    groups, splits = inputs // GROUP, 1
     programs = outputs // COLUMNS
     while (
         split
         and programs * splits < PROGRAMS_WANTED
         and splits < MOST_SPLITS
-        and blocks % (2 * splits) == 0
-        and blocks // (2 * splits) >= FEWEST_BLOCKS
+        and inputs % (2 * splits * kind.block_of(inputs)) == 0
+        and groups // (2 * splits) >= FEWEST_GROUPS
     ):
         splits *= 2
     few = lanes == MIN_LANES and programs * splits < PROGRAMS_WANTED
@@ -116,7 +116,7 @@ def launch(
 ) -> Array:
     """[rows, outputs], or shares [splits, rows, outputs]: see `pallas_kernels.linear`."""
     (rows, inputs), columns, kind = x.shape, weight.shape[1], weight.kind
-    outputs = columns // 2 if gated else columns
+    outputs, size = columns // 2 if gated else columns, kind.block_of(inputs)
     shares = (tiling.splits,) if tiling.splits > 1 else ()
     x = in_kernel_form(x, rounding_for(rows, weight, tiling), interpret=interpret)
     optional = {"zeros": weight.zeros, "bias": bias}
@@ -126,7 +126,7 @@ def launch(
         names=tuple(optional),
         kind=kind,
         tiling=tiling,
-        blocks=inputs // GROUP // tiling.splits,
+        blocks=inputs // size // tiling.splits,
         activation=activation,
         gated=gated,
         interpret=interpret,
@@ -140,7 +140,7 @@ def launch(
         out_shape=jax.ShapeDtypeStruct((*shares, rows, outputs), dtype),
         compiler_params=plgpu.CompilerParams(
             num_warps=tiling.num_warps,
-            num_stages=stages_that_fit(tiling.num_stages, GROUP * (tiling.columns + lanes)),
+            num_stages=stages_that_fit(tiling.num_stages, size * (tiling.columns + lanes)),
         ),
         interpret=interpret,
         name="narrow_linear",
@@ -170,7 +170,8 @@ def in_kernel_form(x: Array | RoundedRows, rounding: Rounding, *, interpret: boo
 
 def round_rows(x: Array, rounding: Rounding, *, interpret: bool) -> RoundedRows:
     """Rounds rows in a launch of its own, and adds the zeros beyond the last."""
-    blocks, groups = x.shape[1] // GROUP, rounding.padded // ROUNDED_ROWS
+    blocks = x.shape[1] // rounding.kind.block_of(x.shape[1])
+    groups = rounding.padded // ROUNDED_ROWS
     arrays = pl.pallas_call(
         functools.partial(_round_kernel, kind=rounding.kind),
         grid=(groups, blocks),
@@ -190,7 +191,7 @@ def _round_kernel(x_ref, values_ref, scales_ref, second_ref, *, kind: Format):
     group, number = pl.program_id(0), pl.program_id(1)
     row = group * ROUNDED_ROWS + jnp.arange(ROUNDED_ROWS)
     block = jnp.full(ROUNDED_ROWS, number)
-    at = places_in_blocks(block)
+    at = places_in_blocks(block, kind.block_of(x_ref.shape[1]))
     mask = jnp.broadcast_to((row < x_ref.shape[0])[:, None], at.shape)
     numbers = plgpu.load(x_ref.at[row[:, None], at], mask=mask, other=0).astype(jnp.float32)
     has_second = store_rounded(values_ref, scales_ref, numbers, row, block, kind)
@@ -298,9 +299,9 @@ def finish(
 
 def _rows(rounded_ref, term, row: Array, number, kind: Format) -> tuple[Array, ...]:
     """The rounded values of a block, [lanes, n] of each of its parts."""
-    halves = 2 if kind.is_packed else 1
-    size = GROUP // halves
-    at = (number * GROUP + half * size + jnp.arange(size) for half in range(halves))
+    halves, of_block = 2 if kind.is_packed else 1, kind.block_of(rounded_ref.shape[3])
+    size = of_block // halves
+    at = (number * of_block + half * size + jnp.arange(size) for half in range(halves))
     return tuple(
         plgpu.load(rounded_ref.at[0, term[:, None], row[:, None], place[None, :]]) for place in at
     )
@@ -311,7 +312,7 @@ def _values(values_ref, refs, columns: Array, number, kind: Format, unpacked) ->
 
     Those of packed weights without zeros are NIBBLE_UNIT times as large.
     """
-    size = GROUP // 2 if kind.is_packed else GROUP
+    size = GROUP // 2 if kind.is_packed else kind.block_of(values_ref.shape[1])
     place = number * size + jnp.arange(size)
     values = plgpu.load(values_ref.at[columns[:, None], place[None, :]])
     if not kind.is_packed:

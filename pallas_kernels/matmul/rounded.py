@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.matmul.narrow import GROUP, Format, round_blocks
+from pallas_kernels.matmul.narrow import Format, round_blocks
 
 
 class Rounding(NamedTuple):
@@ -42,7 +42,7 @@ class RoundedRows:
         values: int8 or float8_e4m3fn [tiles, 2, rows, inputs]: first and second terms of the rows
             of each tile. Integers are undefined where there is no second term, since their scale
             is zero.
-        scales: float32 [blocks, tiles, 2, rows], for blocks of GROUP inputs.
+        scales: float32 [blocks, tiles, 2, rows], for blocks of `Format.block_of` inputs.
         second: int32 [groups, blocks]: 1 where a row of a group of them has a second term.
         rows: number of rows.
         dtype: what the rows' numbers had before.
@@ -75,7 +75,7 @@ def array_types(
 ) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     """Shapes and types of the arrays of `RoundedRows`; each of `groups` of rows has its flags."""
     kind, padded, tiles = rounding
-    terms, blocks = (tiles, 2, padded // tiles), inputs // GROUP
+    terms, blocks = (tiles, 2, padded // tiles), inputs // kind.block_of(inputs)
     factor = jnp.float8_e4m3fn if kind.dtype == jnp.float8_e4m3fn else jnp.int8
     return (
         jax.ShapeDtypeStruct((*terms, inputs), factor),
@@ -84,15 +84,15 @@ def array_types(
     )
 
 
-def places_in_blocks(block: Array) -> Array:
-    """The inputs of blocks [n], [n, GROUP]."""
-    return (block * GROUP)[:, None] + jnp.arange(GROUP)[None, :]
+def places_in_blocks(block: Array, size: int) -> Array:
+    """The inputs of blocks [n] of this size, [n, size]."""
+    return (block * size)[:, None] + jnp.arange(size)[None, :]
 
 
 def store_rounded(
     values_ref,  # [tiles, 2, rows, inputs]
     scales_ref,  # [blocks, tiles, 2, rows]
-    numbers: Array,  # of n blocks, float32 [n, GROUP]
+    numbers: Array,  # of n blocks, float32 [n, size]
     row: Array,  # [n]
     block: Array,  # [n]
     kind: Format,
@@ -111,7 +111,8 @@ def store_rounded(
     tile, row = row // of_tile, row % of_tile
     for term, (values, scales, stored) in enumerate(terms):
         kept = None if stored is None else jnp.broadcast_to(stored[:, None], values.shape)
-        place = values_ref.at[tile[:, None], term, row[:, None], places_in_blocks(block)]
+        at = places_in_blocks(block, values.shape[1])
+        place = values_ref.at[tile[:, None], term, row[:, None], at]
         plgpu.store(place, values, mask=kept)
         plgpu.store(scales_ref.at[block, tile, term, row], scales, mask=mask)
     return has_second.astype(jnp.int32)
