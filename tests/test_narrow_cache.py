@@ -128,6 +128,19 @@ def arrays(format):
     return qkv, caches, [jnp.asarray(x) for x in places]
 
 
+def attention_with(implementation, **options):
+    """Jitted attention of `arrays` by this implementation."""
+    return jax.jit(
+        functools.partial(
+            pallas_kernels.ragged_attention,
+            implementation=implementation,
+            interpret=implementation == "triton" and not COMPILED,
+            max_rows_per_sample=max(COUNTS),
+            **options,
+        )
+    )
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("format", "numerics", "implementation", "window"),
@@ -144,15 +157,7 @@ def arrays(format):
 )
 def test_attention_has_the_bits_of_a_wide_cache(format, numerics, implementation, window):
     qkv, caches, places = arrays(format)
-    attend = functools.partial(
-        pallas_kernels.ragged_attention,
-        implementation=implementation,
-        interpret=implementation == "triton" and not COMPILED,
-        max_rows_per_sample=max(COUNTS),
-        numerics=numerics,
-        window=window,
-    )
-    attend = jax.jit(attend)
+    attend = attention_with(implementation, numerics=numerics, window=window)
     wide = [x.widen(qkv.dtype) for x in caches]
     out = attend(qkv, None, None, *caches, *places)
     rounded = round_packed(qkv, caches[0])
@@ -173,14 +178,7 @@ def test_a_fresh_row_that_is_not_finite_reaches_the_rows_that_see_it(
     format, part, implementation, numerics
 ):
     qkv, caches, places = arrays(format)
-    attend = functools.partial(
-        pallas_kernels.ragged_attention,
-        implementation=implementation,
-        interpret=implementation == "triton" and not COMPILED,
-        max_rows_per_sample=max(COUNTS),
-        numerics=numerics,
-    )
-    attend = jax.jit(attend)
+    attend = attention_with(implementation, numerics=numerics)
     head = KV_HEADS * GROUP + (KV_HEADS if part == "value" else 0)
     spoilt = qkv.at[1, head, 3].set(jnp.inf)  # of the first sample, whose rows are 0 to 3
     out, expected = (attend(x, None, None, *caches, *places) for x in (spoilt, qkv))
@@ -195,15 +193,11 @@ def test_a_fresh_row_that_is_not_finite_reaches_the_rows_that_see_it(
 @pytest.mark.parametrize("implementation", ["triton", "xla"])
 def test_a_cache_may_have_no_entry(format, implementation):
     qkv, caches, (segments, positions, lengths) = arrays(format)
-    interpret = implementation == "triton" and not COMPILED
-    attend = functools.partial(
-        pallas_kernels.ragged_attention, implementation=implementation, interpret=interpret
-    )
-    attend = jax.jit(attend, static_argnames="max_rows_per_sample")
+    attend = attention_with(implementation)
     places = segments, positions, 0 * lengths
     empty = [NarrowRows.zeros((BATCH, 0, KV_HEADS, DIM), format)] * 2
-    of_empty = attend(qkv, None, None, *empty, *places, max_rows_per_sample=max(COUNTS))
-    unseen = attend(qkv, None, None, *caches, *places, max_rows_per_sample=max(COUNTS))
+    of_empty = attend(qkv, None, None, *empty, *places)
+    unseen = attend(qkv, None, None, *caches, *places)
     np.testing.assert_array_equal(of_empty, unseen)
 
 

@@ -45,12 +45,12 @@ def test_products_equal_numpy(format, rows, activation, gated, monkeypatch):
     check_products(x, weight, activation, gated, MOSAIC)
 
 
-# Rows, columns, cluster, warpgroups, and inputs of a step of 384 or of 512: of one or two blocks.
+# Rows, columns, cluster, warpgroups, shares and inputs, in blocks of 256 or of 128.
 TILES = [
-    (64, 64, 1, 1, 512, 512),
-    (192, 96, 2, 3, 256, 512),
-    (256, 64, 1, 2, 128, 384),
-    (128, 192, 1, 2, 256, 512),
+    (64, 64, 1, 1, 1, 512),
+    (192, 96, 2, 3, 1, 512),
+    (256, 64, 1, 2, 3, 384),
+    (128, 192, 1, 2, 2, 512),
 ]
 
 
@@ -58,9 +58,10 @@ TILES = [
 @needs_new_jax
 @pytest.mark.parametrize(("number", "tile"), list(enumerate(TILES)))
 def test_every_tile_gives_the_same_product(number, tile):
-    rows, columns, cluster, warpgroups, depth, inputs = tile
-    format, splits = ROUNDING[number % 2], (1, 1, 3, 2)[number]
+    rows, columns, cluster, warpgroups, splits, inputs = tile
+    format = ROUNDING[number % 2]
     x, weight = rows_with_large(70, inputs), weight_of(format, inputs, columns * cluster)
+    depth = weight.kind.block_of(inputs)
     tiling = mosaic_tiles.Tiling(rows, columns, splits, cluster, warpgroups, 3, depth=depth)
     options = {"tiling": tiling, "dtype": jnp.float32, "interpret": INTERPRET}
     out = np.asarray(narrow_mosaic.launch(x, weight, None, **options), np.float64)
@@ -101,18 +102,17 @@ def rounded_by_kernel(x, kind):
 
 
 # More groups than are read at once, of which the last have second terms of their own.
-@pytest.mark.parametrize(
-    ("splits", "together", "groups"), [(1, 1, 5), (2, 1, 70), (2, 3, 5), (1, 1, 130)]
-)
-def test_steps_with_second_terms_are_listed(splits, together, groups):
-    second = np.random.default_rng(0).random((groups, 12 * together)) < 0.5 / together / groups
-    second[:, 6 * together :] &= splits == 1  # a share may have none
-    tiling = mosaic_tiles.Tiling(64, 64, splits, 1, 1, 3)
-    second = jnp.asarray(second, jnp.int32)
-    numbers, counts = narrow_mosaic.list_second(second, tiling, together, interpret=True)
-    in_steps = np.asarray(second).reshape(groups, -1, together).any(axis=(0, 2))
-    assert not in_steps.all()
-    for share, flags in enumerate(np.split(in_steps, splits)):
+@pytest.mark.parametrize(("splits", "groups"), [(1, 5), (2, 70), (3, 5), (1, 130)])
+def test_blocks_with_second_terms_are_listed(splits, groups):
+    second = np.random.default_rng(0).random((groups, 12)) < 0.5 / groups
+    second[:, 6:] &= splits == 1  # a share may have none
+    numbers, counts = narrow_mosaic.list_second(
+        jnp.asarray(second, jnp.int32), splits, interpret=True
+    )
+    in_blocks = second.any(axis=0)
+    assert in_blocks.any()
+    assert not in_blocks.all()
+    for share, flags in enumerate(np.split(in_blocks, splits)):
         assert numbers[share, : counts[share]].tolist() == np.flatnonzero(flags).tolist()
 
 

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int32
 
 import pallas_kernels
-from emsjax.drafters.feature_network import FeatureConfig, FeatureNetwork, embed
+from emsjax.drafters.feature_network import FeatureConfig, FeatureNetwork, embed, whole_logits
 from emsjax.models.layers import Angles, DecoderLayer, Norm, residual_stream
 from emsjax.models.linears import linear, new_linear, weight_and_bias
 from emsjax.models.rotary import angles
@@ -116,8 +116,7 @@ class MarkovHead(nnx.Module):
             state = gate * state + (1 - gate) * jnp.tanh(candidate)
             previous = jnp.tanh(out)
         weight, _ = weight_and_bias(self.markov_w2)
-        sums = pallas_kernels.linear_sums(previous, weight)
-        return (sums.sum(axis=0) if sums.ndim == 3 else sums).astype(jnp.float32), state
+        return whole_logits(pallas_kernels.linear_sums(previous, weight)), state
 
 
 class PlaceOutput(NamedTuple):

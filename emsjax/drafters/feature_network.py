@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int32
 import pallas_kernels
 from emsjax.decode.cache import KVCache
 from emsjax.models.architecture import Architecture
-from emsjax.models.layers import Norm
+from emsjax.models.layers import Norm, add_shares
 from emsjax.models.linears import (
     NarrowLinear,
     copy_to_quantize,
@@ -162,5 +162,11 @@ def head_logits(
     head: Float[Array, "w e"] | NarrowWeight, hidden: Float[Array, "r e"]
 ) -> Float[Array, "r w"]:
     """float32 logits of normalised hidden states, of a head's table or its narrow matrix."""
-    sums = pallas_kernels.linear_sums(hidden, head, transposed=not isinstance(head, NarrowWeight))
-    return (sums.sum(axis=0) if sums.ndim == 3 else sums).astype(jnp.float32)
+    is_table = not isinstance(head, NarrowWeight)
+    return whole_logits(pallas_kernels.linear_sums(hidden, head, transposed=is_table))
+
+
+def whole_logits(sums: Float[Array, "..."]) -> Float[Array, "r w"]:
+    """float32 logits of what `pallas_kernels.linear_sums` returns, whole or in shares."""
+    sums = sums.astype(jnp.float32)
+    return add_shares(sums) if sums.ndim == 3 else sums

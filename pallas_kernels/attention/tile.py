@@ -109,8 +109,8 @@ class Tile:
             return confine(*fetched)
         rounded = (round_to_units(parts, self.launch.format) for parts in fetched)
         (keys, key_scales, is_key), (values, value_scales, is_value) = rounded
+        # Values that are not finite have become finite ones, and their key makes up for it.
         key_scales = jnp.where(is_key & is_value, key_scales, jnp.nan)
-        value_scales = jnp.where(is_value, value_scales, 0)
         dtype = self.query[0].dtype
         wide = lambda units, scales: (units_to_float(units) * scales[:, None]).astype(dtype)
         return (

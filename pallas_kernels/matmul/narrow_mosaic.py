@@ -110,8 +110,7 @@ def launch(
     """[rows, outputs], or shares [splits, rows, outputs]: see `pallas_kernels.linear`."""
     (rows, inputs), outputs, kind = x.shape, weight.shape[1], weight.kind
     x = narrow_triton.in_kernel_form(x, rounding_for(rows, weight, tiling), interpret=interpret)
-    blocks = tiling.depth // kind.block_of(inputs)  # of a step
-    later = () if tiling.swapped else list_second(x.second, tiling, blocks, interpret=interpret)
+    later = () if tiling.swapped else list_second(x.second, tiling.splits, interpret=interpret)
     static = {"tiling": tiling, "kind": kind, "activation": activation, "interpret": interpret}
     kernel = functools.partial(_kernel, **static)
     # Rows are copied COPIED_ROWS at a time, unless all are fewer.
@@ -134,27 +133,24 @@ def launch(
     return product if rows == copied else product[..., :rows, :]
 
 
-def list_second(
-    second: Array, tiling: Tiling, together: int, *, interpret: bool
-) -> tuple[Array, Array]:
-    """Which steps of a share have second terms in any row.
+def list_second(second: Array, splits: int, *, interpret: bool) -> tuple[Array, Array]:
+    """Which blocks of a share have second terms in any row.
 
     Args:
         second: where they are, int32 [groups of rows, blocks].
-        tiling: the product's.
-        together: blocks of a step.
+        splits: number of shares.
 
     Returns:
-        The numbers of those steps within each share, int32 [splits, steps], of which the first are
-        set, and how many there are, int32 [splits].
+        The numbers of those blocks within each share, int32 [splits, blocks of a share], of which
+        the first are set, and how many there are, int32 [splits].
     """
-    steps = second.shape[1] // tiling.splits // together
+    blocks = second.shape[1] // splits
     return pl.pallas_call(
-        functools.partial(_list_kernel, steps=steps, together=together),
-        grid=(tiling.splits,),
+        functools.partial(_list_kernel, blocks=blocks),
+        grid=(splits,),
         out_shape=(
-            jax.ShapeDtypeStruct((tiling.splits, steps), jnp.int32),
-            jax.ShapeDtypeStruct((tiling.splits,), jnp.int32),
+            jax.ShapeDtypeStruct((splits, blocks), jnp.int32),
+            jax.ShapeDtypeStruct((splits,), jnp.int32),
         ),
         compiler_params=triton_gpu.CompilerParams(num_warps=LISTING_WARPS, num_stages=1),
         interpret=interpret,
@@ -162,20 +158,16 @@ def list_second(
     )(second)
 
 
-def _list_kernel(second_ref, numbers_ref, counts_ref, *, steps: int, together: int):
+def _list_kernel(second_ref, numbers_ref, counts_ref, *, blocks: int):
     split, groups = pl.program_id(0), second_ref.shape[0]
-    number = jnp.arange(pl.next_power_of_2(steps))
+    number = jnp.arange(pl.next_power_of_2(blocks))
     at_once = min(pl.next_power_of_2(groups), max(1, LISTED_FLAGS // len(number)))
 
     def more(chunk, flag):
         group = chunk * at_once + jnp.arange(at_once)
-        mask = (group < groups)[:, None] & (number < steps)[None, :]
-        for i in range(together):
-            block = (split * steps + number) * together + i
-            place = second_ref.at[group[:, None], block[None, :]]
-            flags = triton_gpu.load(place, mask=mask, other=0)
-            flag = jnp.maximum(flag, jnp.max(flags, axis=0))
-        return flag
+        place = second_ref.at[group[:, None], (split * blocks + number)[None, :]]
+        mask = (group < groups)[:, None] & (number < blocks)[None, :]
+        return jnp.maximum(flag, jnp.max(triton_gpu.load(place, mask=mask, other=0), axis=0))
 
     none = jnp.zeros(number.shape, jnp.int32)
     flag = lax.fori_loop(0, pl.cdiv(groups, at_once), more, none)
@@ -200,7 +192,7 @@ def _kernel(
     bias_ref, out_ref = refs if len(refs) == 2 else (None, *refs)
     split, warpgroup = lax.axis_index("split"), lax.axis_index("warpgroup")
     size = kind.block_of(rounded_ref.shape[1])
-    together = tiling.depth // size  # blocks of a step of the pipeline
+    together = tiling.depth // size  # blocks of a step: one, unless operands are swapped
     steps = rounded_scales_ref.shape[0] // tiling.splits // together
     row_tiles = rounded_scales_ref.shape[1] // 2 // tiling.rows
     tile_row, tile_column = mosaic.place(out_ref.shape[-2], out_ref.shape[-1], tiling)

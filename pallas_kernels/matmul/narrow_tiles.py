@@ -33,7 +33,7 @@ FEW_ROWS = 32  # whose lanes, two of each row, cost less than reading the weight
 FEW_ROWS_COLUMNS, FEW_ROWS_STAGES = (128, 64), 8  # of such a tile
 MOST_PACKED_ROWS = 64  # of a tile, for weights with two values in a byte
 FEW_ROWS_UNIT = 16  # of their number in a step: their lanes' scales fill a line of shared memory
-TOGETHER = (1, 2)  # GROUPs of a step: one block or several
+TOGETHER = (1, 2)  # GROUPs of a step of a tile with swapped operands: one block or several
 FEWEST_IN_FLIGHT = 3  # GROUPs, in two stages at least
 OTHER_REGISTERS = 24  # for a thread that multiplies, beside its sums
 # Of all threads of a multiprocessor, in a clock. A sum is converted (integers), scaled and added.
@@ -67,8 +67,7 @@ def tiling_for(
         and outputs % (tiling.columns * tiling.cluster) == 0
     )
     smallest = Tiling(UNIT, UNIT, 1, 1, 1, MOST_STAGES, depth=block)
-    cost = lambda tiling: clocks(rows, inputs, outputs, tiling, block)
-    return min(fitting, key=cost, default=smallest)
+    return min(fitting, key=lambda tiling: clocks(rows, inputs, outputs, tiling), default=smallest)
 
 
 def swapped_tiling(
@@ -132,18 +131,14 @@ def swapped(
 
 
 def tilings(every_splits: tuple[int, ...], block: int = GROUP) -> Iterator[Tiling]:
-    """Every tiling that fits on a multiprocessor, for such blocks of the rows."""
-    for (rows, warpgroups), columns, cluster, splits, together in itertools.product(
-        ROWS.items(), COLUMNS, CLUSTERS, every_splits, TOGETHER
+    """Every tiling that fits on a multiprocessor, with steps of one such block of the rows."""
+    fewest = max(2, pl.cdiv(FEWEST_IN_FLIGHT * GROUP, block))
+    for (rows, warpgroups), columns, cluster, splits in itertools.product(
+        ROWS.items(), COLUMNS, CLUSTERS, every_splits
     ):
-        stages, depth = stages_that_fit(rows, columns, warpgroups) // together, together * GROUP
-        if (
-            depth % block == 0
-            and sums_fit(rows, columns, warpgroups, depth // block)
-            and stages > 1
-            and stages * together >= FEWEST_IN_FLIGHT
-        ):
-            yield Tiling(rows, columns, splits, cluster, warpgroups, stages, depth=depth)
+        stages = stages_that_fit(rows, columns, warpgroups) * GROUP // block
+        if sums_fit(rows, columns, warpgroups) and stages >= fewest:
+            yield Tiling(rows, columns, splits, cluster, warpgroups, stages, depth=block)
 
 
 def sums_fit(rows: int, columns: int, warpgroups: int, blocks: int = 1) -> bool:
@@ -165,20 +160,21 @@ def stages_that_fit(
     return min(most, (SHARED_BYTES - staged) // of_stage)
 
 
-def clocks(rows: int, inputs: int, outputs: int, tiling: Tiling, block: int = GROUP) -> float:
+def clocks(rows: int, inputs: int, outputs: int, tiling: Tiling) -> float:
     """An estimate of a launch's clocks.
 
-    On an H200 (jax 0.11.2) the tiles that it chooses took at most 3 % longer than the fastest: for
-    OPT-6.7B's four weights at 64 rows, and for two of them (4096 x 12288, 16384 x 4096) at 192.
+    Where rows had one scale for each GROUP, the tiles that it chose took at most 3 % longer than
+    the fastest on an H200 (jax 0.11.2): for OPT-6.7B's four weights at 64 rows, and for two of them
+    (4096 x 12288, 16384 x 4096) at 192. With larger blocks it has not been compared.
 
     A GROUP takes as long as the slowest of three: its products, its part of their scaling and of a
     step; reading it from the L2 cache; reading its part of the weight from memory.
     """
-    row_tiles, together = pl.cdiv(rows, tiling.rows), tiling.depth // GROUP
+    row_tiles = pl.cdiv(rows, tiling.rows)
     tiles = row_tiles * (outputs // tiling.columns) * tiling.splits
     at_once, size = min(tiles, MULTIPROCESSORS), tiling.rows * tiling.columns
-    computing = size * GROUP / PRODUCTS_PER_CLOCK + STEP_CLOCKS / together
-    computing += size / SCALED_PER_CLOCK * GROUP / block
+    of_step = size / SCALED_PER_CLOCK + STEP_CLOCKS
+    computing = size * GROUP / PRODUCTS_PER_CLOCK + of_step * GROUP / tiling.depth
     own = tiling.rows / tiling.cluster + tiling.columns
     fetching = GROUP * at_once * own / L2_BYTES_PER_CLOCK
     reading = GROUP * at_once * tiling.columns / row_tiles / MEMORY_BYTES_PER_CLOCK
