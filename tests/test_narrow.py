@@ -26,51 +26,45 @@ NAMES = {"int8": np.int8, "fp8": ml_dtypes.float8_e4m3fn}
 ROUNDING = tuple(NAMES)
 
 
-BLOCK = 256  # of a row, where the number of inputs is a multiple of it
-
-
 def weight_of(format, inputs, outputs, seed=0):
     return narrow.quantize(random(inputs, outputs, seed=seed) / 16, format=format)
 
 
 def rows_with_large(rows, inputs, dtype="float32", seed=3):
-    """Normal numbers, of which few are 50 times as large; a block of the first row is zero.
+    """Normal numbers, of which few are 50 times as large; a group of the first row is zero.
 
-    Every third row has zeros in place of negative numbers. The last rows have large ones in a block
+    Every third row has zeros in place of negative numbers. The last rows have large ones in a group
     in which the others have none.
     """
     x = random(rows, inputs, seed=seed)
     x = x.at[1::3].set(jnp.maximum(x[1::3], 0))
     x = x.at[:, 3].multiply(50).at[-(rows // 4) :, -1].multiply(50)
-    return x.at[0, :BLOCK].set(0).astype(dtype)
+    return x.at[0, :GROUP].set(0).astype(dtype)
 
 
 def rounded_in_numpy(x, format, nudge=1.0):
-    """Rows as the two terms of each block, written out number by number.
+    """Rows as their two terms, written out row by row.
 
     Numbers are multiplied by `nudge` before they are rounded.
     """
     out, limit = np.zeros(x.shape), {"int8": 127, "fp8": 448}[format]
-    size = GROUP if x.shape[1] % BLOCK else BLOCK
-    nearest = lambda x: np.rint(x) if format == "int8" else x.astype(NAMES[format])
-    for row, start in np.ndindex(x.shape[0], -(-x.shape[1] // size)):
-        place = np.s_[row, start * size : (start + 1) * size]
-        block = np.asarray(x[place], np.float32)
-        largest = abs(block).max()
+    in_fp8 = lambda x: x.astype(NAMES[format]).astype(float)
+    for number, row in enumerate(np.asarray(x, np.float32)):
+        largest = abs(row).max()
         if largest == 0:
             continue
-        units = np.rint(abs(block) * (np.float32(2**16) / largest)).sum()  # of largest / 2**16
-        share = np.float32(1) / np.float32(np.count_nonzero(block))
-        usual = np.float32(units) * (share * largest * np.float32(2**-16)) * FORMATS[format].large
-        first = np.minimum(largest, usual) if format == "int8" else largest
-        narrowed = lambda x, top: nearest(np.clip(x * (limit / top) * nudge, -limit, limit)).astype(
-            float
-        )
-        out[place] = narrowed(block, first) * first / limit
-        large = abs(block) > usual
-        rest = np.where(large.any() if format == "int8" else large, block - out[place], 0)
-        if (top := abs(rest).max()) > 0:
-            out[place] += narrowed(rest, top) * top / limit
+        groups = np.resize(abs(row), (-(-len(row) // GROUP), GROUP))
+        bits = groups.max(axis=1).view(np.int32) >> 12  # nearly a logarithm
+        mean = bits.sum() // np.count_nonzero(bits)
+        usual = np.array(mean << 12, np.int32).view(np.float32) * np.float32(FORMATS[format].large)
+        if format == "int8":
+            top = max(min(largest, usual), largest / np.float32(255))
+            steps = np.rint(np.clip(row * (limit / top) * nudge, -limit * 255, limit * 255))
+        else:
+            top, steps = largest, np.clip(row * (limit / largest) * nudge, -limit, limit)
+            first = in_fp8(steps)
+            steps = first + in_fp8(np.where(abs(row) > usual, steps - first, 0))
+        out[number] = steps * (top / limit)
     return out
 
 
@@ -232,21 +226,40 @@ def test_large_inputs_cost_int8_no_more_than_fp8():
     assert lost["int8"] < np.square(plain @ matrix - exact).mean() / 50  # one scale per row
 
 
-@pytest.mark.parametrize(("format", "times", "size"), [("int8", 8, BLOCK), ("fp8", 6, GROUP)])
-def test_numbers_are_large_from_so_many_times_the_mean_on(format, times, size):
-    def has_second(factor):
-        block = jnp.ones(size).at[5].set(factor * times).at[77].set(1.03 * factor * times)
-        return bool(narrow.round_blocks(block, FORMATS[format]).second_scales > 0)
+@pytest.mark.parametrize(("format", "times"), [("int8", 2.5), ("fp8", 1.8)])
+def test_numbers_are_large_from_so_many_times_the_mean_on(format, times):
+    """The mean of groups' largest numbers, but for groups of zeros."""
 
-    assert has_second(1.2)
-    assert not has_second(0.9)
+    def has_second(factor):
+        row = jnp.zeros((8, GROUP)).at[:6, 3].set(jnp.array([0.5, 2, 1, 1, 0.25, 4]))
+        row = row.at[6, 5].set(factor * times)
+        return narrow.round_groups(row, FORMATS[format]).has_second.tolist()
+
+    # A geometric mean of 7 numbers, within a sixteenth, of which one is the number itself.
+    assert not any(has_second(1.0)[:5] + has_second(1.0)[6:])
+    assert has_second(1.5)[6]
 
 
 def test_zeros_make_no_number_a_large_one():
     x = jax.nn.relu(random(64, 4096))
-    has_large = lambda x: jnp.any(narrow.round_blocks(x, FORMATS["int8"]).second_scales > 0)
-    assert not has_large(x.reshape(64, -1, BLOCK))
-    assert has_large(x.at[5, 7].set(20.0).reshape(64, -1, BLOCK))
+    has_large = lambda x: narrow.round_groups(x.reshape(64, -1, GROUP), FORMATS["int8"]).has_second
+    assert not has_large(x).any()
+    assert np.argwhere(has_large(x.at[5, 300].set(20.0))).tolist() == [[5, 2]]
+
+
+def test_two_integers_take_numbers_of_any_size():
+    """The first term is what its type holds, the second one is of large numbers alone."""
+    kind, rng = FORMATS["int8"], np.random.default_rng(0)
+    for factor in (1, 20, 250, 3000, 1e6):
+        x = rng.standard_normal((3, 8, GROUP)).astype(np.float32)
+        x[:, 2, 7] = factor
+        rounded = narrow.round_groups(jnp.asarray(x), kind)
+        first, second = (np.asarray(of, np.float64) for of in (rounded[0], rounded[2]))
+        scales = np.asarray(rounded.scales)[..., None]
+        assert np.max(abs((first + 255 * second) * scales - x) / scales) <= 0.5 + 1e-2
+        assert (scales >= abs(x).max(axis=(1, 2), keepdims=True) / 127 / 255.01).all()
+        assert not second[~np.asarray(rounded.has_second)].any()
+        assert (factor < 20) == (not second.any())
 
 
 @every_format

@@ -13,7 +13,6 @@ from test_narrow import ROUNDING, check_products, close, rows_with_large, weight
 
 import pallas_kernels
 from pallas_kernels.common import implementations
-from pallas_kernels.common.blocks import round_up
 from pallas_kernels.common.implementations import runs_triton
 from pallas_kernels.matmul import (
     mosaic_tiles,
@@ -45,12 +44,12 @@ def test_products_equal_numpy(format, rows, activation, gated, monkeypatch):
     check_products(x, weight, activation, gated, MOSAIC)
 
 
-# Rows, columns, cluster, warpgroups, shares and inputs, in blocks of 256 or of 128.
+# Rows, columns, cluster, warpgroups, shares, stages and inputs.
 TILES = [
-    (64, 64, 1, 1, 1, 512),
-    (192, 96, 2, 3, 1, 512),
-    (256, 64, 1, 2, 3, 384),
-    (128, 192, 1, 2, 2, 512),
+    (64, 64, 1, 1, 1, 3, 512),
+    (192, 96, 2, 3, 1, 4, 512),
+    (256, 64, 1, 2, 3, 3, 384),
+    (128, 192, 1, 2, 1, 2, 1280),
 ]
 
 
@@ -58,11 +57,10 @@ TILES = [
 @needs_new_jax
 @pytest.mark.parametrize(("number", "tile"), list(enumerate(TILES)))
 def test_every_tile_gives_the_same_product(number, tile):
-    rows, columns, cluster, warpgroups, splits, inputs = tile
+    rows, columns, cluster, warpgroups, splits, stages, inputs = tile
     format = ROUNDING[number % 2]
     x, weight = rows_with_large(70, inputs), weight_of(format, inputs, columns * cluster)
-    depth = weight.kind.block_of(inputs)
-    tiling = mosaic_tiles.Tiling(rows, columns, splits, cluster, warpgroups, 3, depth=depth)
+    tiling = mosaic_tiles.Tiling(rows, columns, splits, cluster, warpgroups, stages, depth=GROUP)
     options = {"tiling": tiling, "dtype": jnp.float32, "interpret": INTERPRET}
     out = np.asarray(narrow_mosaic.launch(x, weight, None, **options), np.float64)
     total = out if splits == 1 else out.sum(axis=0)
@@ -77,13 +75,12 @@ def test_every_tile_gives_the_same_product(number, tile):
 @needs_new_jax
 @pytest.mark.parametrize(
     ("format", "together", "splits"),
-    [("int8", 2, 1), ("int8", 2, 2), ("int8", 4, 1), ("int4", 1, 1), ("int4", 2, 2)],
+    [("int8", 1, 1), ("int8", 2, 2), ("fp8", 4, 1), ("int4", 1, 1), ("int4", 2, 2)],
 )
-def test_blocks_of_few_rows_may_be_multiplied_together(format, together, splits):
+def test_groups_of_few_rows_may_be_multiplied_together(format, together, splits):
     x, weight = rows_with_large(5, 512, "bfloat16"), weight_of(format, 512, 128)
     bits = 4 if format == "int4" else 8
-    block = weight.kind.block_of(512)
-    tiling = narrow_tiles.swapped(5, 128, splits, 8, together, bits, block)
+    tiling = narrow_tiles.swapped(5, 128, splits, 8, together, bits)
     options = {"tiling": tiling, "dtype": jnp.bfloat16, "interpret": INTERPRET}
     out = np.asarray(narrow_mosaic.launch(x, weight, None, **options), np.float64)
     total = out if splits == 1 else out.sum(axis=0)
@@ -93,26 +90,26 @@ def test_blocks_of_few_rows_may_be_multiplied_together(format, together, splits)
 
 def rounded_by_kernel(x, kind):
     """Rounded rows as the kernel has them: near-ties may go another way than in XLA."""
-    padded = round_up(len(x), narrow_triton.ROUNDED_ROWS)
-    rounded = narrow_triton.round_rows(x, Rounding(kind, padded), interpret=not runs_triton())
-    values, scales = (np.asarray(array, np.float64) for array in (rounded.values, rounded.scales))
-    blocks = values.reshape(2, padded, len(scales), -1)
-    blocks *= np.moveaxis(scales[:, 0], 0, 2)[..., None]
-    return blocks.sum(axis=0).reshape(padded, -1)[: len(x)]
+    rounding = Rounding(kind, len(x))
+    rounded = narrow_triton.round_rows(x, rounding, interpret=not runs_triton())
+    first, second = np.asarray(rounded.values, np.float64)[0]
+    scales = np.asarray(rounded.scales, np.float64)[:, 0].T  # [rows, scales]
+    groups = (first + second * kind.second_step).reshape(len(x), scales.shape[1], -1)
+    return (groups * scales[..., None]).reshape(len(x), -1)
 
 
-# More groups than are read at once, of which the last have second terms of their own.
-@pytest.mark.parametrize(("splits", "groups"), [(1, 5), (2, 70), (3, 5), (1, 130)])
-def test_blocks_with_second_terms_are_listed(splits, groups):
-    second = np.random.default_rng(0).random((groups, 12)) < 0.5 / groups
+# More rows than are read at once, of which the last have second terms of their own.
+@pytest.mark.parametrize(("splits", "rows"), [(1, 5), (2, 70), (3, 5), (1, 1100)])
+def test_groups_with_second_terms_are_listed(splits, rows):
+    second = np.random.default_rng(0).random((rows, 12)) < 0.5 / rows
     second[:, 6:] &= splits == 1  # a share may have none
     numbers, counts = narrow_mosaic.list_second(
         jnp.asarray(second, jnp.int32), splits, interpret=True
     )
-    in_blocks = second.any(axis=0)
-    assert in_blocks.any()
-    assert not in_blocks.all()
-    for share, flags in enumerate(np.split(in_blocks, splits)):
+    in_groups = second.any(axis=0)
+    assert in_groups.any()
+    assert not in_groups.all()
+    for share, flags in enumerate(np.split(in_groups, splits)):
         assert numbers[share, : counts[share]].tolist() == np.flatnonzero(flags).tolist()
 
 
@@ -164,25 +161,20 @@ def test_the_default_on_its_devices(format, rows, monkeypatch):
 @pytest.mark.parametrize(
     ("inputs", "outputs"), [(4096, 12288), (16384, 4096), (128, 64), (1152, 9216)]
 )
-@pytest.mark.parametrize("split", [True, False])
-def test_tiles_cover_the_product_and_fit_on_the_device(rows, inputs, outputs, split):
-    block = FORMATS["int8"].block_of(inputs)
-    options = {"split": split, "swap": True, "block": block}
-    tiling = narrow_tiles.tiling_for(rows, inputs, outputs, **options)
-    assert tiling.depth % block == 0
+@pytest.mark.parametrize(("split", "sums"), [(True, 1), (False, 1), (True, 2)])
+def test_tiles_cover_the_product_and_fit_on_the_device(rows, inputs, outputs, split, sums):
+    tiling = narrow_tiles.tiling_for(rows, inputs, outputs, split=split, swap=True, sums=sums)
     assert (
         inputs % (tiling.splits * tiling.depth) == outputs % (tiling.columns * tiling.cluster) == 0
     )
     assert split or tiling.splits == 1
     if inputs > GROUP:
         lanes = 2 * tiling.rows if tiling.swapped else tiling.rows
-        together = tiling.depth // GROUP
-        blocks = tiling.depth // block
-        assert narrow_tiles.sums_fit(lanes, tiling.columns, tiling.warpgroups, blocks)
+        assert narrow_tiles.sums_fit(lanes, tiling.columns, tiling.warpgroups, sums)
         own = (tiling.columns if tiling.swapped else tiling.rows) // tiling.warpgroups
         assert own % mosaic_tiles.UNIT == 0
         assert not tiling.swapped or tiling.rows >= rows
-        stage = together * (GROUP * (lanes + tiling.columns) + 4 * lanes)
+        stage = tiling.depth * (lanes + tiling.columns)
         staged = tiling.warpgroups * mosaic_tiles.UNIT * mosaic_tiles.LINE
         assert tiling.stages * stage + staged <= mosaic_tiles.SHARED_BYTES
 

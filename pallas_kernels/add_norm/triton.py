@@ -13,7 +13,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.add_norm.xla import Norm
-from pallas_kernels.matmul.rounded import RoundedRows, Rounding, array_types, store_rounded
+from pallas_kernels.matmul.rounded import (
+    RoundedRows,
+    Rounding,
+    array_types,
+    in_groups,
+    store_rounded,
+)
 
 WARPS = 8  # of a row
 
@@ -36,7 +42,7 @@ def add_norm(
         programs = rounding.padded
         if rows > programs:
             raise ValueError(f"the rounding is for {programs} rows at most, not {rows}")
-        normalised = array_types(rounding, size, groups=programs)
+        normalised = array_types(rounding, size)
     total, *out = pl.pallas_call(
         functools.partial(_kernel, names=tuple(vectors), norm=norm, rounding=rounding),
         grid=(programs,),
@@ -87,12 +93,5 @@ def _kernel(
     if rounding is None:
         plgpu.store(out_refs[0].at[row, at], out, mask=mask)
         return
-    values_ref, scales_ref, second_ref = out_refs
-    of_block = rounding.kind.block_of(size)
-    block = jnp.arange(len(at) // of_block)
-    blocks = jnp.where(mask, out.astype(jnp.float32), 0).reshape(len(block), of_block)
-    of_row = jnp.full_like(block, row)
-    exists = block < size // of_block
-    where = values_ref, scales_ref, blocks, of_row, block
-    has_second = store_rounded(*where, rounding.kind, exists)
-    plgpu.store(second_ref.at[of_row, block], has_second, mask=exists)
+    numbers = jnp.where(mask, out.astype(jnp.float32), 0).reshape(in_groups(size)[0].shape)
+    store_rounded(*out_refs, numbers, row, rounding.kind)

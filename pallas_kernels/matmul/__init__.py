@@ -62,7 +62,8 @@ def linear(
             int8 and fp8 weights, and int4 weights without zeros; jax 0.11 and compute capability
             9.0), "xla", or None:
             Triton if the device runs it and it is faster (few rows of 16-bit numbers, sizes that
-            are multiples of its tiles), otherwise XLA. For narrow weights and 16-bit rows None is
+            are multiples of its tiles), Mosaic for as few rows where Triton's programs do not all
+            run at once, otherwise XLA. For narrow weights and 16-bit rows None is
             Mosaic if it takes them, but Triton for one row and int4 weights without zeros, and
             otherwise Triton.
         numerics: "fast"; "invariant": the bits of a row depend on that row and the weight alone,
@@ -272,8 +273,10 @@ def _kernel_for(
         ValueError: see `linear`.
     """
     default = implementation is None
-    names = _defaults(x, invariant, transposed) if default else (implementation,)
     sizes = weight.shape[::-1] if transposed else weight.shape
+    names = (implementation,)
+    if default:
+        names = _defaults(x, sizes, invariant=invariant, transposed=transposed, split=split)
     kind = {"dtype": x.dtype, "split": split, "transposed": transposed}
     if invariant and names != ("xla",):
         kind["splits"] = _module("triton").shares_of(*sizes, split=split)
@@ -291,17 +294,21 @@ def _kernel_for(
     )
 
 
-def _defaults(x, invariant: bool, transposed: bool) -> tuple[str, ...]:
+def _defaults(x, sizes, *, invariant: bool, transposed: bool, split: bool) -> tuple[str, ...]:
     """The implementations of which the first that takes the arrays is used if none is named."""
     if not runs_triton():
         return ("xla",)
-    if not invariant:
-        return ("triton", "xla") if x.dtype.itemsize == 2 and not transposed else ("xla",)
-    triton = _module("triton")
-    if x.dtype.itemsize not in triton.ITEM_BYTES:
+    triton, rows = _module("triton"), x.shape[0]
+    if invariant:
+        if x.dtype.itemsize not in triton.ITEM_BYTES:
+            return ("xla",)
+        return ("mosaic", "triton") if rows > triton.MAX_ROWS and runs_mosaic() else ("triton",)
+    if x.dtype.itemsize != 2 or transposed:
         return ("xla",)
-    many = x.shape[0] > triton.MAX_ROWS
-    return ("mosaic", "triton") if many and runs_mosaic() else ("triton",)
+    few = rows <= triton.MAX_ROWS
+    if few and runs_mosaic() and not triton.runs_at_once(rows, *sizes, split=split):
+        return ("mosaic", "triton", "xla")
+    return ("triton", "xla")
 
 
 def _takes(module: ModuleType, tiling, x, sizes, *, invariant: bool, transposed: bool) -> bool:

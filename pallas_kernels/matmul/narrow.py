@@ -2,17 +2,18 @@
 
 A weight is (values - zeros) * scales. Its scales belong to output columns, or to groups of inputs
 of each column. In two of the formats the rows are rounded as well, so that both factors are of the
-narrow type. Each block of a row then has its own scale, which nothing but the block determines. A
-matrix unit adds up the products of a whole block, and only their sum is scaled.
+narrow type. Each row then has one scale, which nothing but the row determines, so that a matrix
+unit adds up all its products before their sum is scaled.
 
-A few large numbers would leave only a few steps to all others of their block (int8), or are
-rounded too coarsely beside them (fp8). They have a second term:
+A few large numbers would leave only a few steps to all others of their row (int8), or are rounded
+too coarsely beside them (fp8). They have a second term:
 
-    x = scale * values + second_scale * second_values
+    x = scale * (values + second_step * second_values)
 
-The second values are zero unless the block has numbers larger than LARGE times the mean absolute
-value of those that are not zero: zeros, of which a feed-forward part has many after a ReLU, are
-exact in any steps.
+The second values are zero unless a number is larger than LARGE times the mean of its row's groups'
+largest numbers, a geometric mean, which few large groups change little. Groups of zeros, of which a
+feed-forward part has many after a ReLU, do not count. Second terms are multiplied only in groups of
+inputs in which any number is large.
 """
 
 import dataclasses
@@ -26,14 +27,17 @@ from jax import Array, lax
 
 from pallas_kernels.matmul import xla
 
-GROUP = 128  # inputs of a group with its own scales, and of the smallest block of a row
+GROUP = 128  # inputs of a group: of weights with their own scales, and of a row's second terms
 # Steps of the second term in one of the first, if all numbers have both: what the first leaves of a
 # number is half a step at most.
 SECOND_STEPS = 254
-# A GPU converts few numbers in a clock. The last bits of a float32 sum with one of these, of which
-# the second takes negative numbers too, are those of the nearest integer.
-WHOLE, WHOLE_SIGNED = 2.0**23, 1.5 * 2.0**23
-BITS_OF_WHOLE = 0x4B000000  # of the first of these
+# Steps of the first term in one of the second, if only large integers have both: the first holds
+# what is left of any integer. An odd number has an inverse among the integers of 32 bits.
+LARGE_STEP = 255
+# A GPU converts few numbers in a clock. The last bits of a float32 sum with this are those of the
+# nearest integer.
+WHOLE, BITS_OF_WHOLE = 1.5 * 2.0**23, 0x4B400000
+MEAN_SHIFT = 12  # the bits of a float32 number without these: 32 bits hold a sum of 2**12 of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +49,9 @@ class Format:
         limit: what the largest absolute value of a column or group is divided by to get its scale.
         range: the smallest and largest value.
         grouped: whether each GROUP of inputs has its own scales.
-        large: how many times the mean absolute value of its block's other numbers than zero a
-            number of a row is to be large; None: rows are not rounded.
-        block: inputs of a block of a row: see `block_of`.
+        large: how many times the mean of its row's groups' largest numbers a number is to be
+            large; None: rows are not rounded.
+        second_step: of the second term of a row's number, in steps of the first.
     """
 
     dtype: jnp.dtype
@@ -55,11 +59,11 @@ class Format:
     range: tuple[float, float]
     grouped: bool = False
     large: float | None = None
-    block: int = GROUP
+    second_step: float = 1 / SECOND_STEPS
 
-    def block_of(self, inputs: int) -> int:
-        """The size of the blocks of rows of so many inputs."""
-        return GROUP if inputs % self.block else self.block
+    def scales_of(self, inputs: int) -> int:
+        """The number of a row's scales: one, or one for each GROUP of inputs."""
+        return 1 if self.rounds_rows else -(-inputs // GROUP)
 
     @property
     def rounds_rows(self) -> bool:
@@ -78,8 +82,8 @@ class Format:
 
 
 FORMATS = {
-    "int8": Format(jnp.dtype(jnp.int8), 127.0, (-127.0, 127.0), large=8.0, block=2 * GROUP),
-    "fp8": Format(jnp.dtype(jnp.float8_e4m3fn), 448.0, (-448.0, 448.0), large=6.0, block=2 * GROUP),
+    "int8": Format(jnp.dtype(jnp.int8), 127.0, (-127.0, 127.0), large=2.5, second_step=LARGE_STEP),
+    "fp8": Format(jnp.dtype(jnp.float8_e4m3fn), 448.0, (-448.0, 448.0), large=1.8, second_step=1),
     "int8-weights": Format(jnp.dtype(jnp.int8), 127.0, (-127.0, 127.0)),
     "int4": Format(jnp.dtype(jnp.int4), 7.5, (-8.0, 7.0), grouped=True),
 }
@@ -201,71 +205,74 @@ def to_values(x: Array, kind: Format) -> Array:
     return jnp.round(x).astype(jnp.int8)
 
 
+def product_dtype(kind: Format) -> jnp.dtype:
+    """The type in which a matrix unit adds up products of a format's values."""
+    return jnp.dtype(jnp.float32 if kind.dtype == jnp.float8_e4m3fn else jnp.int32)
+
+
 class Rounded(NamedTuple):
-    """Blocks of rows in a narrow type: see `round_blocks`.
+    """Rows in a narrow type, in groups of their numbers: see `round_groups`.
 
     Attributes:
-        values: [..., n]; of blocks in several parts a list of these.
-        scales: float32 [...].
+        values: [..., groups, n]; of groups in several parts a list of these.
+        scales: float32, [..., 1] of whole rows or [..., groups].
         second_values: of the second term, as `values`.
-        second_scales: float32 [...]; 0 where there is no second term.
+        has_second: bool [..., groups]: where there are any such values.
     """
 
     values: Array | list[Array]
     scales: Array
     second_values: Array | list[Array]
-    second_scales: Array
+    has_second: Array
 
 
-def round_blocks(x: Array, kind: Format) -> Rounded:
-    """Rounds blocks of rows to the values that a kernel multiplies.
-
-    If the format does not round rows, all numbers have a second term, in steps of 1 / SECOND_STEPS
-    of the first's: together the terms keep as much of a number as 16-bit types do. Kernels and XLA
-    use this function alike.
+def round_groups(x: Array, kind: Format) -> Rounded:
+    """Rounds rows to the values that a kernel multiplies. Kernels and XLA use it alike.
 
     Args:
-        x: float32 [..., n]: blocks along the last axis.
+        x: float32 [..., groups, n]: rows in groups of their numbers.
         kind: the format of the weight.
     """
-    (values,), scales, (second_values,), second_scales = round_parts([x], kind)
-    return Rounded(values, scales, second_values, second_scales)
+    if not kind.rounds_rows:
+        (values,), scales, (second_values,), has_second = round_parts([x], kind)
+        return Rounded(values, scales, second_values, has_second)
+    sizes = abs(x)
+    of_groups = _largest([sizes])
+    largest = _largest([of_groups])[..., None]
+    usual = _mean(of_groups)[..., None] * kind.large
+    if kind.dtype == jnp.float8_e4m3fn:
+        # Steps are relative, so that the second term is what the first leaves of large numbers.
+        [in_steps], scales = _in_steps([x], largest, kind)
+        [values] = _nearest([in_steps], kind)
+        is_large = sizes > usual[..., None]
+        rest = jnp.where(is_large, in_steps - values.astype(jnp.float32), 0)
+        return Rounded(values, scales, *_nearest([rest], kind), of_groups > usual)
+    # All steps have one size, in which usual numbers fit into the first term, and all into two.
+    top = jnp.maximum(jnp.minimum(largest, usual), largest * (1 / LARGE_STEP))
+    top = jnp.where(largest < jnp.inf, top, largest)
+    [in_steps], scales = _in_steps([x], top, kind)
+    whole, upper = (_whole(part) for part in (in_steps, in_steps * (1 / LARGE_STEP)))
+    lower = (whole - upper * LARGE_STEP).astype(jnp.int8)
+    has_second = of_groups * _over(kind.limit, top) >= kind.limit + 0.5
+    return Rounded(lower, scales, upper.astype(jnp.int8), has_second)
 
 
 def round_parts(parts: Sequence[Array], kind: Format) -> Rounded:
-    """`round_blocks` of blocks whose numbers are in several arrays [..., n]."""
-    sizes = [abs(x) for x in parts]
-    largest = _largest(sizes)
-    # What is not finite makes the scale so, and with it the products.
-    checked = lambda scales: jnp.where(largest < jnp.inf, scales, jnp.nan)
-    if not kind.rounds_rows:
-        in_steps, scales = _in_steps(parts, largest, kind)
-        values, scales = _nearest(in_steps, kind), checked(scales)
-        left = zip(in_steps, values, strict=True)
-        second = [(x - first.astype(jnp.float32)) * SECOND_STEPS for x, first in left]
-        return Rounded(values, scales, _nearest(second, kind), scales * (1 / SECOND_STEPS))
-    usual = _mean(sizes, largest) * kind.large
-    has_large = largest > usual
-    if kind.dtype == jnp.float8_e4m3fn:
-        # Steps are relative, so that the second term is that of large numbers alone.
-        top, is_second = largest, [size > usual[..., None] for size in sizes]
-    else:
-        # All steps have one size, so that the first term is confined to usual numbers.
-        top, is_second = jnp.minimum(largest, usual), [has_large[..., None]] * len(parts)
-    in_steps, scales = _in_steps(parts, top, kind)
+    """`round_groups` of a format that rounds no rows, with groups' numbers in several arrays.
+
+    Each group has a scale, and all numbers have a second term, in steps of 1 / SECOND_STEPS of the
+    first's: together the terms keep as much of a number as 16-bit types do.
+
+    Args:
+        parts: float32 [..., groups, n] each.
+        kind: the format of the weight.
+    """
+    largest = _largest([abs(x) for x in parts])
+    in_steps, scales = _in_steps(parts, largest, kind)
     values = _nearest(in_steps, kind)
-
-    def second_term():
-        rest = [
-            jnp.where(has_second, x - first.astype(jnp.float32) * scales[..., None], 0)
-            for has_second, x, first in zip(is_second, parts, values, strict=True)
-        ]
-        in_steps, scales_of_rest = _in_steps(rest, _largest([abs(x) for x in rest]), kind)
-        return _nearest(in_steps, kind), scales_of_rest
-
-    nothing = lambda: ([jnp.zeros_like(x) for x in values], jnp.zeros_like(scales))
-    any_large = jnp.max(has_large.astype(jnp.int32), initial=0) > 0
-    return Rounded(values, checked(scales), *lax.cond(any_large, second_term, nothing))
+    left = zip(in_steps, values, strict=True)
+    second = [(x - first.astype(jnp.float32)) * SECOND_STEPS for x, first in left]
+    return Rounded(values, scales, _nearest(second, kind), jnp.ones(scales.shape, bool))
 
 
 def _largest(sizes: Sequence[Array]) -> Array:
@@ -277,16 +284,16 @@ def _largest(sizes: Sequence[Array]) -> Array:
     return lax.bitcast_convert_type(functools.reduce(jnp.maximum, bits), jnp.float32)
 
 
-def _mean(sizes: Sequence[Array], largest: Array) -> Array:
-    """The mean of the numbers above 0, `largest` at most; integers have one sum in any order."""
-    units = _over(2.0**16, largest)[..., None]
-    bits = [lax.bitcast_convert_type(size * units + WHOLE, jnp.int32) for size in sizes]
-    wholes = BITS_OF_WHOLE * sum(x.shape[-1] for x in bits)
-    wholes = (wholes + 2**31) % 2**32 - 2**31  # in 32 bits, as the sum wraps around
-    total = sum(jnp.sum(x, axis=-1) for x in bits) - wholes
-    count = sum(jnp.sum((size > 0).astype(jnp.int32), axis=-1) for size in sizes)
-    share = _over(1.0, count.astype(jnp.float32))
-    return total.astype(jnp.float32) * (share * largest * 2.0**-16)
+def _mean(largest: Array) -> Array:
+    """The geometric mean of the numbers above 0 along the last axis, within a sixteenth.
+
+    The bits of a number, taken as an integer, grow nearly as its logarithm does, and integers have
+    one sum in any order.
+    """
+    bits = lax.bitcast_convert_type(largest, jnp.int32) >> MEAN_SHIFT
+    count = jnp.sum((bits > 0).astype(jnp.int32), axis=-1)
+    mean = jnp.sum(bits, axis=-1) // jnp.maximum(count, 1)
+    return lax.bitcast_convert_type(mean << MEAN_SHIFT, jnp.float32)
 
 
 def _over(number: float, top: Array) -> Array:
@@ -295,34 +302,40 @@ def _over(number: float, top: Array) -> Array:
 
 
 def _in_steps(parts: Sequence[Array], top: Array, kind: Format) -> tuple[list[Array], Array]:
-    """Numbers over their scales, of which `top` has the largest value, and the scales."""
+    """Numbers over their scales, of which `top` has the format's largest value, and the scales."""
     limit = 448.0 if kind.dtype == jnp.float8_e4m3fn else 127.0
     units = _over(limit, top)[..., None]
-    return [jnp.clip(x * units, -limit, limit) for x in parts], top * (1 / limit)
+    # What is not finite makes the scale so, and with it the products.
+    scales = jnp.where(top < jnp.inf, top * (1 / limit), jnp.nan)
+    return [x * units for x in parts], scales
 
 
 def _nearest(parts: Sequence[Array], kind: Format) -> list[Array]:
     """The nearest values."""
     if kind.dtype == jnp.float8_e4m3fn:
         return [x.astype(jnp.float8_e4m3fn) for x in parts]
-    bits = [lax.bitcast_convert_type(x + WHOLE_SIGNED, jnp.int32) for x in parts]
-    return [x.astype(jnp.int8) for x in bits]
+    return [_whole(x).astype(jnp.int8) for x in parts]
+
+
+def _whole(x: Array) -> Array:
+    """The nearest integers of numbers between -(2**22) and 2**22."""
+    bits = lax.bitcast_convert_type(x + WHOLE, jnp.int32)
+    return bits - BITS_OF_WHOLE
 
 
 def round_rows(x: Array, kind: Format) -> Array:
     """The rounded numbers of rows [r, i], float32."""
-    blocks = _in_groups(x.astype(jnp.float32), kind.block_of(x.shape[1]))
+    groups = _in_groups(x.astype(jnp.float32))
     # Without the barrier XLA would leave out both conversions of numbers in fp8.
-    rounded = lax.optimization_barrier(round_blocks(blocks, kind))
-    values, scales, second, second_scales = rounded
-    wide = values.astype(jnp.float32) * scales[..., None]
-    wide += second.astype(jnp.float32) * second_scales[..., None]
+    rounded = lax.optimization_barrier(round_groups(groups, kind))
+    values, second = (term.astype(jnp.float32) for term in (rounded.values, rounded.second_values))
+    wide = (values + second * kind.second_step) * rounded.scales[..., None]
     return wide.reshape(len(x), -1)[:, : x.shape[1]]
 
 
-def _in_groups(x: Array, size: int = GROUP) -> Array:
-    """[n, i] as [n, groups, size], with zeros at the end."""
-    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % size))).reshape(len(x), -1, size)
+def _in_groups(x: Array) -> Array:
+    """[n, i] as [n, groups, GROUP], with zeros at the end."""
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % GROUP))).reshape(len(x), -1, GROUP)
 
 
 def linear(

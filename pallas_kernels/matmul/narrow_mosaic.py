@@ -1,22 +1,23 @@
 """Products with narrow weights as a Pallas Mosaic GPU kernel, for capability 9.0.
 
-Rows are rounded by a launch of their own, as for the Triton kernel. A tile's product of one block
-of the rows has sums of its own, which are scaled by the rows' scales of that block and added up in
-float32.
+Rows are rounded by a launch of their own, as for the Triton kernel. A matrix unit adds up all
+products of a tile's rows, whose scales belong to rows: integers without an end, and fp8 values,
+of whose sums it keeps fewer bits than float32 has, PROMOTED inputs at a time.
 
 A product of few rows waits for its weights. Its one row of tiles has swapped operands, and lanes
-for the second terms beside those of the first, whether there are any or not. With many rows, blocks
+for the second terms beside those of the first, whether there are any or not. With many rows, groups
 with second terms come after all others: a small launch lists them, so that those without are
 neither fetched nor multiplied again.
 
 Weights in 4 bits are widened in registers, as the first factor of a matrix instruction, in which
-rows cannot be: operands are swapped with any number of rows. Each of their groups has its own sums
-too, which are scaled by the group's scales of the tile's columns as well.
+rows cannot be: operands are swapped with any number of rows. Each of their groups has its own sums,
+which are scaled by the group's scales of rows and of the tile's columns and added up in float32.
 
 Tiles, their order and the way to the output are those of `mosaic`.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -28,15 +29,18 @@ from jax.experimental.pallas import triton as triton_gpu
 from pallas_kernels.common.blocks import round_up
 from pallas_kernels.matmul import mosaic, narrow_tiles, narrow_triton
 from pallas_kernels.matmul.activations import IN_KERNELS
-from pallas_kernels.matmul.mosaic_tiles import (
-    COPIED_ROWS,
-    FETCHING_REGISTERS,
-    ITEM_BYTES,
-    Tiling,
+from pallas_kernels.matmul.mosaic_tiles import COPIED_ROWS, ITEM_BYTES, Tiling
+from pallas_kernels.matmul.narrow import (
+    FORMATS,
+    GROUP,
+    SECOND_STEPS,
+    Format,
+    NarrowWeight,
+    product_dtype,
 )
-from pallas_kernels.matmul.narrow import GROUP, SECOND_STEPS, Format, NarrowWeight
 from pallas_kernels.matmul.narrow_triton import NIBBLE_UNIT
 from pallas_kernels.matmul.rounded import RoundedRows, Rounding
+from pallas_kernels.matmul.steps import Operand, Steps
 from pallas_kernels.matmul.widened import multiply_widened
 
 MULTIPLES = narrow_tiles.MULTIPLES
@@ -46,6 +50,9 @@ TAKES = (
     "sums with inputs enough for two shares),"
 )
 LISTED_FLAGS, LISTING_WARPS = 16384, 8  # read at once, so that few are waited for in turn
+SECOND_INVERSE = pow(int(FORMATS["int8"].second_step), -1, 2**32)
+SECOND_INVERSE -= 2**32 if SECOND_INVERSE >= 2**31 else 0  # as a signed number
+PROMOTED = 8 * GROUP  # inputs whose products a matrix unit adds up, where its sums lose bits
 
 
 def tiling_for(
@@ -71,7 +78,8 @@ def tiling_for(
     if kind.is_packed:
         return narrow_tiles.swapped_tiling(rows, inputs, outputs, split=split, bits=4)
     # Only 16-bit outputs can be transposed back.
-    options = {"swap": dtype.itemsize == ITEM_BYTES, "block": kind.block_of(inputs)}
+    # Sums of integers are added up in one place, others in two.
+    options = {"swap": dtype.itemsize == ITEM_BYTES, "sums": 1 + (kind.dtype != jnp.int8)}
     return narrow_tiles.tiling_for(rows, inputs, outputs, split=split, **options)
 
 
@@ -124,7 +132,7 @@ def launch(
         scales = scales.reshape(outputs).astype(jnp.float32)
     product = mosaic.over_tiles(kernel, out, tiling, name=name, interpret=interpret)(
         x.values.reshape(2 * x.padded, inputs),
-        x.scales.reshape(-1, 2 * x.padded),
+        x.scales.reshape(-1, x.padded),
         values,
         scales,
         *later,
@@ -134,22 +142,22 @@ def launch(
 
 
 def list_second(second: Array, splits: int, *, interpret: bool) -> tuple[Array, Array]:
-    """Which blocks of a share have second terms in any row.
+    """Which groups of a share's inputs have second terms in any row.
 
     Args:
-        second: where they are, int32 [groups of rows, blocks].
+        second: where they are, int32 [rows, groups].
         splits: number of shares.
 
     Returns:
-        The numbers of those blocks within each share, int32 [splits, blocks of a share], of which
+        The numbers of those groups within each share, int32 [splits, groups of a share], of which
         the first are set, and how many there are, int32 [splits].
     """
-    blocks = second.shape[1] // splits
+    groups = second.shape[1] // splits
     return pl.pallas_call(
-        functools.partial(_list_kernel, blocks=blocks),
+        functools.partial(_list_kernel, groups=groups),
         grid=(splits,),
         out_shape=(
-            jax.ShapeDtypeStruct((splits, blocks), jnp.int32),
+            jax.ShapeDtypeStruct((splits, groups), jnp.int32),
             jax.ShapeDtypeStruct((splits,), jnp.int32),
         ),
         compiler_params=triton_gpu.CompilerParams(num_warps=LISTING_WARPS, num_stages=1),
@@ -158,19 +166,19 @@ def list_second(second: Array, splits: int, *, interpret: bool) -> tuple[Array, 
     )(second)
 
 
-def _list_kernel(second_ref, numbers_ref, counts_ref, *, blocks: int):
-    split, groups = pl.program_id(0), second_ref.shape[0]
-    number = jnp.arange(pl.next_power_of_2(blocks))
-    at_once = min(pl.next_power_of_2(groups), max(1, LISTED_FLAGS // len(number)))
+def _list_kernel(second_ref, numbers_ref, counts_ref, *, groups: int):
+    split, rows = pl.program_id(0), second_ref.shape[0]
+    number = jnp.arange(pl.next_power_of_2(groups))
+    at_once = min(pl.next_power_of_2(rows), max(1, LISTED_FLAGS // len(number)))
 
     def more(chunk, flag):
-        group = chunk * at_once + jnp.arange(at_once)
-        place = second_ref.at[group[:, None], (split * blocks + number)[None, :]]
-        mask = (group < groups)[:, None] & (number < blocks)[None, :]
+        row = chunk * at_once + jnp.arange(at_once)
+        place = second_ref.at[row[:, None], (split * groups + number)[None, :]]
+        mask = (row < rows)[:, None] & (number < groups)[None, :]
         return jnp.maximum(flag, jnp.max(triton_gpu.load(place, mask=mask, other=0), axis=0))
 
     none = jnp.zeros(number.shape, jnp.int32)
-    flag = lax.fori_loop(0, pl.cdiv(groups, at_once), more, none)
+    flag = lax.fori_loop(0, pl.cdiv(rows, at_once), more, none)
     before = (number[None, :] < number[:, None]) & (flag > 0)[None, :]
     rank = jnp.sum(before.astype(jnp.int32), axis=1)
     triton_gpu.store(numbers_ref.at[split, rank], number, mask=flag > 0)
@@ -179,10 +187,10 @@ def _list_kernel(second_ref, numbers_ref, counts_ref, *, blocks: int):
 
 def _kernel(
     rounded_ref,  # [2 * padded, inputs]: first and second terms of each of RoundedRows' tiles
-    rounded_scales_ref,  # [blocks, 2 * padded]
+    rounded_scales_ref,  # [scales, padded]
     values_ref,  # [outputs, inputs], or bytes
-    scales_ref,  # [outputs], or [blocks, outputs]
-    *refs,  # many rows: numbers [splits, steps], counts [splits]; bias [outputs]; out
+    scales_ref,  # [outputs], or [groups, outputs]
+    *refs,  # many rows: numbers [splits, groups], counts [splits]; bias [outputs]; out
     tiling: Tiling,
     kind: Format,
     activation: str | None,
@@ -191,10 +199,9 @@ def _kernel(
     later, refs = (None, refs) if tiling.swapped else (refs[:2], refs[2:])
     bias_ref, out_ref = refs if len(refs) == 2 else (None, *refs)
     split, warpgroup = lax.axis_index("split"), lax.axis_index("warpgroup")
-    size = kind.block_of(rounded_ref.shape[1])
-    together = tiling.depth // size  # blocks of a step: one, unless operands are swapped
-    steps = rounded_scales_ref.shape[0] // tiling.splits // together
-    row_tiles = rounded_scales_ref.shape[1] // 2 // tiling.rows
+    together = tiling.depth // GROUP  # groups of a step
+    count = rounded_ref.shape[1] // tiling.splits // tiling.depth  # steps
+    row_tiles = rounded_ref.shape[0] // 2 // tiling.rows
     tile_row, tile_column = mosaic.place(out_ref.shape[-2], out_ref.shape[-1], tiling)
     # A warpgroup multiplies some of the tile's rows, or of its columns if operands are swapped.
     swapped = tiling.swapped
@@ -202,122 +209,148 @@ def _kernel(
     lanes = 2 * tiling.rows if swapped else tiling.rows
     own_rows, own_columns = (tiling.rows, own) if swapped else (own, tiling.columns)
     own_part = pl.ds(warpgroup * own, own)
-    block_shape = (own, lanes) if swapped else (own, tiling.columns)
-    sums_shape = (own, tiling.rows) if kind.is_packed else block_shape
+    products_shape = (own, lanes) if swapped else (own, tiling.columns)
+    sums_shape = (own, tiling.rows) if swapped else products_shape
     rows_axis, columns_axis = (1, 0) if swapped else (0, 1)
     skipped = (0, warpgroup * own) if swapped else (warpgroup * own, 0)
     first_row, first_column = tile_row + skipped[0], tile_column + skipped[1]
-    first_half, second_half = (lambda x: x[:, : tiling.rows]), (lambda x: x[:, tiling.rows :])
-    product_dtype = jnp.float32 if kind.dtype == jnp.float8_e4m3fn else jnp.int32
+    row_tile, column_tile = tile_row // tiling.rows, tile_column // tiling.columns
 
-    def multiply(_, rows_block, scales_block, weight_block, *rest, own_wide=None):
-        group_scales, sums = rest if kind.grouped else (None, *rest)
+    def term_and_blocks(step):
+        """0 or 1, and the number of the step's inputs."""
+        if later is None:
+            return 0, split * count + step
+        first = lambda: (jnp.int32(0), split * count + step)
+        second = lambda: (jnp.int32(1), split * count + later[0][split, step - count])
+        return lax.cond(step < count, first, second)
+
+    def of_rows(step):
+        term, number = term_and_blocks(step)
+        return term * row_tiles + row_tile, number
+
+    of_weight = lambda step: (column_tile, term_and_blocks(step)[1])
+    of_scales = lambda step: (split * count + step, row_tile)
+    of_groups = lambda step: (split * count + step, column_tile)
+    in_byte = 2 if kind.is_packed else 1  # values
+    lines = mosaic.swizzled(GROUP, jnp.int8)
+    weight_lines = mosaic.swizzled(GROUP // in_byte, jnp.int8)
+    neighbours = ("neighbour",) if tiling.cluster > 1 else ()
+    bytes_shape = tiling.columns, tiling.depth // in_byte
+    operands = [
+        Operand(rounded_ref, (lanes, tiling.depth), of_rows, lines, neighbours),
+        Operand(values_ref, bytes_shape, of_weight, weight_lines),
+    ]
+    if kind.is_packed:
+        operands += [
+            Operand(rounded_scales_ref, (together, tiling.rows), of_scales),
+            Operand(scales_ref, (together, tiling.columns), of_groups),
+        ]
+
+    def multiply(sums, rows_block, weight_block):
         left, right = (weight_block, rows_block) if swapped else (rows_block, weight_block)
+        for place in range(0, tiling.depth, GROUP):
+            group = pl.ds(place, GROUP)
+            plgpu.wgmma(sums, left.at[own_part, group], right.at[:, group].transpose((1, 0)))
 
-        def products(*of_blocks):
-            for place in range(0, tiling.depth, GROUP):
-                of_block, group = of_blocks[place // size], pl.ds(place, GROUP)
-                rows = right.at[:, group].transpose((1, 0))
-                if kind.is_packed:
-                    own_bytes = left.at[own_part, pl.ds(place // 2, GROUP // 2)]
-                    multiply_widened(of_block, own_bytes, rows, own_wide)
-                else:
-                    plgpu.wgmma(of_block, left.at[own_part, group], rows)
-            return [of_block[...] for of_block in of_blocks]
+    def sums_of_products(steps):
+        """Of whole rows, without their scales."""
+        dtype, slot = product_dtype(kind), steps.begin()
+        in_second = jnp.asarray(kind.second_step, dtype)
+        further = 0 if swapped else later[1][split]  # steps, with second terms
+        add_up = functools.partial(steps.add_up, multiply=multiply, instructions=together)
 
-        found = pl.run_scoped(products, *[plgpu.ACC(block_shape, product_dtype)] * together)
-        of_lanes = pl.ds(0, lanes) if swapped else own_part
-        if kind.is_packed:  # both terms are added up as integers, in steps of the second one
-            of_lanes = pl.ds(tiling.rows, tiling.rows)
-            found = [
-                first_half(of_block) * SECOND_STEPS + second_half(of_block) for of_block in found
-            ]
-        for i, of_block in enumerate(found):
-            scaled = of_block.astype(jnp.float32)
-            of_axes = {rows_axis: scales_block.at[i, of_lanes]}
-            if group_scales is not None:
-                of_axes[columns_axis] = group_scales.at[i, own_part]
-            for axis, ref in of_axes.items():
-                scales = plgpu.load(ref, optimized=False).astype(jnp.float32)
-                scaled = scaled * lax.broadcast_in_dim(scales, sums_shape, (axis,))
-            sums += scaled
-        return sums
+        def summed(slot, count):
+            run = lambda sums: (add_up(slot, count, sums), sums[...])
+            return pl.run_scoped(run, plgpu.ACC(products_shape, dtype))
 
-    def finish(sums, staged):
-        if swapped and not kind.is_packed:
-            sums = first_half(sums) + second_half(sums)
+        def of_integers(sums):
+            next_slot = add_up(slot, count, sums)
 
-        def of_columns(ref):
-            loaded = plgpu.load(ref.at[pl.ds(first_column, own_columns)], optimized=False)
-            return lax.broadcast_in_dim(loaded.astype(jnp.float32), sums.shape, (columns_axis,))
+            @pl.when(further > 0)
+            def _():  # in steps of the second term, and back, which is exact in 32 bits
+                sums[...] = sums[...] * SECOND_INVERSE
+                add_up(next_slot, further, sums)
+                sums[...] = sums[...] * in_second
 
-        out = sums / NIBBLE_UNIT if kind.is_packed else sums
-        out = out if kind.grouped else out * of_columns(scales_ref)
-        out = out if bias_ref is None else out + of_columns(bias_ref)
+            return sums[...]
+
+        if swapped:
+            sums = summed(slot, count)[1]
+            sums = sums[:, : tiling.rows] + sums[:, tiling.rows :] * in_second
+        elif dtype == jnp.int32 and not interpret:
+            sums = pl.run_scoped(of_integers, plgpu.ACC(products_shape, dtype))
+        else:  # interpret mode does not write to accumulators
+            promoted = count if dtype == jnp.int32 else math.gcd(count, PROMOTED // tiling.depth)
+
+            def add(_, state):
+                slot, found = summed(state[0], promoted)
+                return slot, state[1] + found
+
+            state = slot, jnp.zeros(products_shape, dtype)
+            slot, sums = lax.fori_loop(0, count // promoted, add, state)
+            sums += summed(slot, further)[1] * in_second
+        return sums.astype(jnp.float32)
+
+    def sums_of_groups(steps, own_wide):
+        """Of groups whose sums are scaled each by its own scales, of rows and of columns."""
+
+        def add(rows_block, weight_block, scales_block, group_scales, sums):
+            def products(*of_groups):
+                for i, of_group in enumerate(of_groups):
+                    rows = rows_block.at[:, pl.ds(i * GROUP, GROUP)].transpose((1, 0))
+                    own_bytes = weight_block.at[own_part, pl.ds(i * GROUP // 2, GROUP // 2)]
+                    multiply_widened(of_group, own_bytes, rows, own_wide)
+                return [of_group[...] for of_group in of_groups]
+
+            accumulators = [plgpu.ACC(products_shape, jnp.int32)] * together
+            for i, of_group in enumerate(pl.run_scoped(products, *accumulators)):
+                # Both terms are added up as integers, in steps of the second one.
+                both = of_group[:, : tiling.rows] * SECOND_STEPS + of_group[:, tiling.rows :]
+                scaled = both.astype(jnp.float32)
+                of_columns = group_scales.at[i, own_part]
+                for axis, ref in ((rows_axis, scales_block.at[i]), (columns_axis, of_columns)):
+                    scaled *= along(axis, plgpu.load(ref, optimized=False))
+                sums += scaled
+            return sums
+
+        slot = steps.begin()
+        sums = steps.each(slot, count, add, jnp.zeros(sums_shape, jnp.float32))[1]
+        return sums * (1 / (SECOND_STEPS * NIBBLE_UNIT))
+
+    def along(axis, numbers):
+        return lax.broadcast_in_dim(numbers.astype(jnp.float32), sums_shape, (axis,))
+
+    def finish(out, staged):
+        of_rows = lambda ref: plgpu.load(ref.at[0, pl.ds(first_row, own_rows)], optimized=False)
+        of_columns = lambda ref: plgpu.load(
+            ref.at[pl.ds(first_column, own_columns)], optimized=False
+        )
+        if not kind.grouped:
+            out *= along(rows_axis, of_rows(rounded_scales_ref))
+            out *= along(columns_axis, of_columns(scales_ref))
+        out = out if bias_ref is None else out + along(columns_axis, of_columns(bias_ref))
         out = out if activation is None else IN_KERNELS[activation](out)
         out = out.astype(out_ref.dtype)
         own_out = out_ref.at[split] if tiling.splits > 1 else out_ref
         place = staged.at[warpgroup], first_row, first_column
         mosaic.write(out, own_out, *place, swapped=swapped)
 
-    def term_and_blocks(step):
-        """Of a step of the pipeline: 0 or 1, and the number of its blocks, `together` of them."""
-        if later is None:
-            return 0, split * steps + step
-        first = lambda: (jnp.int32(0), split * steps + step)
-        second = lambda: (jnp.int32(1), split * steps + later[0][split, step - steps])
-        return lax.cond(step < steps, first, second)
+    steps = Steps(operands, tiling)
 
-    row_tile, column_tile = tile_row // tiling.rows, tile_column // tiling.columns
+    def run(memory, staged, wide=None):
+        of_warpgroup = steps.with_memory(*memory)
 
-    def of_rows(step):
-        term, blocks = term_and_blocks(step)
-        return term * row_tiles + row_tile, blocks
+        def compute():
+            if kind.is_packed:
+                sums = sums_of_groups(of_warpgroup, None if wide is None else wide.at[warpgroup])
+            else:
+                sums = sums_of_products(of_warpgroup)
+            finish(sums, staged)
 
-    def of_scales(step):
-        term, blocks = term_and_blocks(step)
-        return blocks, term * row_tiles + row_tile
+        fetch = lambda: of_warpgroup.fetch(count, 0 if later is None else later[1][split])
+        lax.cond(warpgroup == tiling.warpgroups, fetch, compute)
 
-    def of_weight(step):
-        return column_tile, term_and_blocks(step)[1]
-
-    def of_groups(step):
-        return term_and_blocks(step)[1], column_tile
-
-    neighbours = ("neighbour",) if tiling.cluster > 1 else ()
-    block_of = functools.partial(plgpu.BlockSpec, memory_space=plgpu.SMEM)
-    lines = mosaic.swizzled(GROUP, jnp.int8)
-    in_byte = 2 if kind.is_packed else 1  # values
-    weight_lines = mosaic.swizzled(GROUP // in_byte, jnp.int8)
-    of_group = [block_of((together, tiling.columns), of_groups)] if kind.grouped else []
-    pipeline = functools.partial(
-        plgpu.emit_pipeline_warp_specialized,
-        grid=(steps if later is None else steps + later[1][split],),
-        memory_registers=FETCHING_REGISTERS,
-        in_specs=[
-            block_of((lanes, tiling.depth), of_rows, transforms=lines, collective_axes=neighbours),
-            block_of((together, lanes), of_scales),
-            block_of((tiling.columns, tiling.depth // in_byte), of_weight, transforms=weight_lines),
-            *of_group,
-        ],
-        wg_axis="warpgroup",
-        num_compute_wgs=tiling.warpgroups,
-        max_concurrent_steps=tiling.stages,
-    )
-    factors = rounded_ref, rounded_scales_ref, values_ref
-    factors += (scales_ref,) if kind.grouped else ()
-
-    def run(stages, staged, wide=None):
-        def context(multiply_all):
-            finish(multiply_all(jnp.zeros(sums_shape, jnp.float32)), staged)
-
-        own_wide = None if wide is None else wide.at[warpgroup]
-        body = functools.partial(multiply, own_wide=own_wide)
-        pipeline(body, compute_context=context)(*factors, allocations=stages)
-
-    nothing = lambda *_: None
-    stages = pipeline(nothing, compute_context=nothing).get_allocations(*factors)
     staged = mosaic.staging(own_rows, own_columns, tiling.warpgroups, out_ref.dtype)
     wide = plgpu.SMEM((tiling.warpgroups, own, GROUP), jnp.int8)
     scratch = [wide] if kind.is_packed and interpret else []
-    pl.run_scoped(run, stages, staged, *scratch, collective_axes="warpgroup")
+    pl.run_scoped(run, steps.allocations(), staged, *scratch, collective_axes="warpgroup")

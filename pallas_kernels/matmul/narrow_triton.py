@@ -1,13 +1,13 @@
 """Products with narrow weights as two Pallas Triton kernels.
 
-The first rounds the rows' numbers of each block of inputs to values that a matrix unit
-multiplies (see `narrow.round_blocks`). The second reads a tile of the weights once, multiplies int8
-or fp8 values block by block, and adds the scaled products up in float32. Blocks with second terms
-are rare where rows are rounded: they are multiplied after all others. Where rows keep their
-numbers, all have second terms, which take further lanes of the same tile.
+The first rounds the rows to values that a matrix unit multiplies (see `narrow.round_groups`). The
+second reads a tile of the weights once and multiplies int8 or fp8 values. Where rows are rounded,
+the products of all inputs are added up and then scaled; groups with second terms are rare, and
+multiplied before all others. Where rows keep their numbers, all have second terms, which take
+further lanes of the same tile, and each group's sums are scaled and added up in float32.
 
-A row's bits depend on the row and on the weight alone: blocks are rounded by themselves, integer
-products are exact, blocks are added in their order, and a second term that is zero changes nothing.
+A row's bits depend on the row and on the weight alone: rows are rounded by themselves, integer
+products are exact, groups are added in their order, and a second term that is zero changes nothing.
 """
 
 import functools
@@ -22,12 +22,12 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.common.implementations import stages_that_fit
 from pallas_kernels.matmul.activations import IN_KERNELS
-from pallas_kernels.matmul.narrow import GROUP, Format, NarrowWeight
+from pallas_kernels.matmul.narrow import GROUP, Format, NarrowWeight, product_dtype
 from pallas_kernels.matmul.rounded import (
     RoundedRows,
     Rounding,
     array_types,
-    places_in_blocks,
+    in_groups,
     store_rounded,
 )
 
@@ -48,8 +48,7 @@ MIN_LANES, MAX_ROWS = 16, 64  # of a tile
 COLUMNS, FEW_COLUMNS = 64, 32
 PROGRAMS_WANTED = 384
 MOST_SPLITS, FEWEST_GROUPS = 8, 8  # shares of the contracted axis, and GROUPs of a share
-ROUNDED_ROWS = 8  # of a program that rounds
-FEW_ROUNDING = 1024  # programs: fewer fill the device with several warps each
+ROUNDED_BY_WARP, ROUNDING_WARPS = 1024, (4, 16)  # numbers; the fewest warps of a row, and the most
 NIBBLE_UNIT = 16  # four bits in the upper half of a byte are this many times as large
 GATES, TAKES = True, "narrow weights"
 MULTIPLES = (GROUP, 2 * COLUMNS)  # of inputs and outputs; a gated weight has two halves
@@ -87,7 +86,7 @@ def tiling_for(
         split
         and programs * splits < PROGRAMS_WANTED
         and splits < MOST_SPLITS
-        and inputs % (2 * splits * kind.block_of(inputs)) == 0
+        and groups % (2 * splits) == 0
         and groups // (2 * splits) >= FEWEST_GROUPS
     ):
         splits *= 2
@@ -116,7 +115,7 @@ def launch(
 ) -> Array:
     """[rows, outputs], or shares [splits, rows, outputs]: see `pallas_kernels.linear`."""
     (rows, inputs), columns, kind = x.shape, weight.shape[1], weight.kind
-    outputs, size = columns // 2 if gated else columns, kind.block_of(inputs)
+    outputs = columns // 2 if gated else columns
     shares = (tiling.splits,) if tiling.splits > 1 else ()
     x = in_kernel_form(x, rounding_for(rows, weight, tiling), interpret=interpret)
     optional = {"zeros": weight.zeros, "bias": bias}
@@ -126,7 +125,7 @@ def launch(
         names=tuple(optional),
         kind=kind,
         tiling=tiling,
-        blocks=inputs // size // tiling.splits,
+        groups=inputs // GROUP // tiling.splits,
         activation=activation,
         gated=gated,
         interpret=interpret,
@@ -140,7 +139,7 @@ def launch(
         out_shape=jax.ShapeDtypeStruct((*shares, rows, outputs), dtype),
         compiler_params=plgpu.CompilerParams(
             num_warps=tiling.num_warps,
-            num_stages=stages_that_fit(tiling.num_stages, size * (tiling.columns + lanes)),
+            num_stages=stages_that_fit(tiling.num_stages, GROUP * (tiling.columns + lanes)),
         ),
         interpret=interpret,
         name="narrow_linear",
@@ -170,45 +169,37 @@ def in_kernel_form(x: Array | RoundedRows, rounding: Rounding, *, interpret: boo
 
 def round_rows(x: Array, rounding: Rounding, *, interpret: bool) -> RoundedRows:
     """Rounds rows in a launch of its own, and adds the zeros beyond the last."""
-    blocks = x.shape[1] // rounding.kind.block_of(x.shape[1])
-    groups = rounding.padded // ROUNDED_ROWS
+    inputs = x.shape[1]
+    fewest, most = ROUNDING_WARPS
+    warps = pl.next_power_of_2(inputs) // ROUNDED_BY_WARP
     arrays = pl.pallas_call(
         functools.partial(_round_kernel, kind=rounding.kind),
-        grid=(groups, blocks),
-        out_shape=array_types(rounding, x.shape[1], groups=groups),
-        compiler_params=plgpu.CompilerParams(
-            # Few programs wait for their own instructions, many for those of each other.
-            num_warps=4 if groups * blocks < FEW_ROUNDING else 1,
-            num_stages=1,
-        ),
+        grid=(rounding.padded,),
+        out_shape=array_types(rounding, inputs),
+        compiler_params=plgpu.CompilerParams(num_warps=min(max(warps, fewest), most), num_stages=1),
         interpret=interpret,
-        name="round_blocks",
+        name="round_rows",
     )(x)
     return RoundedRows(*arrays, rows=x.shape[0], dtype=x.dtype)
 
 
 def _round_kernel(x_ref, values_ref, scales_ref, second_ref, *, kind: Format):
-    group, number = pl.program_id(0), pl.program_id(1)
-    row = group * ROUNDED_ROWS + jnp.arange(ROUNDED_ROWS)
-    block = jnp.full(ROUNDED_ROWS, number)
-    at = places_in_blocks(block, kind.block_of(x_ref.shape[1]))
-    mask = jnp.broadcast_to((row < x_ref.shape[0])[:, None], at.shape)
-    numbers = plgpu.load(x_ref.at[row[:, None], at], mask=mask, other=0).astype(jnp.float32)
-    has_second = store_rounded(values_ref, scales_ref, numbers, row, block, kind)
-    second_ref[group, number] = jnp.max(has_second)
+    row, (at, exists) = pl.program_id(0), in_groups(x_ref.shape[1])
+    numbers = plgpu.load(x_ref.at[row, at], mask=exists & (row < x_ref.shape[0]), other=0)
+    store_rounded(values_ref, scales_ref, second_ref, numbers.astype(jnp.float32), row, kind)
 
 
 def _kernel(
     rounded_ref,  # [1, 2, rows, inputs]
-    rounded_scales_ref,  # [blocks, 1, 2, rows]
-    second_ref,  # [groups of rows, blocks]
+    rounded_scales_ref,  # [scales, 1, rows]
+    second_ref,  # [rows, groups]
     values_ref,  # [columns, inputs], or bytes
     scales_ref,  # [groups, columns]
     *refs,  # zeros [groups, columns] and bias [columns] if named; out
     names: tuple[str, ...],
     kind: Format,
     tiling: Tiling,
-    blocks: int,
+    groups: int,
     activation: str | None,
     gated: bool,
     interpret: bool,
@@ -225,45 +216,59 @@ def _kernel(
     unit = NIBBLE_UNIT if kind.is_packed and "zeros" not in refs else 1
     of_lane, own_term = first_row + lanes % tiling.rows, lanes // tiling.rows
 
-    def add_block(i, totals, term):
-        number = split * blocks + i
-        scales = plgpu.load(rounded_scales_ref.at[number, 0, term, of_lane]) / unit
+    def products(i, term):
+        """Of a group, for each part of the output: [lanes, columns]."""
+        number = split * groups + i
         factors = _rows(rounded_ref, term, of_lane, number, kind)
-        for_parts = []
-        for total, columns in zip(totals, parts, strict=True):
-            product = _product(factors, _values(values_ref, refs, columns, number, kind, unpacked))
-            product *= scales[:, None]
+        return number, [
+            _product(factors, _values(values_ref, refs, columns, number, kind, unpacked), kind)
+            for columns in parts
+        ]
+
+    def add(i, totals, term):
+        added = zip(totals, products(i, term)[1], strict=True)
+        return tuple(total + product for total, product in added)
+
+    def add_scaled(i, totals):
+        number, of_parts = products(i, own_term)
+        scales = plgpu.load(rounded_scales_ref.at[number, 0, of_lane])
+        scales *= jnp.where(own_term > 0, kind.second_step, 1.0) / unit
+        new = []
+        for total, product, columns in zip(totals, of_parts, parts, strict=True):
+            scaled = product.astype(jnp.float32) * scales[:, None]
             if grouped:
                 of_group = plgpu.load(scales_ref.at[number, columns])
-                product *= of_group.astype(jnp.float32)[None, :]
-            for_parts.append(total + product)
-        return tuple(for_parts)
+                scaled *= of_group.astype(jnp.float32)[None, :]
+            new.append(total + scaled)
+        return tuple(new)
 
-    totals = (jnp.zeros((len(lanes), width), jnp.float32),) * len(parts)
-    totals = lax.fori_loop(0, blocks, lambda i, totals: add_block(i, totals, own_term), totals)
+    zeros = lambda dtype: (jnp.zeros((len(lanes), width), dtype),) * len(parts)
     if kind.rounds_rows:
-        of_group = rounded_ref.shape[2] // second_ref.shape[0]  # rows
-        groups = pl.cdiv(tiling.rows, of_group)
-        group = first_row // of_group + jnp.arange(groups)
+        row = first_row + jnp.arange(tiling.rows)
 
         def has_second(numbers, mask=None):
             found = plgpu.load(
-                second_ref.at[group[:, None], numbers[None, :]],
-                mask=None if mask is None else jnp.broadcast_to(mask, (groups, len(numbers))),
+                second_ref.at[row[:, None], numbers[None, :]],
+                mask=None if mask is None else jnp.broadcast_to(mask, (len(row), len(numbers))),
                 other=None if mask is None else 0,
             )
             return jnp.max(found) > 0
 
         def add_second(i, totals):
-            add = lambda totals: add_block(i, totals, own_term + 1)
-            here = has_second(split * blocks + i + jnp.arange(1))
-            return lax.cond(here, add, lambda totals: totals, totals)
+            here = has_second(split * groups + i + jnp.arange(1))
+            return lax.cond(here, lambda: add(i, totals, own_term + 1), lambda: totals)
 
-        every = jnp.arange(pl.next_power_of_2(blocks))
-        anywhere = has_second(split * blocks + every, (every < blocks)[None, :])
-        most = jnp.where(anywhere, jnp.int32(blocks), jnp.int32(0))
+        every = jnp.arange(pl.next_power_of_2(groups))
+        anywhere = has_second(split * groups + every, (every < groups)[None, :])
+        most = jnp.where(anywhere, jnp.int32(groups), jnp.int32(0))
+        totals = zeros(product_dtype(kind))
         totals = lax.fori_loop(jnp.int32(0), most, add_second, totals)
+        totals = tuple(total * jnp.asarray(kind.second_step, total.dtype) for total in totals)
+        totals = lax.fori_loop(0, groups, lambda i, totals: add(i, totals, own_term), totals)
+        scales = plgpu.load(rounded_scales_ref.at[0, 0, of_lane])[:, None]
+        totals = tuple(total.astype(jnp.float32) * scales for total in totals)
     else:
+        totals = lax.fori_loop(0, groups, add_scaled, zeros(jnp.float32))
         both = lambda total: jnp.sum(total.reshape(2, tiling.rows, width), axis=0)
         totals = tuple(map(both, totals))
     of_columns = None if grouped else scales_ref
@@ -298,21 +303,21 @@ def finish(
 
 
 def _rows(rounded_ref, term, row: Array, number, kind: Format) -> tuple[Array, ...]:
-    """The rounded values of a block, [lanes, n] of each of its parts."""
-    halves, of_block = 2 if kind.is_packed else 1, kind.block_of(rounded_ref.shape[3])
-    size = of_block // halves
-    at = (number * of_block + half * size + jnp.arange(size) for half in range(halves))
+    """The rounded values of a group, [lanes, n] of each of its parts."""
+    halves = 2 if kind.is_packed else 1
+    size = GROUP // halves
+    at = (number * GROUP + half * size + jnp.arange(size) for half in range(halves))
     return tuple(
         plgpu.load(rounded_ref.at[0, term[:, None], row[:, None], place[None, :]]) for place in at
     )
 
 
 def _values(values_ref, refs, columns: Array, number, kind: Format, unpacked) -> tuple[Array, ...]:
-    """The weight's values of a block, [columns, n] of each of its parts.
+    """The weight's values of a group, [columns, n] of each of its parts.
 
     Those of packed weights without zeros are NIBBLE_UNIT times as large.
     """
-    size = GROUP // 2 if kind.is_packed else kind.block_of(values_ref.shape[1])
+    size = GROUP // 2 if kind.is_packed else GROUP
     place = number * size + jnp.arange(size)
     values = plgpu.load(values_ref.at[columns[:, None], place[None, :]])
     if not kind.is_packed:
@@ -343,8 +348,7 @@ def nibbles(values: Array, *, interpret: bool) -> tuple[Array, Array]:
     return low, high
 
 
-def _product(rows: tuple[Array, ...], weights: tuple[Array, ...]) -> Array:
-    """The product of a block's values, float32 [lanes, columns]."""
-    kind = jnp.float32 if rows[0].dtype == jnp.float8_e4m3fn else jnp.int32
-    dot = lambda x, weight: jnp.dot(x, weight.T, preferred_element_type=kind)
-    return sum(map(dot, rows, weights)).astype(jnp.float32)
+def _product(rows: tuple[Array, ...], weights: tuple[Array, ...], kind: Format) -> Array:
+    """The product of a group's values, [lanes, columns]."""
+    dot = functools.partial(jnp.dot, preferred_element_type=product_dtype(kind))
+    return sum(dot(x, weight.T) for x, weight in zip(rows, weights, strict=True))

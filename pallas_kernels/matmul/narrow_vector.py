@@ -158,7 +158,7 @@ def _kernel(
             # Both terms of the row are added up in steps of the second one.
             sums = product(values, rounded.values) * SECOND_STEPS
             sums += product(values, rounded.second_values)
-            unit = of_blocks.astype(jnp.float32) * rounded.second_scales / NIBBLE_UNIT
+            unit = of_blocks.astype(jnp.float32) * rounded.scales * (kind.second_step / NIBBLE_UNIT)
             new.append(total + sums.astype(jnp.float32) * unit[..., None])
         return tuple(new)
 

@@ -10,9 +10,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.matmul.narrow import Format, round_blocks
+from pallas_kernels.matmul.narrow import GROUP, Format, round_groups
 
 
 class Rounding(NamedTuple):
@@ -40,10 +41,9 @@ class RoundedRows:
 
     Attributes:
         values: int8 or float8_e4m3fn [tiles, 2, rows, inputs]: first and second terms of the rows
-            of each tile. Integers are undefined where there is no second term, since their scale
-            is zero.
-        scales: float32 [blocks, tiles, 2, rows], for blocks of `Format.block_of` inputs.
-        second: int32 [groups, blocks]: 1 where a row of a group of them has a second term.
+            of each tile.
+        scales: float32 [scales, tiles, rows]: `Format.scales_of` each row.
+        second: int32 [rows, groups]: 1 where a row has a second term in a GROUP of inputs.
         rows: number of rows.
         dtype: what the rows' numbers had before.
     """
@@ -71,48 +71,42 @@ class RoundedRows:
 
 
 def array_types(
-    rounding: Rounding, inputs: int, *, groups: int
+    rounding: Rounding, inputs: int
 ) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Shapes and types of the arrays of `RoundedRows`; each of `groups` of rows has its flags."""
+    """Shapes and types of the arrays of `RoundedRows`."""
     kind, padded, tiles = rounding
-    terms, blocks = (tiles, 2, padded // tiles), inputs // kind.block_of(inputs)
     factor = jnp.float8_e4m3fn if kind.dtype == jnp.float8_e4m3fn else jnp.int8
+    of_tile, scales = padded // tiles, kind.scales_of(inputs)
     return (
-        jax.ShapeDtypeStruct((*terms, inputs), factor),
-        jax.ShapeDtypeStruct((blocks, *terms), jnp.float32),
-        jax.ShapeDtypeStruct((groups, blocks), jnp.int32),
+        jax.ShapeDtypeStruct((tiles, 2, of_tile, inputs), factor),
+        jax.ShapeDtypeStruct((scales, tiles, of_tile), jnp.float32),
+        jax.ShapeDtypeStruct((padded, inputs // GROUP), jnp.int32),
     )
 
 
-def places_in_blocks(block: Array, size: int) -> Array:
-    """The inputs of blocks [n] of this size, [n, size]."""
-    return (block * size)[:, None] + jnp.arange(size)[None, :]
+def in_groups(inputs: int) -> tuple[Array, Array]:
+    """The inputs of a row in groups, [n, GROUP], where n is a power of two; whether they exist."""
+    group = jnp.arange(pl.next_power_of_2(pl.cdiv(inputs, GROUP)))
+    at = (group * GROUP)[:, None] + jnp.arange(GROUP)[None, :]
+    return at, at < inputs
 
 
 def store_rounded(
     values_ref,  # [tiles, 2, rows, inputs]
-    scales_ref,  # [blocks, tiles, 2, rows]
-    numbers: Array,  # of n blocks, float32 [n, size]
-    row: Array,  # [n]
-    block: Array,  # [n]
+    scales_ref,  # [scales, tiles, rows]
+    second_ref,  # [rows of all tiles, groups]
+    numbers: Array,  # float32 [n, GROUP], see `in_groups`
+    row: Array,
     kind: Format,
-    mask: Array | None = None,  # [n]; None: all are stored
-) -> Array:
-    """Rounds blocks in a Triton kernel and stores them; where they have second terms, int32 [n]."""
-    rounded = round_blocks(numbers, kind)
-    # A row that is not finite has no part in this: its comparison is false.
-    has_second = rounded.second_scales > 0
-    is_read = has_second | jnp.issubdtype(values_ref.dtype, jnp.floating)
-    terms = (
-        (rounded.values, rounded.scales, mask),
-        (rounded.second_values, rounded.second_scales, is_read if mask is None else is_read & mask),
-    )
+) -> None:
+    """Rounds a row in a Triton kernel and stores it."""
+    rounded, (at, exists) = round_groups(numbers, kind), in_groups(values_ref.shape[3])
     of_tile = values_ref.shape[2]
-    tile, row = row // of_tile, row % of_tile
-    for term, (values, scales, stored) in enumerate(terms):
-        kept = None if stored is None else jnp.broadcast_to(stored[:, None], values.shape)
-        at = places_in_blocks(block, values.shape[1])
-        place = values_ref.at[tile[:, None], term, row[:, None], at]
-        plgpu.store(place, values, mask=kept)
-        plgpu.store(scales_ref.at[block, tile, term, row], scales, mask=mask)
-    return has_second.astype(jnp.int32)
+    tile, of_row = row // of_tile, row % of_tile
+    for term, values in enumerate((rounded.values, rounded.second_values)):
+        plgpu.store(values_ref.at[tile, term, of_row, at], values, mask=exists)
+    scale, group = (jnp.arange(n) for n in (len(rounded.scales), len(at)))
+    kept = scale < scales_ref.shape[0]
+    plgpu.store(scales_ref.at[scale, tile, of_row], rounded.scales, mask=kept)
+    has_second = rounded.has_second.astype(jnp.int32)
+    plgpu.store(second_ref.at[row, group], has_second, mask=group < second_ref.shape[1])

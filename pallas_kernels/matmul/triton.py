@@ -44,6 +44,7 @@ TILINGS = {
 # of 51 for 4096 x 24576 weights and 1 row, 52 of 57 for 64 rows, in steps of Qwen3-8B.
 MULTIPROCESSORS = 132
 SHARED = {"num_warps": 4, "num_stages": 4}
+SHARING_ROWS, MIN_TILE_ROWS = 64, min(TILINGS)
 # If a tiling makes too few programs, the one for this number of rows is used, which has more
 # shares, and if there are still too few, narrower ones.
 IN_MORE_SHARES = 32
@@ -94,6 +95,18 @@ def tiling_for(
         if too_few(tiling):
             tiling = tiling._replace(columns=columns, depth=128, num_warps=num_warps)
     return tiling if inputs % (tiling.depth * tiling.splits) == 0 else tiling._replace(depth=64)
+
+
+def runs_at_once(rows: int, inputs: int, outputs: int, *, split: bool) -> bool:
+    """Whether a product of so many rows has no program that waits for another to end.
+
+    If two share a multiprocessor, they do so with few rows alone. With the fewest rows all programs
+    wait for memory, whether they run at once or not.
+    """
+    tiling = tiling_for(rows, inputs, outputs, split=split)
+    shared = rows <= SHARING_ROWS and tiling.num_stages <= SHARED["num_stages"]
+    programs = outputs // tiling.columns * tiling.splits
+    return rows <= MIN_TILE_ROWS or programs <= MULTIPROCESSORS * (2 if shared else 1)
 
 
 def shares_of(inputs: int, outputs: int, *, split: bool) -> int:
