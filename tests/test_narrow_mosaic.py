@@ -19,10 +19,10 @@ from pallas_kernels.matmul import (
     narrow,
     narrow_mosaic,
     narrow_tiles,
-    narrow_triton,
+    second_terms,
 )
 from pallas_kernels.matmul.narrow import FORMATS, GROUP
-from pallas_kernels.matmul.rounded import Rounding
+from pallas_kernels.matmul.rounded import Rounding, round_rows
 
 
 @pytest.mark.gpu
@@ -90,10 +90,9 @@ def test_groups_of_few_rows_may_be_multiplied_together(format, together, splits)
 
 def rounded_by_kernel(x, kind):
     """Rounded rows as the kernel has them: near-ties may go another way than in XLA."""
-    rounding = Rounding(kind, len(x))
-    rounded = narrow_triton.round_rows(x, rounding, interpret=not runs_triton())
-    first, second = np.asarray(rounded.values, np.float64)[0]
-    scales = np.asarray(rounded.scales, np.float64)[:, 0].T  # [rows, scales]
+    rows = round_rows(x, Rounding(kind, len(x)), interpret=not runs_triton())
+    first, second = np.asarray(rows.values, np.float64)[0]
+    scales = np.asarray(rows.scales, np.float64)[:, 0].T  # [rows, scales]
     groups = (first + second * kind.second_step).reshape(len(x), scales.shape[1], -1)
     return (groups * scales[..., None]).reshape(len(x), -1)
 
@@ -103,7 +102,7 @@ def rounded_by_kernel(x, kind):
 def test_groups_with_second_terms_are_listed(splits, rows):
     second = np.random.default_rng(0).random((rows, 12)) < 0.5 / rows
     second[:, 6:] &= splits == 1  # a share may have none
-    numbers, counts = narrow_mosaic.list_second(
+    numbers, counts = second_terms.list_second(
         jnp.asarray(second, jnp.int32), splits, interpret=True
     )
     in_groups = second.any(axis=0)

@@ -18,7 +18,7 @@ from pallas_kernels.common import implementations
 from pallas_kernels.common.implementations import runs_triton
 from pallas_kernels.matmul import narrow_mosaic, narrow_tiles, narrow_triton
 from pallas_kernels.matmul.narrow import FORMATS
-from pallas_kernels.matmul.rounded import RoundedRows, Rounding
+from pallas_kernels.matmul.rounded import RoundedRows, Rounding, round_rows
 
 TRITON = {"implementation": "triton", "interpret": not runs_triton()}
 EPSILON = 1e-5
@@ -50,7 +50,7 @@ def test_a_norm_rounds_as_the_product_would(format, rows, tiles, size, centred):
     np.testing.assert_array_equal(total, expected_total)
     assert (rounded.shape, rounded.dtype) == (normalised.shape, normalised.dtype)
     interpret = TRITON["interpret"]
-    expected = narrow_triton.round_rows(normalised, rounding, interpret=interpret)
+    expected = round_rows(normalised, rounding, interpret=interpret)
     for name in ("values", "scales", "second"):
         one, other = (np.asarray(getattr(of, name)).astype(float) for of in (rounded, expected))
         np.testing.assert_array_equal(one, other)
@@ -60,9 +60,7 @@ def test_a_norm_rounds_as_the_product_would(format, rows, tiles, size, centred):
     terms = np.asarray(rounded.values).astype(float).swapaxes(0, 1).reshape(2, 16, size)
     assert not terms[:, rows:].any()
     assert not rounded.scales.reshape(-1, 16)[:, rows:].any()
-    together = narrow_triton.round_rows(
-        normalised, Rounding(rounding.kind, 16), interpret=interpret
-    )
+    together = round_rows(normalised, Rounding(rounding.kind, 16), interpret=interpret)
     np.testing.assert_array_equal(terms, np.asarray(together.values[0]).astype(float))
 
 

@@ -17,7 +17,7 @@ from pallas_kernels.matmul.rounded import (
     RoundedRows,
     Rounding,
     array_types,
-    in_groups,
+    places_in_groups,
     store_rounded,
 )
 
@@ -93,5 +93,5 @@ def _kernel(
     if rounding is None:
         plgpu.store(out_refs[0].at[row, at], out, mask=mask)
         return
-    numbers = jnp.where(mask, out.astype(jnp.float32), 0).reshape(in_groups(size)[0].shape)
+    numbers = jnp.where(mask, out.astype(jnp.float32), 0).reshape(places_in_groups(size)[0].shape)
     store_rounded(*out_refs, numbers, row, rounding.kind)

@@ -16,7 +16,7 @@ from pallas_kernels.common.implementations import (
     with_gradient_of,
 )
 from pallas_kernels.common.numerics import is_invariant
-from pallas_kernels.matmul import narrow, xla
+from pallas_kernels.matmul import narrow_xla, xla
 from pallas_kernels.matmul.activations import ACTIVATIONS, FUSED
 from pallas_kernels.matmul.narrow import NarrowWeight
 from pallas_kernels.matmul.rounded import RoundedRows, Rounding
@@ -102,7 +102,7 @@ def linear(
             if activation not in (None, *FUSED) or (gated and not module.GATES):
                 return xla.activate(product(), activation, gated)
             return product(**epilogue) if module.GATES else product(activation=activation)
-        product = functools.partial(narrow.linear, **epilogue)
+        product = functools.partial(narrow_xla.linear, **epilogue)
         return (xla.in_row_blocks(product) if invariant else product)(x, weight, bias)
     kernel = _kernel_for(x, weight, implementation, interpret, invariant=invariant)
     reference = functools.partial(xla.linear, activation=activation, gated=gated)
@@ -157,7 +157,7 @@ def linear_sums(
             module, tiling = kernel
             options = {"dtype": xla.sums_dtype(x.dtype, tiling.splits), "interpret": interpret}
             return module.launch(weight.ordered(x), weight, None, tiling=tiling, **options)
-        return (xla.in_row_blocks(narrow.dot) if invariant else narrow.dot)(x, weight)
+        return (xla.in_row_blocks(narrow_xla.dot) if invariant else narrow_xla.dot)(x, weight)
     kind = {"invariant": invariant, "transposed": transposed, "split": not transposed}
     kernel = _kernel_for(x, weight, implementation, interpret, **kind)
     reference = functools.partial(xla.widened_dot, transposed=transposed)

@@ -1,31 +1,16 @@
 """Weights in types of 8 and 4 bits, and the rounding of rows that are multiplied with them.
 
 A weight is (values - zeros) * scales. Its scales belong to output columns, or to groups of inputs
-of each column. In two of the formats the rows are rounded as well, so that both factors are of the
-narrow type. Each row then has one scale, which nothing but the row determines, so that a matrix
-unit adds up all its products before their sum is scaled.
-
-A few large numbers would leave only a few steps to all others of their row (int8), or are rounded
-too coarsely beside them (fp8). They have a second term:
-
-    x = scale * (values + second_step * second_values)
-
-The second values are zero unless a number is larger than LARGE times the mean of its row's groups'
-largest numbers, a geometric mean, which few large groups change little. Groups of zeros, of which a
-feed-forward part has many after a ReLU, do not count. Second terms are multiplied only in groups of
-inputs in which any number is large.
+of each column. In two of the formats the rows are rounded as well, so that both factors are of
+the narrow type: see `rounding`.
 """
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
-
-from pallas_kernels.matmul import xla
+from jax import Array
 
 GROUP = 128  # inputs of a group: of weights with their own scales, and of a row's second terms
 # Steps of the second term in one of the first, if all numbers have both: what the first leaves of a
@@ -34,10 +19,6 @@ SECOND_STEPS = 254
 # Steps of the first term in one of the second, if only large integers have both: the first holds
 # what is left of any integer. An odd number has an inverse among the integers of 32 bits.
 LARGE_STEP = 255
-# A GPU converts few numbers in a clock. The last bits of a float32 sum with this are those of the
-# nearest integer.
-WHOLE, BITS_OF_WHOLE = 1.5 * 2.0**23, 0x4B400000
-MEAN_SHIFT = 12  # the bits of a float32 number without these: 32 bits hold a sum of 2**12 of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +30,8 @@ class Format:
         limit: what the largest absolute value of a column or group is divided by to get its scale.
         range: the smallest and largest value.
         grouped: whether each GROUP of inputs has its own scales.
-        large: how many times the mean of its row's groups' largest numbers a number is to be
-            large; None: rows are not rounded.
+        large: how many times the mean absolute value of its row's other numbers than zero a
+            number is to be large; None: rows are not rounded.
         second_step: of the second term of a row's number, in steps of the first.
     """
 
@@ -82,8 +63,8 @@ class Format:
 
 
 FORMATS = {
-    "int8": Format(jnp.dtype(jnp.int8), 127.0, (-127.0, 127.0), large=2.5, second_step=LARGE_STEP),
-    "fp8": Format(jnp.dtype(jnp.float8_e4m3fn), 448.0, (-448.0, 448.0), large=1.8, second_step=1),
+    "int8": Format(jnp.dtype(jnp.int8), 127.0, (-127.0, 127.0), large=8.0, second_step=LARGE_STEP),
+    "fp8": Format(jnp.dtype(jnp.float8_e4m3fn), 448.0, (-448.0, 448.0), large=6.0, second_step=1),
     "int8-weights": Format(jnp.dtype(jnp.int8), 127.0, (-127.0, 127.0)),
     "int4": Format(jnp.dtype(jnp.int4), 7.5, (-8.0, 7.0), grouped=True),
 }
@@ -187,7 +168,7 @@ def quantize(weight: Array, *, format: str) -> NarrowWeight:
     check_format(format)
     kind, inputs = FORMATS[format], weight.shape[0]
     wide = weight.astype(jnp.float32)
-    groups = _in_groups(wide.T) if kind.grouped else wide.T[:, None]
+    groups = in_groups(wide.T) if kind.grouped else wide.T[:, None]
     scales = jnp.max(abs(groups), axis=2) / kind.limit  # [o, g]
     scales = scales.astype(weight.dtype if kind.grouped else jnp.float32)
     # What is divided is 0 where the scale is.
@@ -210,154 +191,6 @@ def product_dtype(kind: Format) -> jnp.dtype:
     return jnp.dtype(jnp.float32 if kind.dtype == jnp.float8_e4m3fn else jnp.int32)
 
 
-class Rounded(NamedTuple):
-    """Rows in a narrow type, in groups of their numbers: see `round_groups`.
-
-    Attributes:
-        values: [..., groups, n]; of groups in several parts a list of these.
-        scales: float32, [..., 1] of whole rows or [..., groups].
-        second_values: of the second term, as `values`.
-        has_second: bool [..., groups]: where there are any such values.
-    """
-
-    values: Array | list[Array]
-    scales: Array
-    second_values: Array | list[Array]
-    has_second: Array
-
-
-def round_groups(x: Array, kind: Format) -> Rounded:
-    """Rounds rows to the values that a kernel multiplies. Kernels and XLA use it alike.
-
-    Args:
-        x: float32 [..., groups, n]: rows in groups of their numbers.
-        kind: the format of the weight.
-    """
-    if not kind.rounds_rows:
-        (values,), scales, (second_values,), has_second = round_parts([x], kind)
-        return Rounded(values, scales, second_values, has_second)
-    sizes = abs(x)
-    of_groups = _largest([sizes])
-    largest = _largest([of_groups])[..., None]
-    usual = _mean(of_groups)[..., None] * kind.large
-    if kind.dtype == jnp.float8_e4m3fn:
-        # Steps are relative, so that the second term is what the first leaves of large numbers.
-        [in_steps], scales = _in_steps([x], largest, kind)
-        [values] = _nearest([in_steps], kind)
-        is_large = sizes > usual[..., None]
-        rest = jnp.where(is_large, in_steps - values.astype(jnp.float32), 0)
-        return Rounded(values, scales, *_nearest([rest], kind), of_groups > usual)
-    # All steps have one size, in which usual numbers fit into the first term, and all into two.
-    top = jnp.maximum(jnp.minimum(largest, usual), largest * (1 / LARGE_STEP))
-    top = jnp.where(largest < jnp.inf, top, largest)
-    [in_steps], scales = _in_steps([x], top, kind)
-    whole, upper = (_whole(part) for part in (in_steps, in_steps * (1 / LARGE_STEP)))
-    lower = (whole - upper * LARGE_STEP).astype(jnp.int8)
-    has_second = of_groups * _over(kind.limit, top) >= kind.limit + 0.5
-    return Rounded(lower, scales, upper.astype(jnp.int8), has_second)
-
-
-def round_parts(parts: Sequence[Array], kind: Format) -> Rounded:
-    """`round_groups` of a format that rounds no rows, with groups' numbers in several arrays.
-
-    Each group has a scale, and all numbers have a second term, in steps of 1 / SECOND_STEPS of the
-    first's: together the terms keep as much of a number as 16-bit types do.
-
-    Args:
-        parts: float32 [..., groups, n] each.
-        kind: the format of the weight.
-    """
-    largest = _largest([abs(x) for x in parts])
-    in_steps, scales = _in_steps(parts, largest, kind)
-    values = _nearest(in_steps, kind)
-    left = zip(in_steps, values, strict=True)
-    second = [(x - first.astype(jnp.float32)) * SECOND_STEPS for x, first in left]
-    return Rounded(values, scales, _nearest(second, kind), jnp.ones(scales.shape, bool))
-
-
-def _largest(sizes: Sequence[Array]) -> Array:
-    """The largest number of each block of numbers from 0 on; not finite if one of them is not.
-
-    A maximum of floating-point numbers leaves NaN out in a kernel, and one of their bits does not.
-    """
-    bits = [jnp.max(lax.bitcast_convert_type(x, jnp.int32), axis=-1) for x in sizes]
-    return lax.bitcast_convert_type(functools.reduce(jnp.maximum, bits), jnp.float32)
-
-
-def _mean(largest: Array) -> Array:
-    """The geometric mean of the numbers above 0 along the last axis, within a sixteenth.
-
-    The bits of a number, taken as an integer, grow nearly as its logarithm does, and integers have
-    one sum in any order.
-    """
-    bits = lax.bitcast_convert_type(largest, jnp.int32) >> MEAN_SHIFT
-    count = jnp.sum((bits > 0).astype(jnp.int32), axis=-1)
-    mean = jnp.sum(bits, axis=-1) // jnp.maximum(count, 1)
-    return lax.bitcast_convert_type(mean << MEAN_SHIFT, jnp.float32)
-
-
-def _over(number: float, top: Array) -> Array:
-    """number / top, and 0 where that is 0."""
-    return jnp.where(top == 0, 0, number / jnp.where(top == 0, 1, top))
-
-
-def _in_steps(parts: Sequence[Array], top: Array, kind: Format) -> tuple[list[Array], Array]:
-    """Numbers over their scales, of which `top` has the format's largest value, and the scales."""
-    limit = 448.0 if kind.dtype == jnp.float8_e4m3fn else 127.0
-    units = _over(limit, top)[..., None]
-    # What is not finite makes the scale so, and with it the products.
-    scales = jnp.where(top < jnp.inf, top * (1 / limit), jnp.nan)
-    return [x * units for x in parts], scales
-
-
-def _nearest(parts: Sequence[Array], kind: Format) -> list[Array]:
-    """The nearest values."""
-    if kind.dtype == jnp.float8_e4m3fn:
-        return [x.astype(jnp.float8_e4m3fn) for x in parts]
-    return [_whole(x).astype(jnp.int8) for x in parts]
-
-
-def _whole(x: Array) -> Array:
-    """The nearest integers of numbers between -(2**22) and 2**22."""
-    bits = lax.bitcast_convert_type(x + WHOLE, jnp.int32)
-    return bits - BITS_OF_WHOLE
-
-
-def round_rows(x: Array, kind: Format) -> Array:
-    """The rounded numbers of rows [r, i], float32."""
-    groups = _in_groups(x.astype(jnp.float32))
-    # Without the barrier XLA would leave out both conversions of numbers in fp8.
-    rounded = lax.optimization_barrier(round_groups(groups, kind))
-    values, second = (term.astype(jnp.float32) for term in (rounded.values, rounded.second_values))
-    wide = (values + second * kind.second_step) * rounded.scales[..., None]
-    return wide.reshape(len(x), -1)[:, : x.shape[1]]
-
-
-def _in_groups(x: Array) -> Array:
+def in_groups(x: Array) -> Array:
     """[n, i] as [n, groups, GROUP], with zeros at the end."""
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % GROUP))).reshape(len(x), -1, GROUP)
-
-
-def linear(
-    x: Array,  # [rows, inputs]
-    weight: NarrowWeight,  # [inputs, columns]
-    bias: Array | None,  # [columns]
-    *,
-    activation: str | None,
-    gated: bool,
-) -> Array:  # [rows, outputs]
-    """The product in XLA operations: see `pallas_kernels.linear`."""
-    y = dot(x, weight)
-    y = y if bias is None else y + bias.astype(y.dtype)
-    return xla.activate(y, activation, gated).astype(x.dtype)
-
-
-def dot(x: Array, weight: NarrowWeight) -> Array:
-    """The product with rows that are rounded if the format has it so, float32 [rows, outputs].
-
-    Both factors are float32 if rows are rounded, otherwise they have the type of the rows.
-    """
-    x, weight = weight.ordered(x), dataclasses.replace(weight, order=None)
-    if weight.kind.rounds_rows:
-        x = round_rows(x, weight.kind)
-    return xla.dot(x, weight.dense(x.dtype), dtype=jnp.float32)

@@ -24,10 +24,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.experimental.pallas import triton as triton_gpu
 
 from pallas_kernels.common.blocks import round_up
-from pallas_kernels.matmul import mosaic, narrow_tiles, narrow_triton
+from pallas_kernels.matmul import mosaic, narrow_tiles
 from pallas_kernels.matmul.activations import IN_KERNELS
 from pallas_kernels.matmul.mosaic_tiles import COPIED_ROWS, ITEM_BYTES, Tiling
 from pallas_kernels.matmul.narrow import (
@@ -39,7 +38,8 @@ from pallas_kernels.matmul.narrow import (
     product_dtype,
 )
 from pallas_kernels.matmul.narrow_triton import NIBBLE_UNIT
-from pallas_kernels.matmul.rounded import RoundedRows, Rounding
+from pallas_kernels.matmul.rounded import RoundedRows, Rounding, in_kernel_form
+from pallas_kernels.matmul.second_terms import list_second
 from pallas_kernels.matmul.steps import Operand, Steps
 from pallas_kernels.matmul.widened import multiply_widened
 
@@ -49,7 +49,6 @@ TAKES = (
     "weights of formats that round rows (int8, fp8), or 16-bit rows and int4 without zeros (for "
     "sums with inputs enough for two shares),"
 )
-LISTED_FLAGS, LISTING_WARPS = 16384, 8  # read at once, so that few are waited for in turn
 SECOND_INVERSE = pow(int(FORMATS["int8"].second_step), -1, 2**32)
 SECOND_INVERSE -= 2**32 if SECOND_INVERSE >= 2**31 else 0  # as a signed number
 PROMOTED = 8 * GROUP  # inputs whose products a matrix unit adds up, where its sums lose bits
@@ -117,7 +116,7 @@ def launch(
 ) -> Array:
     """[rows, outputs], or shares [splits, rows, outputs]: see `pallas_kernels.linear`."""
     (rows, inputs), outputs, kind = x.shape, weight.shape[1], weight.kind
-    x = narrow_triton.in_kernel_form(x, rounding_for(rows, weight, tiling), interpret=interpret)
+    x = in_kernel_form(x, rounding_for(rows, weight, tiling), interpret=interpret)
     later = () if tiling.swapped else list_second(x.second, tiling.splits, interpret=interpret)
     static = {"tiling": tiling, "kind": kind, "activation": activation, "interpret": interpret}
     kernel = functools.partial(_kernel, **static)
@@ -139,50 +138,6 @@ def launch(
         *(() if bias is None else (bias,)),
     )
     return product if rows == copied else product[..., :rows, :]
-
-
-def list_second(second: Array, splits: int, *, interpret: bool) -> tuple[Array, Array]:
-    """Which groups of a share's inputs have second terms in any row.
-
-    Args:
-        second: where they are, int32 [rows, groups].
-        splits: number of shares.
-
-    Returns:
-        The numbers of those groups within each share, int32 [splits, groups of a share], of which
-        the first are set, and how many there are, int32 [splits].
-    """
-    groups = second.shape[1] // splits
-    return pl.pallas_call(
-        functools.partial(_list_kernel, groups=groups),
-        grid=(splits,),
-        out_shape=(
-            jax.ShapeDtypeStruct((splits, groups), jnp.int32),
-            jax.ShapeDtypeStruct((splits,), jnp.int32),
-        ),
-        compiler_params=triton_gpu.CompilerParams(num_warps=LISTING_WARPS, num_stages=1),
-        interpret=interpret,
-        name="list_second_terms",
-    )(second)
-
-
-def _list_kernel(second_ref, numbers_ref, counts_ref, *, groups: int):
-    split, rows = pl.program_id(0), second_ref.shape[0]
-    number = jnp.arange(pl.next_power_of_2(groups))
-    at_once = min(pl.next_power_of_2(rows), max(1, LISTED_FLAGS // len(number)))
-
-    def more(chunk, flag):
-        row = chunk * at_once + jnp.arange(at_once)
-        place = second_ref.at[row[:, None], (split * groups + number)[None, :]]
-        mask = (row < rows)[:, None] & (number < groups)[None, :]
-        return jnp.maximum(flag, jnp.max(triton_gpu.load(place, mask=mask, other=0), axis=0))
-
-    none = jnp.zeros(number.shape, jnp.int32)
-    flag = lax.fori_loop(0, pl.cdiv(rows, at_once), more, none)
-    before = (number[None, :] < number[:, None]) & (flag > 0)[None, :]
-    rank = jnp.sum(before.astype(jnp.int32), axis=1)
-    triton_gpu.store(numbers_ref.at[split, rank], number, mask=flag > 0)
-    counts_ref[split] = jnp.sum(flag)
 
 
 def _kernel(

@@ -1,6 +1,6 @@
 """Products with narrow weights as two Pallas Triton kernels.
 
-The first rounds the rows to values that a matrix unit multiplies (see `narrow.round_groups`). The
+The first rounds the rows to values that a matrix unit multiplies (see `rounding.round_groups`). The
 second reads a tile of the weights once and multiplies int8 or fp8 values. Where rows are rounded,
 the products of all inputs are added up and then scaled; groups with second terms are rare, and
 multiplied before all others. Where rows keep their numbers, all have second terms, which take
@@ -23,13 +23,7 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.common.implementations import stages_that_fit
 from pallas_kernels.matmul.activations import IN_KERNELS
 from pallas_kernels.matmul.narrow import GROUP, Format, NarrowWeight, product_dtype
-from pallas_kernels.matmul.rounded import (
-    RoundedRows,
-    Rounding,
-    array_types,
-    in_groups,
-    store_rounded,
-)
+from pallas_kernels.matmul.rounded import RoundedRows, Rounding, in_kernel_form
 
 
 class Tiling(NamedTuple):
@@ -48,7 +42,6 @@ MIN_LANES, MAX_ROWS = 16, 64  # of a tile
 COLUMNS, FEW_COLUMNS = 64, 32
 PROGRAMS_WANTED = 384
 MOST_SPLITS, FEWEST_GROUPS = 8, 8  # shares of the contracted axis, and GROUPs of a share
-ROUNDED_BY_WARP, ROUNDING_WARPS = 1024, (4, 16)  # numbers; the fewest warps of a row, and the most
 NIBBLE_UNIT = 16  # four bits in the upper half of a byte are this many times as large
 GATES, TAKES = True, "narrow weights"
 MULTIPLES = (GROUP, 2 * COLUMNS)  # of inputs and outputs; a gated weight has two halves
@@ -149,44 +142,6 @@ def launch(
 def rounding_for(rows: int, weight: NarrowWeight, tiling: Tiling) -> Rounding:
     """How the kernel takes its rows."""
     return Rounding(weight.kind, pl.cdiv(rows, tiling.rows) * tiling.rows)
-
-
-def in_kernel_form(x: Array | RoundedRows, rounding: Rounding, *, interpret: bool) -> RoundedRows:
-    """Rows as a kernel takes them, rounded here or before.
-
-    Raises:
-        ValueError: they were rounded for another kernel.
-    """
-    if not isinstance(x, RoundedRows):
-        return round_rows(x, rounding, interpret=interpret)
-    if (x.padded, x.tiles) != (rounding.padded, rounding.tiles):
-        raise ValueError(
-            f"rows are rounded for {x.padded} rows in {x.tiles} tiles, and the kernel takes "
-            f"{rounding.padded} in {rounding.tiles}"
-        )
-    return x
-
-
-def round_rows(x: Array, rounding: Rounding, *, interpret: bool) -> RoundedRows:
-    """Rounds rows in a launch of its own, and adds the zeros beyond the last."""
-    inputs = x.shape[1]
-    fewest, most = ROUNDING_WARPS
-    warps = pl.next_power_of_2(inputs) // ROUNDED_BY_WARP
-    arrays = pl.pallas_call(
-        functools.partial(_round_kernel, kind=rounding.kind),
-        grid=(rounding.padded,),
-        out_shape=array_types(rounding, inputs),
-        compiler_params=plgpu.CompilerParams(num_warps=min(max(warps, fewest), most), num_stages=1),
-        interpret=interpret,
-        name="round_rows",
-    )(x)
-    return RoundedRows(*arrays, rows=x.shape[0], dtype=x.dtype)
-
-
-def _round_kernel(x_ref, values_ref, scales_ref, second_ref, *, kind: Format):
-    row, (at, exists) = pl.program_id(0), in_groups(x_ref.shape[1])
-    numbers = plgpu.load(x_ref.at[row, at], mask=exists & (row < x_ref.shape[0]), other=0)
-    store_rounded(values_ref, scales_ref, second_ref, numbers.astype(jnp.float32), row, kind)
 
 
 def _kernel(

@@ -1,10 +1,10 @@
 """Products of one row with 4-bit weights as a Pallas Triton kernel that uses no matrix unit.
 
 A thread multiplies four pairs of 8-bit numbers with one instruction and adds them up in an integer,
-while the weights of other blocks are on their way. Every program rounds the row itself (see
-`narrow.round_parts`), in place of another launch. In a step of OPT-6.7B at one row the products of
-a layer take 41 us, and 45 with the kernel for many rows and the launches that round (H200). Weights
-in 8 bits take as long here as there.
+while the weights of other blocks are on their way. Every program rounds the row itself, in place of
+another launch: see `rounding.round_parts`. In a step of OPT-6.7B at one row the products of a layer
+take 41 us, and 45 with the kernel for many rows and the launches that round (H200). Weights in 8
+bits take as long here as there.
 
 A thread adds up its own 16 products of a block, scales the sum and adds it to its own total; the
 threads' totals are added up once, at the end.
@@ -19,9 +19,10 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.matmul.narrow import GROUP, SECOND_STEPS, Format, NarrowWeight, round_parts
+from pallas_kernels.matmul.narrow import GROUP, SECOND_STEPS, Format, NarrowWeight
 from pallas_kernels.matmul.narrow_triton import NIBBLE_UNIT, finish, nibbles
 from pallas_kernels.matmul.rounded import RoundedRows
+from pallas_kernels.matmul.rounding import round_parts
 
 
 class Tiling(NamedTuple):

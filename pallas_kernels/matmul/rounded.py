@@ -13,7 +13,10 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.matmul.narrow import GROUP, Format, round_groups
+from pallas_kernels.matmul.narrow import GROUP, Format
+from pallas_kernels.matmul.rounding import round_groups
+
+ROUNDED_BY_WARP, ROUNDING_WARPS = 1024, (4, 16)  # numbers; the fewest warps of a row, and the most
 
 
 class Rounding(NamedTuple):
@@ -84,7 +87,7 @@ def array_types(
     )
 
 
-def in_groups(inputs: int) -> tuple[Array, Array]:
+def places_in_groups(inputs: int) -> tuple[Array, Array]:
     """The inputs of a row in groups, [n, GROUP], where n is a power of two; whether they exist."""
     group = jnp.arange(pl.next_power_of_2(pl.cdiv(inputs, GROUP)))
     at = (group * GROUP)[:, None] + jnp.arange(GROUP)[None, :]
@@ -95,12 +98,12 @@ def store_rounded(
     values_ref,  # [tiles, 2, rows, inputs]
     scales_ref,  # [scales, tiles, rows]
     second_ref,  # [rows of all tiles, groups]
-    numbers: Array,  # float32 [n, GROUP], see `in_groups`
+    numbers: Array,  # float32 [n, GROUP], see `places_in_groups`
     row: Array,
     kind: Format,
 ) -> None:
     """Rounds a row in a Triton kernel and stores it."""
-    rounded, (at, exists) = round_groups(numbers, kind), in_groups(values_ref.shape[3])
+    rounded, (at, exists) = round_groups(numbers, kind), places_in_groups(values_ref.shape[3])
     of_tile = values_ref.shape[2]
     tile, of_row = row // of_tile, row % of_tile
     for term, values in enumerate((rounded.values, rounded.second_values)):
@@ -110,3 +113,41 @@ def store_rounded(
     plgpu.store(scales_ref.at[scale, tile, of_row], rounded.scales, mask=kept)
     has_second = rounded.has_second.astype(jnp.int32)
     plgpu.store(second_ref.at[row, group], has_second, mask=group < second_ref.shape[1])
+
+
+def in_kernel_form(x: Array | RoundedRows, rounding: Rounding, *, interpret: bool) -> RoundedRows:
+    """Rows as a kernel takes them, rounded here or before.
+
+    Raises:
+        ValueError: they were rounded for another kernel.
+    """
+    if not isinstance(x, RoundedRows):
+        return round_rows(x, rounding, interpret=interpret)
+    if (x.padded, x.tiles) != (rounding.padded, rounding.tiles):
+        raise ValueError(
+            f"rows are rounded for {x.padded} rows in {x.tiles} tiles, and the kernel takes "
+            f"{rounding.padded} in {rounding.tiles}"
+        )
+    return x
+
+
+def round_rows(x: Array, rounding: Rounding, *, interpret: bool) -> RoundedRows:
+    """Rounds rows in a launch of its own, and adds the zeros beyond the last."""
+    inputs = x.shape[1]
+    fewest, most = ROUNDING_WARPS
+    warps = pl.next_power_of_2(inputs) // ROUNDED_BY_WARP
+    arrays = pl.pallas_call(
+        functools.partial(_round_kernel, kind=rounding.kind),
+        grid=(rounding.padded,),
+        out_shape=array_types(rounding, inputs),
+        compiler_params=plgpu.CompilerParams(num_warps=min(max(warps, fewest), most), num_stages=1),
+        interpret=interpret,
+        name="round_rows",
+    )(x)
+    return RoundedRows(*arrays, rows=x.shape[0], dtype=x.dtype)
+
+
+def _round_kernel(x_ref, values_ref, scales_ref, second_ref, *, kind: Format):
+    row, (at, exists) = pl.program_id(0), places_in_groups(x_ref.shape[1])
+    numbers = plgpu.load(x_ref.at[row, at], mask=exists & (row < x_ref.shape[0]), other=0)
+    store_rounded(values_ref, scales_ref, second_ref, numbers.astype(jnp.float32), row, kind)
