@@ -92,7 +92,7 @@ def rounded_by_kernel(x, kind):
     """Rounded rows as the kernel has them: near-ties may go another way than in XLA."""
     rows = round_rows(x, Rounding(kind, len(x)), interpret=not runs_triton())
     first, second = np.asarray(rows.values, np.float64)[0]
-    scales = np.asarray(rows.scales, np.float64)[:, 0].T  # [rows, scales]
+    scales = np.asarray(rows.scales, np.float64)[:, 0, 0].T  # [rows, scales]
     groups = (first + second * kind.second_step).reshape(len(x), scales.shape[1], -1)
     return (groups * scales[..., None]).reshape(len(x), -1)
 

@@ -33,8 +33,7 @@ def from_pretrained(
             rounded as they are read:
 
             - "int8", and "fp8" (e4m3): a scale per output; the rows that are multiplied are
-              rounded to the same type, each block of 256 numbers of a row with its own scale (of
-              128 where 256 does not divide its length), and a second term for large numbers
+              rounded to the same type, each with its own scale and a second term for large numbers
             - "int8-weights": a scale per output; the rows are not rounded
             - "int4": a scale for each 128 inputs of an output; the rows are not rounded
 

@@ -131,7 +131,7 @@ def launch(
         scales = scales.reshape(outputs).astype(jnp.float32)
     product = mosaic.over_tiles(kernel, out, tiling, name=name, interpret=interpret)(
         x.values.reshape(2 * x.padded, inputs),
-        x.scales.reshape(-1, x.padded),
+        x.scales.reshape(-1, 2 * x.padded),
         values,
         scales,
         *later,
@@ -142,7 +142,7 @@ def launch(
 
 def _kernel(
     rounded_ref,  # [2 * padded, inputs]: first and second terms of each of RoundedRows' tiles
-    rounded_scales_ref,  # [scales, padded]
+    rounded_scales_ref,  # [scales, 2 * padded]
     values_ref,  # [outputs, inputs], or bytes
     scales_ref,  # [outputs], or [groups, outputs]
     *refs,  # many rows: numbers [splits, groups], counts [splits]; bias [outputs]; out
@@ -197,7 +197,7 @@ def _kernel(
     ]
     if kind.is_packed:
         operands += [
-            Operand(rounded_scales_ref, (together, tiling.rows), of_scales),
+            Operand(rounded_scales_ref, (together, lanes), of_scales),
             Operand(scales_ref, (together, tiling.columns), of_groups),
         ]
 
@@ -263,20 +263,23 @@ def _kernel(
                 both = of_group[:, : tiling.rows] * SECOND_STEPS + of_group[:, tiling.rows :]
                 scaled = both.astype(jnp.float32)
                 of_columns = group_scales.at[i, own_part]
-                for axis, ref in ((rows_axis, scales_block.at[i]), (columns_axis, of_columns)):
+                for axis, ref in (
+                    (rows_axis, scales_block.at[i, second]),
+                    (columns_axis, of_columns),
+                ):
                     scaled *= along(axis, plgpu.load(ref, optimized=False))
                 sums += scaled
             return sums
 
-        slot = steps.begin()
-        sums = steps.each(slot, count, add, jnp.zeros(sums_shape, jnp.float32))[1]
-        return sums * (1 / (SECOND_STEPS * NIBBLE_UNIT))
+        slot, second = steps.begin(), pl.ds(tiling.rows, tiling.rows)
+        return steps.each(slot, count, add, jnp.zeros(sums_shape, jnp.float32))[1] / NIBBLE_UNIT
 
     def along(axis, numbers):
         return lax.broadcast_in_dim(numbers.astype(jnp.float32), sums_shape, (axis,))
 
     def finish(out, staged):
-        of_rows = lambda ref: plgpu.load(ref.at[0, pl.ds(first_row, own_rows)], optimized=False)
+        first = 2 * tile_row if swapped else first_row  # second terms' scales lie between tiles'
+        of_rows = lambda ref: plgpu.load(ref.at[0, pl.ds(first, own_rows)], optimized=False)
         of_columns = lambda ref: plgpu.load(
             ref.at[pl.ds(first_column, own_columns)], optimized=False
         )

@@ -146,7 +146,7 @@ def rounding_for(rows: int, weight: NarrowWeight, tiling: Tiling) -> Rounding:
 
 def _kernel(
     rounded_ref,  # [1, 2, rows, inputs]
-    rounded_scales_ref,  # [scales, 1, rows]
+    rounded_scales_ref,  # [scales, 1, 2, rows]
     second_ref,  # [rows, groups]
     values_ref,  # [columns, inputs], or bytes
     scales_ref,  # [groups, columns]
@@ -186,8 +186,7 @@ def _kernel(
 
     def add_scaled(i, totals):
         number, of_parts = products(i, own_term)
-        scales = plgpu.load(rounded_scales_ref.at[number, 0, of_lane])
-        scales *= jnp.where(own_term > 0, kind.second_step, 1.0) / unit
+        scales = plgpu.load(rounded_scales_ref.at[number, 0, own_term, of_lane]) / unit
         new = []
         for total, product, columns in zip(totals, of_parts, parts, strict=True):
             scaled = product.astype(jnp.float32) * scales[:, None]
@@ -220,7 +219,7 @@ def _kernel(
         totals = lax.fori_loop(jnp.int32(0), most, add_second, totals)
         totals = tuple(total * jnp.asarray(kind.second_step, total.dtype) for total in totals)
         totals = lax.fori_loop(0, groups, lambda i, totals: add(i, totals, own_term), totals)
-        scales = plgpu.load(rounded_scales_ref.at[0, 0, of_lane])[:, None]
+        scales = plgpu.load(rounded_scales_ref.at[0, 0, 0, of_lane])[:, None]
         totals = tuple(total.astype(jnp.float32) * scales for total in totals)
     else:
         totals = lax.fori_loop(0, groups, add_scaled, zeros(jnp.float32))

@@ -45,7 +45,7 @@ class RoundedRows:
     Attributes:
         values: int8 or float8_e4m3fn [tiles, 2, rows, inputs]: first and second terms of the rows
             of each tile.
-        scales: float32 [scales, tiles, rows]: `Format.scales_of` each row.
+        scales: float32 [scales, tiles, 2, rows]: `Format.scales_of` each row, for either term.
         second: int32 [rows, groups]: 1 where a row has a second term in a GROUP of inputs.
         rows: number of rows.
         dtype: what the rows' numbers had before.
@@ -82,7 +82,7 @@ def array_types(
     of_tile, scales = padded // tiles, kind.scales_of(inputs)
     return (
         jax.ShapeDtypeStruct((tiles, 2, of_tile, inputs), factor),
-        jax.ShapeDtypeStruct((scales, tiles, of_tile), jnp.float32),
+        jax.ShapeDtypeStruct((scales, tiles, 2, of_tile), jnp.float32),
         jax.ShapeDtypeStruct((padded, inputs // GROUP), jnp.int32),
     )
 
@@ -96,7 +96,7 @@ def places_in_groups(inputs: int) -> tuple[Array, Array]:
 
 def store_rounded(
     values_ref,  # [tiles, 2, rows, inputs]
-    scales_ref,  # [scales, tiles, rows]
+    scales_ref,  # [scales, tiles, 2, rows]
     second_ref,  # [rows of all tiles, groups]
     numbers: Array,  # float32 [n, GROUP], see `places_in_groups`
     row: Array,
@@ -106,11 +106,12 @@ def store_rounded(
     rounded, (at, exists) = round_groups(numbers, kind), places_in_groups(values_ref.shape[3])
     of_tile = values_ref.shape[2]
     tile, of_row = row // of_tile, row % of_tile
-    for term, values in enumerate((rounded.values, rounded.second_values)):
-        plgpu.store(values_ref.at[tile, term, of_row, at], values, mask=exists)
     scale, group = (jnp.arange(n) for n in (len(rounded.scales), len(at)))
-    kept = scale < scales_ref.shape[0]
-    plgpu.store(scales_ref.at[scale, tile, of_row], rounded.scales, mask=kept)
+    kept, second_scales = scale < scales_ref.shape[0], rounded.scales * kind.second_step
+    terms = (rounded.values, rounded.scales), (rounded.second_values, second_scales)
+    for term, (values, scales) in enumerate(terms):
+        plgpu.store(values_ref.at[tile, term, of_row, at], values, mask=exists)
+        plgpu.store(scales_ref.at[scale, tile, term, of_row], scales, mask=kept)
     has_second = rounded.has_second.astype(jnp.int32)
     plgpu.store(second_ref.at[row, group], has_second, mask=group < second_ref.shape[1])
 
