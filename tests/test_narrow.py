@@ -231,7 +231,7 @@ def test_large_inputs_cost_int8_no_more_than_fp8():
     assert lost["int8"] < np.square(plain @ matrix - exact).mean() / 50  # one scale per row
 
 
-@pytest.mark.parametrize(("format", "times"), [("int8", 8), ("fp8", 6)])
+@pytest.mark.parametrize(("format", "times"), [("int8", 8), ("fp8", 5.75)])
 def test_numbers_are_large_from_so_many_times_the_mean_on(format, times):
     def has_second(factor):
         row = jnp.ones((4, GROUP)).at[1, 5].set(factor * times).at[1, 77].set(1.01 * factor * times)

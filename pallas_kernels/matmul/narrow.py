@@ -64,7 +64,7 @@ class Format:
 
 FORMATS = {
     "int8": Format(jnp.dtype(jnp.int8), 127.0, (-127.0, 127.0), large=8.0, second_step=LARGE_STEP),
-    "fp8": Format(jnp.dtype(jnp.float8_e4m3fn), 448.0, (-448.0, 448.0), large=6.0, second_step=1),
+    "fp8": Format(jnp.dtype(jnp.float8_e4m3fn), 448.0, (-448.0, 448.0), large=5.75, second_step=1),
     "int8-weights": Format(jnp.dtype(jnp.int8), 127.0, (-127.0, 127.0)),
     "int4": Format(jnp.dtype(jnp.int4), 7.5, (-8.0, 7.0), grouped=True),
 }
