@@ -112,6 +112,12 @@ def test_groups_with_second_terms_are_listed(splits, rows):
         assert numbers[share, : counts[share]].tolist() == np.flatnonzero(flags).tolist()
 
 
+def test_steps_of_the_second_term_have_an_inverse_in_32_bits():
+    sums = jnp.array([0, 1, -77, 2**31 - 1, -(2**31)], jnp.int32)
+    step = jnp.int32(FORMATS["int8"].second_step)
+    np.testing.assert_array_equal(sums * narrow_mosaic.SECOND_INVERSE * step, sums)
+
+
 @pytest.mark.skipif(IS_OLD, reason="jax 0.11 is the first to lower it")
 @pytest.mark.parametrize(
     ("format", "rows"),
