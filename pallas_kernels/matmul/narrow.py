@@ -52,6 +52,11 @@ class Format:
         return self.large is not None
 
     @property
+    def product_dtype(self) -> jnp.dtype:
+        """The type in which a matrix unit adds up products of the values."""
+        return jnp.dtype(jnp.float32 if self.dtype == jnp.float8_e4m3fn else jnp.int32)
+
+    @property
     def is_packed(self) -> bool:
         """Whether a byte holds two values."""
         return self.dtype == jnp.int4
@@ -184,11 +189,6 @@ def to_values(x: Array, kind: Format) -> Array:
     if jnp.issubdtype(kind.dtype, jnp.floating):
         return x.astype(kind.dtype)
     return jnp.round(x).astype(jnp.int8)
-
-
-def product_dtype(kind: Format) -> jnp.dtype:
-    """The type in which a matrix unit adds up products of a format's values."""
-    return jnp.dtype(jnp.float32 if kind.dtype == jnp.float8_e4m3fn else jnp.int32)
 
 
 def in_groups(x: Array) -> Array:

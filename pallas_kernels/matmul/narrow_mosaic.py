@@ -35,7 +35,6 @@ from pallas_kernels.matmul.narrow import (
     SECOND_STEPS,
     Format,
     NarrowWeight,
-    product_dtype,
 )
 from pallas_kernels.matmul.narrow_triton import NIBBLE_UNIT
 from pallas_kernels.matmul.rounded import RoundedRows, Rounding, in_kernel_form
@@ -209,7 +208,7 @@ def _kernel(
 
     def sums_of_products(steps):
         """Of whole rows, without their scales."""
-        dtype, slot = product_dtype(kind), steps.begin()
+        dtype, slot = kind.product_dtype, steps.begin()
         in_second = jnp.asarray(kind.second_step, dtype)
         further = 0 if swapped else later[1][split]  # steps, with second terms
         add_up = functools.partial(steps.add_up, multiply=multiply, instructions=together)
@@ -262,10 +261,9 @@ def _kernel(
                 # Both terms are added up as integers, in steps of the second one.
                 both = of_group[:, : tiling.rows] * SECOND_STEPS + of_group[:, tiling.rows :]
                 scaled = both.astype(jnp.float32)
-                of_columns = group_scales.at[i, own_part]
                 for axis, ref in (
                     (rows_axis, scales_block.at[i, second]),
-                    (columns_axis, of_columns),
+                    (columns_axis, group_scales.at[i, own_part]),
                 ):
                     scaled *= along(axis, plgpu.load(ref, optimized=False))
                 sums += scaled
@@ -279,14 +277,13 @@ def _kernel(
 
     def finish(out, staged):
         first = 2 * tile_row if swapped else first_row  # second terms' scales lie between tiles'
-        of_rows = lambda ref: plgpu.load(ref.at[0, pl.ds(first, own_rows)], optimized=False)
-        of_columns = lambda ref: plgpu.load(
-            ref.at[pl.ds(first_column, own_columns)], optimized=False
-        )
+        loaded = functools.partial(plgpu.load, optimized=False)
+        own_outputs = pl.ds(first_column, own_columns)
         if not kind.grouped:
-            out *= along(rows_axis, of_rows(rounded_scales_ref))
-            out *= along(columns_axis, of_columns(scales_ref))
-        out = out if bias_ref is None else out + along(columns_axis, of_columns(bias_ref))
+            out *= along(rows_axis, loaded(rounded_scales_ref.at[0, pl.ds(first, own_rows)]))
+            out *= along(columns_axis, loaded(scales_ref.at[own_outputs]))
+        if bias_ref is not None:
+            out += along(columns_axis, loaded(bias_ref.at[own_outputs]))
         out = out if activation is None else IN_KERNELS[activation](out)
         out = out.astype(out_ref.dtype)
         own_out = out_ref.at[split] if tiling.splits > 1 else out_ref

@@ -22,7 +22,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.common.implementations import stages_that_fit
 from pallas_kernels.matmul.activations import IN_KERNELS
-from pallas_kernels.matmul.narrow import GROUP, Format, NarrowWeight, product_dtype
+from pallas_kernels.matmul.narrow import GROUP, Format, NarrowWeight
 from pallas_kernels.matmul.rounded import RoundedRows, Rounding, in_kernel_form
 
 
@@ -215,7 +215,7 @@ def _kernel(
         every = jnp.arange(pl.next_power_of_2(groups))
         anywhere = has_second(split * groups + every, (every < groups)[None, :])
         most = jnp.where(anywhere, jnp.int32(groups), jnp.int32(0))
-        totals = zeros(product_dtype(kind))
+        totals = zeros(kind.product_dtype)
         totals = lax.fori_loop(jnp.int32(0), most, add_second, totals)
         totals = tuple(total * jnp.asarray(kind.second_step, total.dtype) for total in totals)
         totals = lax.fori_loop(0, groups, lambda i, totals: add(i, totals, own_term), totals)
@@ -304,5 +304,5 @@ def nibbles(values: Array, *, interpret: bool) -> tuple[Array, Array]:
 
 def _product(rows: tuple[Array, ...], weights: tuple[Array, ...], kind: Format) -> Array:
     """The product of a group's values, [lanes, columns]."""
-    dot = functools.partial(jnp.dot, preferred_element_type=product_dtype(kind))
+    dot = functools.partial(jnp.dot, preferred_element_type=kind.product_dtype)
     return sum(dot(x, weight.T) for x, weight in zip(rows, weights, strict=True))
