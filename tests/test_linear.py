@@ -204,29 +204,6 @@ def test_the_default_for_few_16_bit_rows_is_triton_if_the_sizes_fit(monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("rows", "outputs", "split", "expected"),
-    [
-        (16, 10240, False, "triton"),
-        (24, 10240, False, "mosaic"),  # 160 programs, each with a multiprocessor to itself
-        (24, 24576, False, "triton"),  # 192 programs, of which two share one
-        (72, 24576, False, "mosaic"),
-        (72, 12288, False, "triton"),
-        (72, 6144, True, "mosaic"),
-        (70, 6144, True, "triton"),  # Mosaic takes rows in multiples of 8
-        (136, 6144, True, "xla"),
-    ],
-)
-def test_few_rows_go_to_mosaic_if_programs_would_wait(rows, outputs, split, expected, monkeypatch):
-    device_runs_triton(monkeypatch, True)
-    monkeypatch.setattr(matmul, "runs_mosaic", lambda: True)
-    x = jax.ShapeDtypeStruct((rows, 4096), jnp.bfloat16)
-    weight = jax.ShapeDtypeStruct((4096, outputs), jnp.bfloat16)
-    found = matmul._kernel_for(x, weight, None, True, split=split)
-    name = "xla" if found is None else found[0].__name__.rpartition(".")[2]
-    assert name == expected
-
-
-@pytest.mark.parametrize(
     ("triton", "beyond", "inputs", "dtype", "shares"),
     [
         (True, 0, 128, "bfloat16", (2,)),

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernel_cases import lower_for_cuda
-from test_linear import check_product, check_sums, close, random
+from test_linear import check_product, check_sums, close, device_runs_triton, random
 
 import pallas_kernels
+from pallas_kernels import matmul
 from pallas_kernels.common.implementations import runs_mosaic
 from pallas_kernels.matmul import mosaic, mosaic_tiles
 
@@ -288,3 +289,27 @@ def test_the_tiles_that_are_estimated_to_be_fastest_are_fast(rows, weight):
     assert found[min(estimates, key=estimates.get)] < 1.07 * min(found.values())
     chosen = mosaic_tiles.tiling_for(rows, inputs, outputs, splits=splits, **kind)
     assert mosaic_tiles.clocks(rows, inputs, outputs, chosen) <= min(estimates.values())
+
+
+@needs_new_jax
+@pytest.mark.parametrize(
+    ("rows", "outputs", "split", "expected"),
+    [
+        (16, 10240, False, "triton"),
+        (24, 10240, False, "mosaic"),  # 160 programs, each with a multiprocessor to itself
+        (24, 24576, False, "triton"),  # 192 programs, of which two share one
+        (72, 24576, False, "mosaic"),
+        (72, 12288, False, "triton"),
+        (72, 6144, True, "mosaic"),
+        (70, 6144, True, "triton"),  # Mosaic takes rows in multiples of 8
+        (136, 6144, True, "xla"),
+    ],
+)
+def test_few_rows_go_to_mosaic_if_programs_would_wait(rows, outputs, split, expected, monkeypatch):
+    device_runs_triton(monkeypatch, True)
+    monkeypatch.setattr(matmul, "runs_mosaic", lambda: True)
+    x = jax.ShapeDtypeStruct((rows, 4096), jnp.bfloat16)
+    weight = jax.ShapeDtypeStruct((4096, outputs), jnp.bfloat16)
+    found = matmul._kernel_for(x, weight, None, True, split=split)
+    name = "xla" if found is None else found[0].__name__.rpartition(".")[2]
+    assert name == expected
