@@ -18,7 +18,7 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from emsjax.checks import check_instance
-from pallas_kernels.common.implementations import on_mesh
+from pallas_kernels.common.inboxes import on_mesh
 from pallas_kernels.common.indexing import take
 
 AXIS = "tp"

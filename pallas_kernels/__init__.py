@@ -12,7 +12,7 @@ from pallas_kernels.attention import ragged_attention
 from pallas_kernels.attention.confine import confine
 from pallas_kernels.cache_update import update_kv_cache, update_kv_caches
 from pallas_kernels.common import dialect
-from pallas_kernels.common.implementations import on_mesh
+from pallas_kernels.common.inboxes import on_mesh
 from pallas_kernels.common.narrow_rows import NarrowRows, round_rows
 from pallas_kernels.common.numerics import numerics
 from pallas_kernels.cutoff import sampling_cutoff

@@ -69,10 +69,14 @@ def cuda_without_a_gpu():
     """A context in which kernels lower for an H200 on any machine."""
     if jax.__version_info__ < (0, 11):
         return contextlib.nullcontext()
-    from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+    from jax.sharding import AbstractMesh, use_abstract_mesh
 
-    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
-    return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=abstract_gpu()))
+
+
+def abstract_gpu():
+    """An H200 for which kernels lower, in the versions of jax that ask for one."""
+    return jax.sharding.AbstractDevice("NVIDIA H200", None, platform="gpu")
 
 
 def lower_for_cuda(function, *shapes, backend="triton"):

@@ -1,29 +1,43 @@
 """Sums over four devices; `test_tensor_parallel.py` runs these tests in a process that has them."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
-from kernel_cases import COMPILED
-from test_linear_mosaic import needs_new_jax
+from kernel_cases import COMPILED, abstract_gpu, cuda_without_a_gpu
 
 import pallas_kernels
-from emsjax.tensor_parallel import TensorParallel
-from pallas_kernels.add_norm import mosaic
-from pallas_kernels.common import implementations
+from pallas_kernels.common import implementations, inboxes
+from pallas_kernels.common.inboxes import MOST_ROWS, SLOTS, Inboxes
 
 TP = "tp"
 needs_devices = pytest.mark.skipif(jax.device_count() < 2, reason="several devices are needed")
 
 
-def on_devices(function, number):
-    """`function` of x, y and vectors, called on every device with its own part of y."""
-    mesh = Mesh(np.array(jax.devices()[:number]), (TP,))
+def on_devices(function, number, for_gpus=False):
+    """`function` of x, y and vectors, called on every device with its own part of y.
+
+    The devices' order in the mesh is not that of their numbers.
+
+    Args:
+        for_gpus: the function is not called, but lowered for GPUs.
+    """
+    mesh = lowered_on = Mesh(np.array(jax.devices()[:number][::-1]), (TP,))
     specs = PartitionSpec(), PartitionSpec(TP), PartitionSpec()
-    return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
+    if for_gpus and jax.__version_info__ >= (0, 11):
+        kinds = {"axis_types": (jax.sharding.AxisType.Auto,), "abstract_device": abstract_gpu()}
+        lowered_on = jax.sharding.AbstractMesh((number,), (TP,), **kinds)
+
+    def on_device(*parts):
+        with pallas_kernels.on_mesh(mesh):
+            return function(*parts)
+
+    specs = {"in_specs": specs, "out_specs": specs[0]}
+    return jax.shard_map(on_device, mesh=lowered_on, check_vma=False, **specs)
 
 
 def add_norm(x, y, vectors, *, centred, **options):
@@ -59,19 +73,21 @@ def inputs_of(case):
 
 @needs_devices
 @pytest.mark.gpu
-@pytest.mark.parametrize("implementation", ["xla", pytest.param("mosaic", marks=needs_new_jax)])
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
 @pytest.mark.parametrize("case", CASES)
 def test_sums_of_parts_equal_numpy_on_every_device(case, implementation):
     _, rows, size, shares, names, centred = CASES[case]
     number, x, y, vectors = inputs_of(case)
     options = {"implementation": implementation, "interpret": not COMPILED}
     function = functools.partial(add_norm, centred=centred, **options)
-    totals, outs = jax.jit(on_devices(function, number))(x, y, vectors)
+    lowered = jax.jit(on_devices(function, number)).lower(x, y, vectors)
+    exchanges = COMPILED and implementation == "triton" and size >= 256
+    assert ("sum_add" in lowered.as_text()) == exchanges
+    totals, outs = lowered.compile()(x, y, vectors)
 
     wide = lambda array: np.asarray(array, np.float64)
     parts = wide(y).reshape(number, max(shares, 1), rows, size)
-    own = jax.ShapeDtypeStruct((shares, rows, size), y.dtype)
-    if implementation == "mosaic" and shares and mosaic.adds_first(own, number):
+    if exchanges:  # each device's part is rounded to its dtype
         parts = wide(jnp.asarray(parts.sum(axis=1, keepdims=True), y.dtype))
     added = parts.sum(axis=(0, 1)) + wide(vectors["y_bias"])
     rms_norm = lambda array: array / np.sqrt((array**2).mean(axis=1, keepdims=True) + 1e-5)
@@ -85,58 +101,90 @@ def test_sums_of_parts_equal_numpy_on_every_device(case, implementation):
         np.testing.assert_allclose(wide(found[0]), expected, rtol=error, atol=1e-5)
 
 
-@needs_new_jax
-@pytest.mark.parametrize(("size", "shares"), [(256, ()), (5120, (4,)), (9216, (8,))])
-def test_sums_lower_for_cuda(size, shares):
-    static = {"norm": mosaic.Norm(1e-5, jnp.bfloat16, centred=True), "axis_name": TP}
-    function = on_devices(functools.partial(mosaic.add_norm, **static), 2)
-    parts = jnp.zeros((2 * shares[0], 3, size) if shares else (6, size), jnp.bfloat16)
-    arrays = numbers(0, 3, size, dtype=jnp.float32), parts, {}
-    lowered = jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",))
-    assert "mosaic_gpu" in lowered.as_text()
-
-
-def test_shares_are_added_first_where_that_saves_time_or_they_would_not_fit():
-    first = lambda devices, *shape: mosaic.adds_first(
-        jax.ShapeDtypeStruct(shape, "bfloat16"), devices
-    )
-    assert not first(2, 2, 1, 5120)
-    assert not first(4, 1, 256, 16384)
-    assert first(4, 2, 1, 5120)
-    assert first(2, 4, 24, 5120)
-    assert first(2, 16, 1, 8192)  # 512 KiB
-
-
-@needs_new_jax
-@pytest.mark.parametrize(
-    ("places", "reached"), [((0, 1), True), ((2, 3), False), ((1, 0), False), ((0, 2), False)]
-)
-def test_devices_read_each_other_only_if_they_are_numbered_as_in_the_mesh(
-    places, reached, monkeypatch
-):
-    """Of several groups of devices only the first one's are."""
-    parallel = TensorParallel(Mesh(np.array(jax.devices())[list(places)], (TP,)))
-    add = functools.partial(add_norm, vectors={"y_bias": None, "scale": None}, centred=False)
-    specs = PartitionSpec(), PartitionSpec(TP)
-    monkeypatch.setattr(implementations, "_compute_capability", lambda: 9.0)
-    arrays = numbers(0, 3, 256, dtype=jnp.float32), numbers(1, 6, 256)
-    traced = jax.make_jaxpr(parallel.map(add, specs, specs[0]))(*arrays)
-    assert ("semaphore_wait" in str(traced)) == reached
-    assert ("psum" in str(traced)) != reached
-
-
 @needs_devices
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_sums_that_follow_one_another_do_not_mix(dtype):
+    """Many in a function, of different numbers of rows, before each of which some devices wait."""
+    number, size, row_counts = min(4, jax.device_count()), 1280, 4 * (200, 1, 24, 1, 144)
+    parts = np.random.default_rng(0).integers(1, 4, (number, 200, size))
+
+    def sums(x, part, zeros):
+        totals = []
+        for n, rows in enumerate(row_counts):
+            work = 16 * ((jax.lax.axis_index(TP) + n) % number)
+            zero = jax.lax.fori_loop(0, work, lambda _, found: found @ zeros, zeros)[0, 0]
+            term = (part[:rows] * (n + 1) + zero).astype(dtype)
+            totals.append(add_norm(x[:rows], term, {"y_bias": None, "scale": None}, centred=False))
+        return [total for total, _ in totals]
+
+    y = jnp.asarray(parts.reshape(number * 200, size), jnp.float32)
+    zeros = jnp.zeros((512, 512), jnp.float32)
+    call = jax.jit(on_devices(sums, number))
+    for _ in range(5):
+        totals = call(jnp.zeros((200, size), jnp.float32), y, zeros)
+        for n, (total, rows) in enumerate(zip(totals, row_counts, strict=True)):
+            expected = (n + 1) * parts.sum(axis=0)[:rows]  # exact, as the numbers are small
+            np.testing.assert_array_equal(total, np.stack([expected] * number))
+
+
+@pytest.fixture
+def reached(monkeypatch):
+    """Devices whose kernels would write to one another's memory, if they were GPUs."""
+    monkeypatch.setattr(inboxes, "reach_each_other", lambda devices: True)
+    monkeypatch.setattr(implementations, "_compute_capability", lambda: 9.0)
+
+
+@pytest.mark.parametrize(("size", "shares"), [(256, ()), (5120, (4,)), (9216, (8,))])
+def test_sums_lower_for_cuda(size, shares, reached):
+    x = numbers(0, 3, size, dtype=jnp.float32)
+    y = numbers(1, 2 * shares[0], 3, size) if shares else numbers(1, 6, size)
+    function = on_devices(functools.partial(add_norm, centred=True), 2, for_gpus=True)
+    traced = jax.jit(function).trace(x, y, {"y_bias": None, "scale": None, "bias": None})
+    with cuda_without_a_gpu():
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "sum_add_layer_norm" in text
+    assert "all_reduce" not in text
+
+
 @pytest.mark.parametrize(
-    ("rows", "options", "error"),
+    ("rows", "size", "numerics", "exchanges"),
     [
-        (mosaic.MOST_ROWS + 1, {}, "at most 256 rows"),
-        (3, {"numerics": "invariant"}, "in fast numerics"),
+        (MOST_ROWS, 256, "fast", True),
+        (MOST_ROWS + 1, 256, "fast", False),
+        (3, 128, "fast", False),
+        (3, 258, "fast", False),
+        (3, 256, "invariant", False),
     ],
 )
-@needs_new_jax
-def test_sums_that_the_kernel_does_not_take_raise_an_error(rows, options, error):
-    options |= {"implementation": "mosaic", "interpret": True, "centred": False}
-    function = on_devices(functools.partial(add_norm, **options), 2)
-    arrays = numbers(0, rows, 256, dtype=jnp.float32), numbers(1, 2 * rows, 256)
-    with pytest.raises(ValueError, match=error):
-        jax.jit(function)(*arrays, {"y_bias": None, "scale": None})
+def test_rows_are_exchanged_where_they_fit(rows, size, numerics, exchanges, reached):
+    traced = traced_sum(rows, size, numerics=numerics)
+    assert ("elementwise_inline_asm" in traced) == exchanges
+    # The others' totals are gathered by the test itself.
+    assert (traced.count("psum") + traced.count(" = all_gather[") > 2) != exchanges
+
+
+def test_no_rows_are_exchanged_between_processors():
+    assert "psum" in traced_sum(3, 256)
+
+
+def traced_sum(rows, size, **options):
+    function = on_devices(functools.partial(add_norm, centred=False, **options), 2)
+    x, y = (jnp.zeros((n * rows, size), jnp.float32) for n in (1, 2))
+    return str(jax.make_jaxpr(function)(x, y, {"y_bias": None, "scale": None}))
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+@pytest.mark.parametrize("row_bytes", [512, 10240, 36864])
+def test_places_in_an_inbox_do_not_overlap(devices, row_bytes):
+    one = Inboxes(tuple(range(devices)), 7, row_bytes)
+    words = [one.place_of_count(row) for row in range(one.rows)]
+    words += [one.place_of_arrival(d, row) for d in range(devices) for row in range(one.rows)]
+    every = itertools.product(range(SLOTS), range(devices), range(one.rows))
+    pieces = [(word, 4) for word in words] + [(one.place_of_row(*at), row_bytes) for at in every]
+    ends = [0]
+    for first, length in sorted(pieces):
+        assert first >= ends[-1]
+        assert first % min(length, 16) == 0
+        ends.append(first + length)
+    assert ends[-1] == one.bytes

@@ -1,8 +1,6 @@
 """Residual addition and normalisation in one pass."""
 
 import functools
-import importlib
-from types import ModuleType
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,13 +9,7 @@ from jax import Array, lax
 from pallas_kernels.add_norm import triton, xla
 from pallas_kernels.add_norm.xla import Norm
 from pallas_kernels.common.blocks import in_blocks
-from pallas_kernels.common.implementations import (
-    check_mosaic,
-    choose,
-    reads_other_devices,
-    runs_mosaic,
-    with_gradient_of,
-)
+from pallas_kernels.common.implementations import choose, with_gradient_of
 from pallas_kernels.common.numerics import is_invariant
 from pallas_kernels.matmul.narrow import GROUP
 from pallas_kernels.matmul.rounded import RoundedRows, Rounding
@@ -58,11 +50,10 @@ def add_layer_norm(
         rounding: of `pallas_kernels.rounding_for`: the Triton kernel then returns the normalised
             rows as that product takes them, and whatever else computes them ignores it.
         implementation: "triton" (one launch), "xla", or None: Triton on NVIDIA GPUs of
-            compute capability 8.0 and newer, XLA elsewhere. With an `axis_name`: "mosaic" (Pallas
-            Mosaic GPU: one launch in which the devices read each other's parts; jax 0.11, compute
-            capability 9.0, one process, and devices whose numbers are their places in the mesh:
-            see `pallas_kernels.on_mesh`), or after a collective operation one of the others;
-            None: Mosaic for few rows in fast numerics.
+            compute capability 8.0 and newer, XLA elsewhere. With an `axis_name` the devices' parts
+            are added by a collective operation first, or, for few rows in fast numerics, by the
+            Triton kernel itself, whose devices write them to one another's memory. It must know
+            them and reach them: see `pallas_kernels.on_mesh`.
         interpret: run the Triton kernel in interpret mode, on any device.
         numerics: "fast" or "invariant": see `pallas_kernels.numerics`; None: the context's.
 
@@ -153,49 +144,26 @@ def _add_norm(
     implementation, interpret = options["implementation"], options["interpret"]
     reference = functools.partial(xla.add_norm, norm=norm)
     if axis_name is not None:
-        over_devices = _over_devices(x, y, axis_name, invariant, **options)
         numerics = "invariant" if invariant else "fast"
         whole = functools.partial(sum_over_devices, axis_name=axis_name, numerics=numerics)
-        if over_devices is not None:
-            static = {"norm": norm, "axis_name": axis_name, "interpret": interpret}
-            kernel = functools.partial(over_devices.add_norm, **static)
-            in_xla = lambda x, y, vectors: reference(x, whole(y), vectors)
-            return with_gradient_of(in_xla, kernel)(x, y, vectors)
-        y = whole(y)
     if choose(implementation, IMPLEMENTATIONS, interpret) == "triton":
+        rounding = rounding if x.shape[1] % GROUP == 0 else None
         kernel = functools.partial(triton.add_norm, norm=norm, interpret=interpret)
-        if rounding is not None and x.shape[1] % GROUP == 0:
+        if axis_name is not None:
+            inboxes = None if invariant else triton.inboxes_for(x, y, rounding)
+            if inboxes is None:
+                y = whole(y)
+            else:
+                kernel = functools.partial(kernel, inboxes=inboxes, axis_name=axis_name)
+                part, reference = reference, lambda x, y, vectors: part(x, whole(y), vectors)
+        if rounding is not None:
             return kernel(x, y, vectors, rounding=rounding)
-    elif invariant:
-        kernel = functools.partial(_in_blocks, reference)
-    else:
-        # Without the barrier XLA would recompute x, a sum itself, in each fusion that reads it.
-        return reference(lax.optimization_barrier(x), y, vectors)
-    return with_gradient_of(reference, kernel)(x, y, vectors)
-
-
-def _over_devices(
-    x, y, axis_name: str, invariant: bool, *, implementation, interpret: bool
-) -> ModuleType | None:
-    """The kernel that adds the devices' parts up itself; None: a collective operation does.
-
-    Raises:
-        ValueError: "mosaic" was asked for, and cannot be.
-    """
-    asked = implementation == "mosaic"
-    if asked:
-        check_mosaic(interpret)
-    elif implementation is not None or interpret or not runs_mosaic():
-        return None
-    mosaic = importlib.import_module("pallas_kernels.add_norm.mosaic")
-    if mosaic.takes(x, y, lax.axis_size(axis_name)) and not invariant and reads_other_devices():
-        return mosaic
-    if asked:
-        raise ValueError(
-            f"implementation 'mosaic' takes {mosaic.TAKES} in fast numerics, in one process whose "
-            f"devices are numbered as in the mesh, not an array {x.shape}"
-        )
-    return None
+        return with_gradient_of(reference, kernel)(x, y, vectors)
+    y = y if axis_name is None else whole(y)
+    if invariant:
+        return with_gradient_of(reference, functools.partial(_in_blocks, reference))(x, y, vectors)
+    # Without the barrier XLA would recompute x, a sum itself, in each fusion that reads it.
+    return reference(lax.optimization_barrier(x), y, vectors)
 
 
 def _in_blocks(function, x, y, vectors: dict[str, Array]):

@@ -1,4 +1,4 @@
-"""Residual addition and normalisation as one Pallas Triton kernel.
+"""Residual addition, over devices as well, and normalisation as one Pallas Triton kernel.
 
 If a product with a narrow weight follows, the kernel rounds the rows for it as well.
 """
@@ -12,7 +12,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.add_norm.exchange import TOGETHER, Exchange, arguments
 from pallas_kernels.add_norm.xla import Norm
+from pallas_kernels.common.inboxes import Inboxes
 from pallas_kernels.matmul.rounded import (
     RoundedRows,
     Rounding,
@@ -22,9 +24,20 @@ from pallas_kernels.matmul.rounded import (
 )
 
 WARPS = 8  # of a row
+LEAST_SIZE = 2 * 32 * TOGETHER  # of a row that devices exchange: a barrier is for several warps
+STATIC = ("norm", "rounding", "inboxes", "axis_name", "interpret")
 
 
-@functools.partial(jax.jit, static_argnames=("norm", "rounding", "interpret"))
+def inboxes_for(x: Array, y: Array, rounding: Rounding | None) -> Inboxes | None:
+    """Through which the devices of the mesh exchange the rows; None: they cannot, or too many."""
+    size, programs = x.shape[1], len(x) if rounding is None else rounding.padded
+    inboxes = Inboxes.of(size * y.dtype.itemsize)
+    if inboxes is None or programs > inboxes.rows or size < LEAST_SIZE or size % TOGETHER:
+        return None
+    return inboxes
+
+
+@functools.partial(jax.jit, static_argnames=STATIC)
 def add_norm(
     x: Array,  # [rows, size]
     y: Array,  # [rows, size], or [shares, rows, size]
@@ -32,9 +45,15 @@ def add_norm(
     *,
     norm: Norm,
     rounding: Rounding | None = None,
+    inboxes: Inboxes | None = None,
+    axis_name: str | None = None,
     interpret: bool = False,
 ) -> tuple[Array, Array | RoundedRows]:
-    """See `pallas_kernels.add_layer_norm` and `pallas_kernels.add_rms_norm`."""
+    """See `pallas_kernels.add_layer_norm` and `pallas_kernels.add_rms_norm`.
+
+    Args:
+        inboxes: of the devices on the axis, whose parts of y the kernel adds up; None: y is whole.
+    """
     rows, size = x.shape
     if rounding is None:
         programs, normalised = rows, (jax.ShapeDtypeStruct(x.shape, norm.dtype),)
@@ -43,14 +62,21 @@ def add_norm(
         if rows > programs:
             raise ValueError(f"the rounding is for {programs} rows at most, not {rows}")
         normalised = array_types(rounding, size)
+    name = "add_layer_norm" if norm.centred else "add_rms_norm"
+    given, static = (), {"names": tuple(vectors), "norm": norm, "rounding": rounding}
+    warps = WARPS
+    if inboxes is not None:
+        given, name = arguments(inboxes, axis_name), f"sum_{name}"
+        # Every thread has as many numbers as are written together.
+        warps = min(WARPS, pl.next_power_of_2(size) // (32 * TOGETHER))
     total, *out = pl.pallas_call(
-        functools.partial(_kernel, names=tuple(vectors), norm=norm, rounding=rounding),
+        functools.partial(_kernel, inboxes=inboxes, **static),
         grid=(programs,),
         out_shape=(jax.ShapeDtypeStruct(x.shape, x.dtype), *normalised),
-        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
         interpret=interpret,
-        name="add_layer_norm" if norm.centred else "add_rms_norm",
-    )(x, y, *vectors.values())
+        name=name,
+    )(x, y, *vectors.values(), *given)
     if rounding is None:
         return total, *out
     return total, RoundedRows(*out, rows=rows, dtype=jnp.dtype(norm.dtype))
@@ -59,12 +85,16 @@ def add_norm(
 def _kernel(
     x_ref,  # [rows, size]
     y_ref,  # [rows, size], or [shares, rows, size]
-    *refs,  # vectors [size]; total; the normalised rows, or the three arrays of RoundedRows
+    # vectors [size]; of devices, their `arguments`; total; the normalised rows, or the three arrays
+    # of RoundedRows
+    *refs,
     names: tuple[str, ...],
     norm: Norm,
     rounding: Rounding | None,
+    inboxes: Inboxes | None,
 ):
-    vector_refs, (total_ref, *out_refs) = refs[: len(names)], refs[len(names) :]
+    vector_refs, refs = refs[: len(names)], refs[len(names) :]
+    given, (total_ref, *out_refs) = (refs[:2], refs[2:]) if inboxes is not None else ((), refs)
     row, size = pl.program_id(0), x_ref.shape[1]
     at = jnp.arange(pl.next_power_of_2(size))
     # Rows that are added for a product are zero.
@@ -81,6 +111,8 @@ def _kernel(
     shares = range(y_ref.shape[0]) if len(y_ref.shape) == 3 else ()
     total = load(x_ref.at[row, at])
     y = sum(load(y_ref.at[i, row, at]) for i in shares) if shares else load(y_ref.at[row, at])
+    if inboxes is not None:
+        y = Exchange.of(inboxes, *given, row).sum(y.astype(y_ref.dtype), mask)
     if "y_scale" in vectors:
         total += normalised(y + vectors.get("y_bias", 0), "y_scale")
     else:

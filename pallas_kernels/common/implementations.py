@@ -1,19 +1,14 @@
 """The choice of an operation's implementation, by name or by device."""
 
-import contextlib
 from collections.abc import Callable, Collection
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh
 
 from pallas_kernels.common.numbers import check_flag
 
 MOSAIC_JAX = (0, 11)  # the first version whose Pallas Mosaic GPU has what the kernels use
-
-# A part of the key of JAX's caches, so that a function is compiled for each value.
-_numbered = jax.make_user_context(default_value=True)
 
 
 def choose(implementation: str | None, available: Collection[str], interpret: bool = False) -> str:
@@ -53,22 +48,6 @@ def check_mosaic(interpret: bool) -> None:
 def runs_mosaic() -> bool:
     """Whether this jax and the default device run Pallas Mosaic GPU kernels."""
     return jax.__version_info__ >= MOSAIC_JAX and _compute_capability() == 9.0
-
-
-def on_mesh(mesh: Mesh | AbstractMesh) -> contextlib.AbstractContextManager[None]:
-    """A context for what each device of a mesh computes, as under `jax.shard_map`.
-
-    Mosaic kernels read the memory of another device by its number, which must be its place in the
-    mesh. Outside such a context the devices are taken to be numbered so.
-    """
-    if isinstance(mesh, AbstractMesh):
-        return _numbered(True)
-    return _numbered([device.id for device in mesh.devices.flat] == list(range(mesh.size)))
-
-
-def reads_other_devices() -> bool:
-    """Whether Mosaic kernels can read the memory of the other devices of the mesh."""
-    return jax.process_count() == 1 and _numbered.value
 
 
 def runs_triton() -> bool:

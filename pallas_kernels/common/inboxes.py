@@ -1,0 +1,118 @@
+"""Inboxes: memory of each device of a mesh that the mesh's other devices write to in kernels.
+
+JAX has no arrays for it: an inbox is named by its address. It exists as long as the process, so
+that addresses in compiled functions stay valid, and all functions of these devices share it.
+"""
+
+import contextlib
+import ctypes
+import functools
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from pallas_kernels.common.blocks import round_up
+
+MOST_ROWS = 256  # of an inbox
+MOST_BYTES = 2**23  # that a device sends at a time: for more, a collective operation is faster
+SLOTS = 2  # rows that follow one another in the same place, the next of which may come early
+ALIGNED = 256  # bytes
+WORD = 4  # bytes of a number in the head
+
+# The devices of the mesh. It is part of the key of JAX's caches, so that a function is compiled for
+# each value.
+_devices = jax.make_user_context(default_value=None)
+
+
+class Inboxes(NamedTuple):
+    """The inboxes of a mesh's devices, for rows of one size.
+
+    An inbox begins with its head: 32-bit numbers, of which one for each row counts the exchanges,
+    and one for each device and row is the number of the last exchange whose row has come. Then
+    follow the rows, [slots, devices, rows] of `row_bytes` each.
+
+    Attributes:
+        devices: those of the mesh, in its order.
+        rows: how many rows a device takes at a time.
+        row_bytes: bytes from one row to the next.
+    """
+
+    devices: tuple[jax.Device, ...]
+    rows: int
+    row_bytes: int
+
+    @classmethod
+    def of(cls, row_bytes: int) -> "Inboxes | None":
+        """The inboxes of the mesh whose devices compute now, for rows of this many bytes.
+
+        None: the devices cannot write to one another's memory, or are unknown.
+        """
+        devices = _devices.value
+        if devices is None or not reach_each_other(devices):
+            return None
+        row_bytes = round_up(row_bytes, ALIGNED)
+        rows = min(MOST_ROWS, MOST_BYTES // (row_bytes * max(1, len(devices) - 1)))
+        return cls(devices, rows, row_bytes)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of one inbox."""
+        return self.place_of_row(SLOTS, 0, 0)
+
+    def place_of_count(self, row):
+        """The place, in bytes, of the number of a row's exchanges; of integers or of arrays."""
+        return WORD * row
+
+    def place_of_arrival(self, device, row):
+        """The place of the number of the last exchange whose row has come from a device."""
+        return WORD * ((1 + device) * self.rows + row)
+
+    def place_of_row(self, slot, device, row):
+        """The place of the row that has come from a device."""
+        first = round_up(WORD * (1 + len(self.devices)) * self.rows, ALIGNED)
+        return first + ((slot * len(self.devices) + device) * self.rows + row) * self.row_bytes
+
+    @property
+    def addresses(self) -> np.ndarray:
+        """Every inbox's address, int32 [devices, 2]: the lower and the upper half."""
+        pointers = np.array([array.unsafe_buffer_pointer() for array in _arrays(self)], np.uint64)
+        return pointers.view(np.uint32).view(np.int32).reshape(-1, 2)
+
+
+def on_mesh(mesh: Mesh | AbstractMesh) -> contextlib.AbstractContextManager[None]:
+    """A context for what each device of a mesh computes, as under `jax.shard_map`.
+
+    Kernels may write to the memory of the mesh's other devices there. Outside such a context they
+    do not know them.
+    """
+    return _devices(None if isinstance(mesh, AbstractMesh) else tuple(mesh.devices.flat))
+
+
+@functools.cache
+def reach_each_other(devices: tuple[jax.Device, ...]) -> bool:
+    """Whether kernels on each of the devices can write to the memory of all others."""
+    own = jax.process_index()
+    if any(device.platform != "gpu" or device.process_index != own for device in devices):
+        return False
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:  # not an NVIDIA GPU
+        return False
+    numbers, found = [device.local_hardware_id for device in devices], ctypes.c_int()
+
+    def reaches(one: int, other: int) -> bool:
+        failed = cuda.cuDeviceCanAccessPeer(ctypes.byref(found), one, other)
+        return not failed and bool(found.value)
+
+    return all(reaches(one, other) for one in numbers for other in numbers if one != other)
+
+
+@functools.cache
+def _arrays(inboxes: Inboxes) -> list[jax.Array]:
+    """The memory of each device's inbox, which is zero at first."""
+    with jax.ensure_compile_time_eval():  # inboxes are needed while functions are traced
+        empty = np.zeros(inboxes.bytes, np.uint8)
+        arrays = [jax.device_put(empty, device) for device in inboxes.devices]
+        return jax.block_until_ready(arrays)
