@@ -81,7 +81,7 @@ def test_sums_of_parts_equal_numpy_on_every_device(case, implementation):
     options = {"implementation": implementation, "interpret": not COMPILED}
     function = functools.partial(add_norm, centred=centred, **options)
     lowered = jax.jit(on_devices(function, number)).lower(x, y, vectors)
-    exchanges = COMPILED and implementation == "triton" and size >= 256
+    exchanges = COMPILED and implementation == "triton"
     assert ("sum_add" in lowered.as_text()) == exchanges
     totals, outs = lowered.compile()(x, y, vectors)
 
@@ -152,7 +152,7 @@ def test_sums_lower_for_cuda(size, shares, reached):
     [
         (MOST_ROWS, 256, "fast", True),
         (MOST_ROWS + 1, 256, "fast", False),
-        (3, 128, "fast", False),
+        (3, 64, "fast", False),
         (3, 258, "fast", False),
         (3, 256, "invariant", False),
     ],
@@ -178,10 +178,9 @@ def traced_sum(rows, size, **options):
 @pytest.mark.parametrize("row_bytes", [512, 10240, 36864])
 def test_places_in_an_inbox_do_not_overlap(devices, row_bytes):
     one = Inboxes(tuple(range(devices)), 7, row_bytes)
-    words = [one.place_of_count(row) for row in range(one.rows)]
-    words += [one.place_of_arrival(d, row) for d in range(devices) for row in range(one.rows)]
+    pieces = [(one.place_of_count(row), 4) for row in range(one.rows)]
     every = itertools.product(range(SLOTS), range(devices), range(one.rows))
-    pieces = [(word, 4) for word in words] + [(one.place_of_row(*at), row_bytes) for at in every]
+    pieces += [(one.place_of_row(*at), row_bytes) for at in every]
     ends = [0]
     for first, length in sorted(pieces):
         assert first >= ends[-1]

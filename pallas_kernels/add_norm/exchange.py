@@ -1,12 +1,13 @@
 """A sum over devices inside a Pallas Triton kernel, in one exchange of rows.
 
-Each device writes its row into the inboxes of all others, then tells them that it has, and adds up
-what has come into its own. A program does so with one row, which all devices' programs of that
-number exchange; the others' rows do not matter to it. Memory that JAX has no arrays for is read and
-written in PTX. Its operations depend on one another's results, as nothing else orders them.
+Each device writes its row into the inboxes of all others, and adds up what comes into its own. A
+program does so with one row, which all devices' programs of that number exchange; the others' rows
+do not matter to it. A word has come when it differs from `NOTHING`, which nobody sends and which
+replaces it once it has been read. Memory that JAX has no arrays for is read and written in PTX;
+these operations are ordered only where one depends on another's result.
 
-An exchange has a number, and rows of even and odd numbers have places of their own. A device sends
-the next but one only after all others have sent the next, before which they have read this one.
+Exchanges are counted, and rows of even and odd ones have places of their own. A device sends the
+next but one only after all others have sent the next, before which they have read this one.
 """
 
 from typing import NamedTuple
@@ -16,9 +17,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.common.inboxes import SLOTS, WORD, Inboxes
+from pallas_kernels.common.inboxes import NOTHING, SLOTS, WORD, Inboxes
 
-TOGETHER = 4  # numbers that are written by one instruction, where they lie side by side
+TOGETHER = 4  # numbers that one instruction reads or writes: they lie side by side
+MOST_AT_ONCE = 16  # numbers of a thread that are waited for at once
 INTEGERS = {2: jnp.int16, 4: jnp.int32}  # by bytes
 
 
@@ -45,38 +47,41 @@ class Exchange(NamedTuple):
         halves = [tuple(addresses_ref[place, half] for half in range(2)) for place in places]
         return cls(inboxes, own, halves, row)
 
-    def sum(self, part: Array, mask: Array) -> Array:
+    def sum(self, part: Array, mask: Array, threads: int) -> Array:
         """The sum over all devices in the mesh's order, float32 [n].
 
         Args:
             part: this device's part of the row, [n] in 16 or 32 bits.
             mask: which of the numbers there are, [n].
+            threads: of the program.
         """
-        boxes, others = self.inboxes, self.addresses[1:]
+        boxes, count = self.inboxes, self.inboxes.place_of_count(self.row)
+        own_box, *others = self.addresses
         size, index = part.dtype.itemsize, jnp.arange(part.shape[0])
-        integers = lax.bitcast_convert_type(part, INTEGERS[size])
-        own_box, count = self.addresses[0], boxes.place_of_count(self.row)
-        number = _read(*own_box, count) + 1
+        at_once = min(MOST_AT_ONCE, part.shape[0] // threads)
+        number = _read_count(*own_box, count)
+        # So that the new count is written.
+        slot = number % SLOTS + _write_count(*own_box, count, number + 1)
 
         def places(device, mask: Array) -> Array:
-            first = boxes.place_of_row(number % SLOTS, device, self.row)
+            first = boxes.place_of_row(slot, device, self.row)
             return jnp.where(mask, first + size * index, -1)
 
-        sent = integers
+        sent = lax.bitcast_convert_type(part, INTEGERS[size])
         for box in others:
-            sent = _write_all(*box, places(self.own, mask), sent)
-        done = jnp.sum(sent.astype(jnp.int32))  # known when all threads have written
-        for box in others:
-            number = _tell(*box, boxes.place_of_arrival(self.own, self.row), number, done)
-        for i in range(1, len(self.addresses)):
-            device = (self.own + i) % len(self.addresses)
-            number = _wait(*own_box, boxes.place_of_arrival(device, self.row), number)
-        zero = _write(*own_box, count, number)
+            sent = _send(*box, places(self.own, mask), sent, at_once)
+        part = lax.bitcast_convert_type(sent, part.dtype)  # so that it is sent
+
+        def received(device, mask: Array) -> Array:
+            found = _receive(*own_box, places(device, mask), sent.dtype, at_once)
+            return lax.bitcast_convert_type(found, part.dtype).astype(jnp.float32)
+
+        if len(others) == 1:  # its sum is the same in either order
+            return part.astype(jnp.float32) + received(1 - self.own, mask)
         total = jnp.zeros(part.shape, jnp.float32)
         for device in range(len(self.addresses)):
-            other = places(device, mask & (self.own != device)) + zero
-            other = lax.bitcast_convert_type(_read_all(*own_box, other, integers.dtype), part.dtype)
-            total += jnp.where(self.own == device, part, other).astype(jnp.float32)
+            is_own = self.own == device
+            total += jnp.where(is_own, part.astype(jnp.float32), received(device, mask & ~is_own))
         return total
 
 
@@ -86,115 +91,125 @@ def arguments(inboxes: Inboxes, axis_name: str) -> tuple[Array, Array]:
 
 
 _NUMBER = jax.ShapeDtypeStruct((1,), jnp.int32)  # operations have results of at least one axis
-_FIRST_THREAD = """
-    .reg .b32 thread;
-    .reg .pred is_first;
-    mov.u32 thread, %tid.x;
-    setp.eq.u32 is_first, thread, 0;"""
 
 
-def _read(low: Array, high: Array, place: Array) -> Array:
-    """A number of an inbox."""
-    code = f"{_address(1, 2, 3)} ld.volatile.global.b32 $0, [address];"
+def _read_count(low: Array, high: Array, place: Array) -> Array:
+    """A number in an inbox's head, which all threads have read then."""
+    code = f"{_address(1, 2, 3)} ld.volatile.global.b32 $0, [address]; bar.sync 0;"
     return _assembly(code, [low, high, place], _NUMBER)
 
 
-def _write(low: Array, high: Array, place: Array, number: Array) -> Array:
-    """Writes a number to the own inbox; returns 0."""
-    store = "@is_first st.volatile.global.b32 [address], $4;"
-    code = f"{_address(1, 2, 3)} {_FIRST_THREAD} {store} mov.b32 $0, 0;"
+def _write_count(low: Array, high: Array, place: Array, number: Array) -> Array:
+    """Writes a number to an inbox's head; returns 0."""
+    code = f"{_address(1, 2, 3)} st.volatile.global.b32 [address], $4; mov.b32 $0, 0;"
     return _assembly(code, [low, high, place, number], _NUMBER)
 
 
-def _tell(low: Array, high: Array, place: Array, number: Array, done: Array) -> Array:
-    """Writes a number to another inbox, whose readers then find there what this block wrote before.
-
-    Returns:
-        The number.
-    """
-    store = "@is_first st.release.sys.global.b32 [address], $4;"
-    code = f"{_address(1, 2, 3)} {_FIRST_THREAD} {store} mov.b32 $0, $4;"
-    return _assembly(code, [low, high, place, number, done], _NUMBER)
-
-
-def _wait(low: Array, high: Array, place: Array, number: Array) -> Array:
-    """Waits until a number of the own inbox is at least this one; returns the latter."""
-    code = f"""{_address(1, 2, 3)}
-    .reg .b32 found;
-    .reg .pred is_less;
-    again:
-    ld.acquire.sys.global.b32 found, [address];
-    sub.s32 found, found, $4;
-    setp.lt.s32 is_less, found, 0;
-    @is_less bra again;
-    mov.b32 $0, $4;"""
-    return _assembly(code, [low, high, place, number], _NUMBER)
-
-
-def _write_all(low: Array, high: Array, places: Array, numbers: Array) -> Array:
+def _send(low: Array, high: Array, places: Array, numbers: Array, at_once: int) -> Array:
     """Writes numbers to places of another inbox that are not negative; returns the numbers."""
-    words = [f"word_{i}" for i in range(TOGETHER * numbers.dtype.itemsize // WORD)]
-    first = len(words)
-    given = [f"mov.b32 {word}, ${first + 3 * TOGETHER + i};" for i, word in enumerate(words)]
-    store = f"st.global.v{len(words)}.b32 [address], {{{', '.join(words)}}};"
-    code = _memory_code(store, words, given, first, numbers.dtype.itemsize)
-    return _assembly(code, [low, high, places, numbers], numbers, TOGETHER)
+    accesses = _Accesses(at_once, numbers.dtype.itemsize)
+    code = accesses.addresses()
+    for i, word in enumerate(accesses.words):
+        code += f"""
+    mov.b32 {word}, ${accesses.inputs + i};
+    setp.eq.b32 condition, {word}, {NOTHING};
+    selp.b32 {word}, 0, {word}, condition;"""
+    code += accesses.each("st.relaxed.sys.global.{kind} [{address}], {{{words}}};")
+    return _assembly(code + accesses.results(), [low, high, places, numbers], numbers, at_once)
 
 
-def _read_all(low: Array, high: Array, places: Array, dtype) -> Array:
-    """The numbers at places of the own inbox; 0 where those are negative."""
+def _receive(low: Array, high: Array, places: Array, dtype, at_once: int) -> Array:
+    """The numbers that come to places of the own inbox; 0 where those are negative."""
     result = jax.ShapeDtypeStruct(places.shape, dtype)
-    words = [f"word_{i}" for i in range(TOGETHER * result.dtype.itemsize // WORD)]
-    given = [f"mov.b32 {word}, 0;" for word in words]
-    load = f"ld.global.v{len(words)}.b32 {{{', '.join(words)}}}, [address];"
-    code = _memory_code(load, words, given, len(words), result.dtype.itemsize)
-    return _assembly(code, [low, high, places], result, TOGETHER)
+    accesses = _Accesses(at_once, result.dtype.itemsize)
+    code = accesses.addresses()
+    code += "".join(f"\n    mov.b32 {word}, 0;" for word in accesses.words)
+    code += "\n    again:"
+    code += accesses.each("ld.relaxed.sys.global.{kind} {{{words}}}, [{address}];")
+    first, *rest = accesses.words
+    code += f"\n    setp.eq.b32 condition, {first}, {NOTHING};"
+    for word in rest:
+        code += f"\n    setp.eq.or.b32 condition, {word}, {NOTHING}, condition;"
+    code += "\n    @condition bra again;"
+    code += f"\n    mov.b32 nothing, {NOTHING};"
+    code += accesses.each("st.relaxed.sys.global.{kind} [{address}], {{{nothing}}};")
+    return _assembly(code + accesses.results(), [low, high, places], result, at_once)
 
 
-def _memory_code(access: str, words: list[str], given: list[str], first: int, size: int) -> str:
-    """Code that stores or loads `TOGETHER` numbers of this many bytes, and returns them.
+class _Accesses:
+    """The code of a thread's accesses to an inbox: numbers, `TOGETHER` of them at a time.
 
-    They must lie side by side, or all have negative places.
+    Those must lie side by side, or all have negative places.
 
     Args:
-        access: the instruction.
-        words: registers of the numbers, and the results' operands in their order.
-        given: code that sets them.
-        first: number of the first operand of the addresses: all lower halves, all upper ones and
-            all places follow one another.
+        numbers: of the thread.
+        size: bytes of a number.
+
+    Attributes:
+        words: the registers of all numbers.
+        inputs: the first operand after the results and the addresses. Of the latter all lower
+            halves, all upper ones and all places follow one another.
     """
-    begin, end = (f"${first + 2 * TOGETHER + i}" for i in (0, TOGETHER - 1))
-    return f"""{_address(first, first + TOGETHER, first + 2 * TOGETHER)}
-    .reg .b32 {", ".join(words)}, distance;
-    .reg .pred exist, are_apart;
-    {" ".join(given)}
-    setp.ge.s32 exist, {begin}, 0;
-    sub.s32 distance, {end}, {begin};
-    setp.ne.and.s32 are_apart, distance, {(TOGETHER - 1) * size}, exist;
-    @are_apart trap;
-    @exist {access}
-    {" ".join(f"mov.b32 ${i}, {word};" for i, word in enumerate(words))}"""
+
+    def __init__(self, numbers: int, size: int):
+        self.numbers, self.size, self.count = numbers, size, numbers // TOGETHER
+        self.words = [f"word_{i}" for i in range(numbers * size // WORD)]
+        self.inputs = len(self.words) + 3 * numbers
+
+    def addresses(self) -> str:
+        """Declares registers, and computes the accesses' addresses and which of them there are."""
+        low = len(self.words)
+        places = [low + 2 * self.numbers + i for i in range(self.numbers)]
+        code = f"""
+    .reg .b32 {", ".join(self.words)}, distance, nothing;
+    .reg .pred condition, {", ".join(f"exists_{i}" for i in range(self.count))};"""
+        for i in range(self.count):
+            first, last = places[i * TOGETHER], places[(i + 1) * TOGETHER - 1]
+            code += f"""{_address(low, low + self.numbers, first, f"_{i}")}
+    setp.ge.s32 exists_{i}, ${first}, 0;
+    sub.s32 distance, ${last}, ${first};
+    setp.ne.and.s32 condition, distance, {(TOGETHER - 1) * self.size}, exists_{i};
+    @condition trap;"""
+        return code
+
+    def each(self, instruction: str) -> str:
+        """An instruction of every access that there is."""
+        words = len(self.words) // self.count
+        code = ""
+        for i in range(self.count):
+            named = {
+                "kind": f"v{words}.b32",
+                "address": f"address_{i}",
+                "words": ", ".join(self.words[i * words : (i + 1) * words]),
+                "nothing": ", ".join(["nothing"] * words),
+            }
+            code += f"\n    @exists_{i} {instruction.format(**named)}"
+        return code
+
+    def results(self) -> str:
+        """Returns the words."""
+        return "".join(f"\n    mov.b32 ${i}, {word};" for i, word in enumerate(self.words))
 
 
-def _address(low: int, high: int, place: int) -> str:
+def _address(low: int, high: int, place: int, name: str = "") -> str:
     """Code for an address, of these operands: the halves of an inbox's, and a place in it."""
     return f"""
-    .reg .b64 address, place;
-    mov.b64 address, {{${low}, ${high}}};
-    cvt.s64.s32 place, ${place};
-    add.s64 address, address, place;"""
+    .reg .b64 address{name}, place{name};
+    mov.b64 address{name}, {{${low}, ${high}}};
+    cvt.s64.s32 place{name}, ${place};
+    add.s64 address{name}, address{name}, place{name};"""
 
 
-def _assembly(code: str, args: list[Array], result, together: int = 1) -> Array:
-    """Runs code for each element of the arguments, or for `together` of them."""
-    registers = lambda x: max(1, together * jnp.dtype(x.dtype).itemsize // WORD)
+def _assembly(code: str, args: list[Array], result, at_once: int = 1) -> Array:
+    """Runs code for each element of the arguments, or for so many of them."""
+    registers = lambda x: max(1, at_once * jnp.dtype(x.dtype).itemsize // WORD)
     args = [jnp.broadcast_to(arg, result.shape) for arg in args]
     inputs = ["r"] * sum(map(registers, args))
     (found,) = plgpu.elementwise_inline_asm(
         f"{{{code}\n}}",
         args=args,
         constraints=",".join(["=r"] * registers(result) + inputs),
-        pack=together,
+        pack=at_once,
         result_shape_dtypes=[jax.ShapeDtypeStruct(result.shape, result.dtype)],
     )
     return found

@@ -24,7 +24,8 @@ from pallas_kernels.matmul.rounded import (
 )
 
 WARPS = 8  # of a row
-LEAST_SIZE = 2 * 32 * TOGETHER  # of a row that devices exchange: a barrier is for several warps
+MULTIPROCESSORS = 132  # of an H100 or H200
+LEAST_SIZE = 32 * TOGETHER  # of a row that devices exchange: of a warp
 STATIC = ("norm", "rounding", "inboxes", "axis_name", "interpret")
 
 
@@ -32,9 +33,8 @@ def inboxes_for(x: Array, y: Array, rounding: Rounding | None) -> Inboxes | None
     """Through which the devices of the mesh exchange the rows; None: they cannot, or too many."""
     size, programs = x.shape[1], len(x) if rounding is None else rounding.padded
     inboxes = Inboxes.of(size * y.dtype.itemsize)
-    if inboxes is None or programs > inboxes.rows or size < LEAST_SIZE or size % TOGETHER:
-        return None
-    return inboxes
+    fits = inboxes is not None and programs <= inboxes.rows
+    return inboxes if fits and size % TOGETHER == 0 and size >= LEAST_SIZE else None
 
 
 @functools.partial(jax.jit, static_argnames=STATIC)
@@ -67,10 +67,10 @@ def add_norm(
     warps = WARPS
     if inboxes is not None:
         given, name = arguments(inboxes, axis_name), f"sum_{name}"
-        # Every thread has as many numbers as are written together.
+        # Every thread has as many numbers as one instruction writes.
         warps = min(WARPS, pl.next_power_of_2(size) // (32 * TOGETHER))
     total, *out = pl.pallas_call(
-        functools.partial(_kernel, inboxes=inboxes, **static),
+        functools.partial(_kernel, inboxes=inboxes, warps=warps, **static),
         grid=(programs,),
         out_shape=(jax.ShapeDtypeStruct(x.shape, x.dtype), *normalised),
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
@@ -92,6 +92,7 @@ def _kernel(
     norm: Norm,
     rounding: Rounding | None,
     inboxes: Inboxes | None,
+    warps: int,
 ):
     vector_refs, refs = refs[: len(names)], refs[len(names) :]
     given, (total_ref, *out_refs) = (refs[:2], refs[2:]) if inboxes is not None else ((), refs)
@@ -100,7 +101,10 @@ def _kernel(
     # Rows that are added for a product are zero.
     mask = at < size if rounding is None else (at < size) & (row < x_ref.shape[0])
     load = lambda place: plgpu.load(place, mask=mask, other=0).astype(jnp.float32)
-    vectors = dict(zip(names, (load(ref.at[at]) for ref in vector_refs), strict=True))
+
+    def rest():
+        vectors = dict(zip(names, (load(ref.at[at]) for ref in vector_refs), strict=True))
+        return load(x_ref.at[row, at]), vectors
 
     def normalised(x, scale: str):
         if norm.centred:
@@ -109,10 +113,15 @@ def _kernel(
         return x * (vectors[scale] + norm.offset) if scale in vectors else x
 
     shares = range(y_ref.shape[0]) if len(y_ref.shape) == 3 else ()
-    total = load(x_ref.at[row, at])
+    # Read in advance, unless programs then have so many registers that fewer run at once.
+    in_advance = inboxes is None or pl.num_programs(0) <= MULTIPROCESSORS
+    if in_advance:
+        total, vectors = rest()
     y = sum(load(y_ref.at[i, row, at]) for i in shares) if shares else load(y_ref.at[row, at])
     if inboxes is not None:
-        y = Exchange.of(inboxes, *given, row).sum(y.astype(y_ref.dtype), mask)
+        y = Exchange.of(inboxes, *given, row).sum(y.astype(y_ref.dtype), mask, 32 * warps)
+    if not in_advance:
+        total, vectors = rest()
     if "y_scale" in vectors:
         total += normalised(y + vectors.get("y_bias", 0), "y_scale")
     else:

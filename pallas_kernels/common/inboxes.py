@@ -19,7 +19,9 @@ MOST_ROWS = 256  # of an inbox
 MOST_BYTES = 2**23  # that a device sends at a time: for more, a collective operation is faster
 SLOTS = 2  # rows that follow one another in the same place, the next of which may come early
 ALIGNED = 256  # bytes
-WORD = 4  # bytes of a number in the head
+WORD = 4  # bytes
+# A word where nothing has come yet: -0.0 in 32 bits, or 0.0 and -0.0 in 16. 0 is sent instead.
+NOTHING = 0x80000000
 
 # The devices of the mesh. It is part of the key of JAX's caches, so that a function is compiled for
 # each value.
@@ -29,9 +31,8 @@ _devices = jax.make_user_context(default_value=None)
 class Inboxes(NamedTuple):
     """The inboxes of a mesh's devices, for rows of one size.
 
-    An inbox begins with its head: 32-bit numbers, of which one for each row counts the exchanges,
-    and one for each device and row is the number of the last exchange whose row has come. Then
-    follow the rows, [slots, devices, rows] of `row_bytes` each.
+    An inbox begins with a 32-bit number for each row, which counts its exchanges. Then follow the
+    places of rows that come, [slots, devices, rows] of `row_bytes` each, full of `NOTHING`.
 
     Attributes:
         devices: those of the mesh, in its order.
@@ -65,14 +66,12 @@ class Inboxes(NamedTuple):
         """The place, in bytes, of the number of a row's exchanges; of integers or of arrays."""
         return WORD * row
 
-    def place_of_arrival(self, device, row):
-        """The place of the number of the last exchange whose row has come from a device."""
-        return WORD * ((1 + device) * self.rows + row)
-
     def place_of_row(self, slot, device, row):
-        """The place of the row that has come from a device."""
-        first = round_up(WORD * (1 + len(self.devices)) * self.rows, ALIGNED)
-        return first + ((slot * len(self.devices) + device) * self.rows + row) * self.row_bytes
+        """The place of the row that comes from a device."""
+        return (
+            round_up(WORD * self.rows, ALIGNED)
+            + ((slot * len(self.devices) + device) * self.rows + row) * self.row_bytes
+        )
 
     @property
     def addresses(self) -> np.ndarray:
@@ -111,8 +110,9 @@ def reach_each_other(devices: tuple[jax.Device, ...]) -> bool:
 
 @functools.cache
 def _arrays(inboxes: Inboxes) -> list[jax.Array]:
-    """The memory of each device's inbox, which is zero at first."""
+    """The memory of each device's inbox."""
     with jax.ensure_compile_time_eval():  # inboxes are needed while functions are traced
-        empty = np.zeros(inboxes.bytes, np.uint8)
+        empty = np.full(inboxes.bytes // WORD, NOTHING, np.uint32)
+        empty[: inboxes.place_of_row(0, 0, 0) // WORD] = 0
         arrays = [jax.device_put(empty, device) for device in inboxes.devices]
         return jax.block_until_ready(arrays)
