@@ -13,6 +13,8 @@ from kernel_cases import COMPILED, abstract_gpu, cuda_without_a_gpu
 import pallas_kernels
 from pallas_kernels.common import implementations, inboxes
 from pallas_kernels.common.inboxes import MOST_ROWS, SLOTS, Inboxes
+from pallas_kernels.matmul.narrow import FORMATS
+from pallas_kernels.matmul.rounded import Rounding, round_rows
 
 TP = "tp"
 needs_devices = pytest.mark.skipif(jax.device_count() < 2, reason="several devices are needed")
@@ -99,6 +101,29 @@ def test_sums_of_parts_equal_numpy_on_every_device(case, implementation):
     for found, expected, error in ((totals, total, 1e-6), (outs, out, 2**-8)):
         assert (np.asarray(found) == np.asarray(found[0])).all()
         np.testing.assert_allclose(wide(found[0]), expected, rtol=error, atol=1e-5)
+
+
+@needs_devices
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", ["int8", "fp8", "int4"])
+@pytest.mark.parametrize(("rows", "size", "shares"), [(5, 640, 2), (24, 5120, 0)])
+def test_sums_are_rounded_for_the_product_that_follows(format, rows, size, shares):
+    options = {"implementation": "triton", "interpret": not COMPILED}
+    number, rounding = 2, Rounding(FORMATS[format], 32)
+    y = numbers(1, number * max(shares, 1), rows, size)
+    y = y if shares else y.reshape(-1, size)
+
+    def both(x, y, vectors):
+        given = {**vectors, "axis_name": TP, "epsilon": 1e-5, "dtype": jnp.bfloat16, **options}
+        _, rounded = pallas_kernels.add_rms_norm(x, y, **given, rounding=rounding)
+        _, out = pallas_kernels.add_rms_norm(x, y, **given)
+        expected = round_rows(out, rounding, interpret=not COMPILED)
+        return jax.tree.map(lambda array: jax.lax.all_gather(array, TP), (rounded, expected))
+
+    x = numbers(0, rows, size, dtype=jnp.float32)
+    rounded, expected = jax.jit(on_devices(both, number))(x, y, {"y_bias": None, "scale": None})
+    for one, other in zip(*map(jax.tree.leaves, (rounded, expected)), strict=True):
+        np.testing.assert_array_equal(one.astype(float), other.astype(float))
 
 
 @needs_devices

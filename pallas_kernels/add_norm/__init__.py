@@ -140,30 +140,30 @@ def _add_norm(
     options: dict[str, Any],
 ):
     vectors = {name: vector for name, vector in vectors.items() if vector is not None}
-    rounding = options.pop("rounding")
     implementation, interpret = options["implementation"], options["interpret"]
-    reference = functools.partial(xla.add_norm, norm=norm)
+    is_triton = choose(implementation, IMPLEMENTATIONS, interpret) == "triton"
+    rounding = options["rounding"] if is_triton and x.shape[1] % GROUP == 0 else None
+    reference = plain = functools.partial(xla.add_norm, norm=norm)
+    exchange = {}
     if axis_name is not None:
         numerics = "invariant" if invariant else "fast"
         whole = functools.partial(sum_over_devices, axis_name=axis_name, numerics=numerics)
-    if choose(implementation, IMPLEMENTATIONS, interpret) == "triton":
-        rounding = rounding if x.shape[1] % GROUP == 0 else None
-        kernel = functools.partial(triton.add_norm, norm=norm, interpret=interpret)
-        if axis_name is not None:
-            inboxes = None if invariant else triton.inboxes_for(x, y, rounding)
-            if inboxes is None:
-                y = whole(y)
-            else:
-                kernel = functools.partial(kernel, inboxes=inboxes, axis_name=axis_name)
-                part, reference = reference, lambda x, y, vectors: part(x, whole(y), vectors)
+        inboxes = triton.inboxes_for(x, y, rounding) if is_triton and not invariant else None
+        if inboxes is None:
+            y = whole(y)
+        else:
+            exchange = {"inboxes": inboxes, "axis_name": axis_name}
+            reference = lambda x, y, vectors: plain(x, whole(y), vectors)
+    if is_triton:
+        kernel = functools.partial(triton.add_norm, norm=norm, interpret=interpret, **exchange)
         if rounding is not None:
             return kernel(x, y, vectors, rounding=rounding)
-        return with_gradient_of(reference, kernel)(x, y, vectors)
-    y = y if axis_name is None else whole(y)
-    if invariant:
-        return with_gradient_of(reference, functools.partial(_in_blocks, reference))(x, y, vectors)
-    # Without the barrier XLA would recompute x, a sum itself, in each fusion that reads it.
-    return reference(lax.optimization_barrier(x), y, vectors)
+    elif invariant:
+        kernel = functools.partial(_in_blocks, reference)
+    else:
+        # Without the barrier XLA would recompute x, a sum itself, in each fusion that reads it.
+        return reference(lax.optimization_barrier(x), y, vectors)
+    return with_gradient_of(reference, kernel)(x, y, vectors)
 
 
 def _in_blocks(function, x, y, vectors: dict[str, Array]):

@@ -8,6 +8,7 @@ these operations are ordered only where one depends on another's result.
 
 Exchanges are counted, and rows of even and odd ones have places of their own. A device sends the
 next but one only after all others have sent the next, before which they have read this one.
+Programs begin in the order of their rows, so the first row that a device waits for is on its way.
 """
 
 from typing import NamedTuple
@@ -19,8 +20,10 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.common.inboxes import NOTHING, SLOTS, WORD, Inboxes
 
-TOGETHER = 4  # numbers that one instruction reads or writes: they lie side by side
+LEAST_NUMBERS = 4  # of a thread, side by side: Triton gives every thread as many where it has them
+ACCESS_BYTES = 16  # that one instruction reads or writes
 MOST_AT_ONCE = 16  # numbers of a thread that are waited for at once
+MULTIPLE = ACCESS_BYTES // 2  # of numbers in a row, so that those of an access all exist or none
 INTEGERS = {2: jnp.int16, 4: jnp.int32}  # by bytes
 
 
@@ -73,7 +76,7 @@ class Exchange(NamedTuple):
         part = lax.bitcast_convert_type(sent, part.dtype)  # so that it is sent
 
         def received(device, mask: Array) -> Array:
-            found = _receive(*own_box, places(device, mask), sent.dtype, at_once)
+            found = _receive(*own_box, places(device, mask), sent, at_once)
             return lax.bitcast_convert_type(found, part.dtype).astype(jnp.float32)
 
         if len(others) == 1:  # its sum is the same in either order
@@ -118,10 +121,13 @@ def _send(low: Array, high: Array, places: Array, numbers: Array, at_once: int) 
     return _assembly(code + accesses.results(), [low, high, places, numbers], numbers, at_once)
 
 
-def _receive(low: Array, high: Array, places: Array, dtype, at_once: int) -> Array:
-    """The numbers that come to places of the own inbox; 0 where those are negative."""
-    result = jax.ShapeDtypeStruct(places.shape, dtype)
-    accesses = _Accesses(at_once, result.dtype.itemsize)
+def _receive(low: Array, high: Array, places: Array, sent: Array, at_once: int) -> Array:
+    """The numbers that come to places of the own inbox; 0 where those are negative.
+
+    Args:
+        sent: what `_send` has returned: the others wait for it.
+    """
+    accesses = _Accesses(at_once, sent.dtype.itemsize)
     code = accesses.addresses()
     code += "".join(f"\n    mov.b32 {word}, 0;" for word in accesses.words)
     code += "\n    again:"
@@ -133,11 +139,11 @@ def _receive(low: Array, high: Array, places: Array, dtype, at_once: int) -> Arr
     code += "\n    @condition bra again;"
     code += f"\n    mov.b32 nothing, {NOTHING};"
     code += accesses.each("st.relaxed.sys.global.{kind} [{address}], {{{nothing}}};")
-    return _assembly(code + accesses.results(), [low, high, places], result, at_once)
+    return _assembly(code + accesses.results(), [low, high, places, sent], sent, at_once)
 
 
 class _Accesses:
-    """The code of a thread's accesses to an inbox: numbers, `TOGETHER` of them at a time.
+    """The code of a thread's accesses to an inbox, of several numbers each.
 
     Those must lie side by side, or all have negative places.
 
@@ -152,7 +158,9 @@ class _Accesses:
     """
 
     def __init__(self, numbers: int, size: int):
-        self.numbers, self.size, self.count = numbers, size, numbers // TOGETHER
+        self.numbers, self.size = numbers, size
+        self.together = min(numbers, ACCESS_BYTES // size)
+        self.count = numbers // self.together
         self.words = [f"word_{i}" for i in range(numbers * size // WORD)]
         self.inputs = len(self.words) + 3 * numbers
 
@@ -164,11 +172,11 @@ class _Accesses:
     .reg .b32 {", ".join(self.words)}, distance, nothing;
     .reg .pred condition, {", ".join(f"exists_{i}" for i in range(self.count))};"""
         for i in range(self.count):
-            first, last = places[i * TOGETHER], places[(i + 1) * TOGETHER - 1]
+            first, last = places[i * self.together], places[(i + 1) * self.together - 1]
             code += f"""{_address(low, low + self.numbers, first, f"_{i}")}
     setp.ge.s32 exists_{i}, ${first}, 0;
     sub.s32 distance, ${last}, ${first};
-    setp.ne.and.s32 condition, distance, {(TOGETHER - 1) * self.size}, exists_{i};
+    setp.ne.and.s32 condition, distance, {(self.together - 1) * self.size}, exists_{i};
     @condition trap;"""
         return code
 

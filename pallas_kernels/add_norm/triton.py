@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.add_norm.exchange import TOGETHER, Exchange, arguments
+from pallas_kernels.add_norm.exchange import LEAST_NUMBERS, MULTIPLE, Exchange, arguments
 from pallas_kernels.add_norm.xla import Norm
 from pallas_kernels.common.inboxes import Inboxes
 from pallas_kernels.matmul.rounded import (
@@ -25,7 +25,7 @@ from pallas_kernels.matmul.rounded import (
 
 WARPS = 8  # of a row
 MULTIPROCESSORS = 132  # of an H100 or H200
-LEAST_SIZE = 32 * TOGETHER  # of a row that devices exchange: of a warp
+THREADS = 32  # of a warp
 STATIC = ("norm", "rounding", "inboxes", "axis_name", "interpret")
 
 
@@ -33,8 +33,8 @@ def inboxes_for(x: Array, y: Array, rounding: Rounding | None) -> Inboxes | None
     """Through which the devices of the mesh exchange the rows; None: they cannot, or too many."""
     size, programs = x.shape[1], len(x) if rounding is None else rounding.padded
     inboxes = Inboxes.of(size * y.dtype.itemsize)
-    fits = inboxes is not None and programs <= inboxes.rows
-    return inboxes if fits and size % TOGETHER == 0 and size >= LEAST_SIZE else None
+    fits = inboxes is not None and programs <= inboxes.rows and size >= THREADS * LEAST_NUMBERS
+    return inboxes if fits and size % MULTIPLE == 0 else None
 
 
 @functools.partial(jax.jit, static_argnames=STATIC)
@@ -67,8 +67,7 @@ def add_norm(
     warps = WARPS
     if inboxes is not None:
         given, name = arguments(inboxes, axis_name), f"sum_{name}"
-        # Every thread has as many numbers as one instruction writes.
-        warps = min(WARPS, pl.next_power_of_2(size) // (32 * TOGETHER))
+        warps = min(WARPS, pl.next_power_of_2(size) // (THREADS * LEAST_NUMBERS))
     total, *out = pl.pallas_call(
         functools.partial(_kernel, inboxes=inboxes, warps=warps, **static),
         grid=(programs,),
@@ -119,7 +118,7 @@ def _kernel(
         total, vectors = rest()
     y = sum(load(y_ref.at[i, row, at]) for i in shares) if shares else load(y_ref.at[row, at])
     if inboxes is not None:
-        y = Exchange.of(inboxes, *given, row).sum(y.astype(y_ref.dtype), mask, 32 * warps)
+        y = Exchange.of(inboxes, *given, row).sum(y.astype(y_ref.dtype), mask, THREADS * warps)
     if not in_advance:
         total, vectors = rest()
     if "y_scale" in vectors:
