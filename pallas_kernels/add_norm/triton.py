@@ -14,6 +14,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.add_norm.exchange import LEAST_NUMBERS, MULTIPLE, Exchange, arguments
 from pallas_kernels.add_norm.xla import Norm
+from pallas_kernels.common.implementations import MULTIPROCESSORS
 from pallas_kernels.common.inboxes import Inboxes
 from pallas_kernels.matmul.rounded import (
     RoundedRows,
@@ -24,7 +25,6 @@ from pallas_kernels.matmul.rounded import (
 )
 
 WARPS = 8  # of a row
-MULTIPROCESSORS = 132  # of an H100 or H200
 THREADS = 32  # of a warp
 STATIC = ("norm", "rounding", "inboxes", "axis_name", "interpret")
 

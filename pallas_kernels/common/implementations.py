@@ -8,6 +8,7 @@ from jax import lax
 
 from pallas_kernels.common.numbers import check_flag
 
+MULTIPROCESSORS = 132  # of an H100 or H200, for which tilings are chosen
 MOSAIC_JAX = (0, 11)  # the first version whose Pallas Mosaic GPU has what the kernels use
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.common.blocks import round_up
+from pallas_kernels.common.implementations import MULTIPROCESSORS
 from pallas_kernels.matmul.xla import sums_dtype
 
 WARPGROUP_THREADS = 128
@@ -33,7 +34,6 @@ SPLITS = (1, 2, 4, 8)
 CLUSTERS = (2, 1)  # thread blocks that share what they fetch, in order of preference
 SHARED_BYTES = 226 * 1024  # of a thread block's shared memory; the rest is for barriers
 FEWEST_STAGES, MOST_STAGES = 3, 6
-MULTIPROCESSORS = 132
 ITEM_BYTES = 2  # bytes of a number
 # What a step of a tile costs, in clocks: a step is as deep as a matrix instruction. At 1.55 GHz the
 # estimates are within 12 % of the fastest launches measured on an H200 with Qwen3-8B's 12288 x 4096

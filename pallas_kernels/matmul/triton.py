@@ -9,7 +9,11 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.common.implementations import matmul_precision, stages_that_fit
+from pallas_kernels.common.implementations import (
+    MULTIPROCESSORS,
+    matmul_precision,
+    stages_that_fit,
+)
 from pallas_kernels.matmul.activations import IN_KERNELS
 
 
@@ -42,7 +46,6 @@ TILINGS = {
 }
 # With more programs than multiprocessors, fewer stages let two programs share one: 49 us in place
 # of 51 for 4096 x 24576 weights and 1 row, 52 of 57 for 64 rows, in steps of Qwen3-8B.
-MULTIPROCESSORS = 132
 SHARED = {"num_warps": 4, "num_stages": 4}
 SHARING_ROWS, MIN_TILE_ROWS = 64, min(TILINGS)
 # If a tiling makes too few programs, the one for this number of rows is used, which has more
