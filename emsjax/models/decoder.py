@@ -142,11 +142,13 @@ class Decoder(nnx.Module):
         turns = [angles(rotary, rows.positions) for rotary in self.architecture.rotaries]
         norm, axis_name = self.architecture.norm, AXIS if self.is_split else None
         fresh, tapped = [], {}
-        for index, (layer, cached) in enumerate(zip(self.layers, cached_layers, strict=True)):
+        followers = [*self.layers[1:], None]
+        layers = zip(self.layers, followers, cached_layers, strict=True)
+        for index, (layer, following, cached) in enumerate(layers):
             if index in taps:
                 tapped[index] = residual_stream(norm, x, y, axis_name)
             x, y, qkv = run_layer(
-                layer,
+                (layer, following),
                 (x, y),
                 None if layer.kind.rotary is None else turns[layer.kind.rotary],
                 cached,

@@ -34,6 +34,7 @@ from emsjax.models.linears import NarrowLinear, linear, new_linear, weight_and_b
 from pallas_kernels.add_norm import sum_over_devices
 from pallas_kernels.add_norm import xla as plain
 from pallas_kernels.common.numerics import is_invariant
+from pallas_kernels.matmul.narrow import Ahead
 from pallas_kernels.matmul.rounded import RoundedRows, Rounding
 
 Angles = tuple[Float[Array, "r p"], Float[Array, "r p"]]  # cosines and sines
@@ -87,7 +88,10 @@ def scale_and_bias(norm: Norm) -> tuple[Array | None, Array | None]:
 
 
 def linear_addend(
-    module: nnx.Linear | NarrowLinear, norm: Norm | None, x: Float[Array, "r i"]
+    module: nnx.Linear | NarrowLinear,
+    norm: Norm | None,
+    x: Float[Array, "r i"],
+    ahead: Ahead | None = None,
 ) -> Addend:
     """Applies a linear layer to rows and returns the result as a term of the residual stream.
 
@@ -95,10 +99,11 @@ def linear_addend(
         module: the linear layer.
         norm: normalises the result before it is added; None: nothing does.
         x: the rows.
+        ahead: the product that follows: see `pallas_kernels.linear`.
     """
     weight, bias = weight_and_bias(module)
     scale = None if norm is None else norm.scale[...]
-    return Addend(pallas_kernels.linear_sums(x, weight), bias, scale)
+    return Addend(pallas_kernels.linear_sums(x, weight, ahead=ahead), bias, scale)
 
 
 def add_norm(
@@ -195,6 +200,7 @@ class DecoderLayer(nnx.Module):
         y: Addend | None,
         angles: Angles | None,
         attention: Callable,
+        following: "DecoderLayer | None" = None,
     ):
         """Runs the layer on the residual stream x + y: see `run_layer`.
 
@@ -205,12 +211,14 @@ class DecoderLayer(nnx.Module):
             x, y: the stream's terms. If the layer is split, each device has a part of y.
             angles: of the rows, for rotary positions.
             attention: called with the rows' queries, keys and values as one array.
+            following: the next layer.
         """
+        ahead = None if following is None else following.first_product
         order, axis_name = self.architecture.order, self.axis_name
         if order == AFTER:
             y, qkv = self.attend(x, angles, attention)
             _, x = add_norm(self.attention_norm, x, y, axis_name)
-            _, x = add_norm(self.ffn_norm, x, self.feed_forward(x), axis_name)
+            _, x = add_norm(self.ffn_norm, x, self.feed_forward(x, ahead), axis_name)
             return x, None, qkv
         is_shared = order == SHARED  # two products take the same rows
         sums = angles is not None
@@ -219,9 +227,9 @@ class DecoderLayer(nnx.Module):
         y, qkv = self.attend(h, angles, attention)
         if order in (PARALLEL, SHARED):
             h = h if is_shared else self.ffn_norm(x)
-            return x, add_addends(y, self.feed_forward(h)), qkv
+            return x, add_addends(y, self.feed_forward(h, ahead)), qkv
         x, h = add_norm(self.ffn_norm, x, y, axis_name, self.rounding(self.up_proj, x))
-        return x, self.feed_forward(h), qkv
+        return x, self.feed_forward(h, ahead), qkv
 
     def rounding(self, module, x: Float[Array, "r e"], *, sums: bool = False) -> Rounding | None:
         """How a linear layer takes as many rows as x has, in the dtype of a norm."""
@@ -251,19 +259,29 @@ class DecoderLayer(nnx.Module):
                 dtype=h.dtype,
             )
         out = attention(qkv, self.kind).reshape(h.shape[0], -1)
-        return linear_addend(self.out_proj, self.attention_out_norm, out), qkv
+        ahead = Ahead(weight_and_bias(self.up_proj)[0])
+        return linear_addend(self.out_proj, self.attention_out_norm, out, ahead), qkv
 
-    def feed_forward(self, h: Float[Array, "r e"] | RoundedRows) -> Addend:
+    @property
+    def first_product(self) -> Ahead:
+        """The layer's first product."""
+        return Ahead(weight_and_bias(self.qkv_proj)[0], sums=self.kind.rotary is not None)
+
+    def feed_forward(
+        self, h: Float[Array, "r e"] | RoundedRows, ahead: Ahead | None = None
+    ) -> Addend:
         """The feed-forward part, as a term of the residual stream."""
         a = self.architecture
-        h = linear(self.up_proj, h, activation=ACTIVATIONS[a.activation], gated=a.gated)
-        return linear_addend(self.down_proj, self.ffn_out_norm, h)
+        options = {"activation": ACTIVATIONS[a.activation], "gated": a.gated}
+        down = Ahead(weight_and_bias(self.down_proj)[0], sums=True)
+        h = linear(self.up_proj, h, ahead=down, **options)
+        return linear_addend(self.down_proj, self.ffn_out_norm, h, ahead)
 
 
 # It is compiled by itself, so that layers of the same shapes are traced and lowered once.
 @functools.partial(jax.jit, static_argnames=("attention", "max_rows_per_sample"))
 def run_layer(
-    layer: nnx.Module,
+    layers: tuple[nnx.Module, nnx.Module | None],
     stream: tuple[Float[Array, "r e"], Addend | None],
     angles: Angles | None,
     cached: LayerCache,
@@ -276,7 +294,7 @@ def run_layer(
     """Runs one layer on the residual stream; its rows attend to the cache and themselves.
 
     Args:
-        layer: the layer.
+        layers: the layer, and the one that follows, if any.
         stream: the stream's two terms x and y.
         angles: of the rows, for rotary positions.
         cached: the layer's committed keys and values.
@@ -297,4 +315,5 @@ def run_layer(
             limits["scale"] = kind.scale
         return attend(attention, qkv, cached, rows, visible, **limits)
 
-    return layer(*stream, angles, see)
+    layer, following = layers
+    return layer(*stream, angles, see, following)

@@ -7,6 +7,7 @@ the narrow type: see `rounding`.
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -133,6 +134,18 @@ class NarrowWeight:
         """What each input has of a number of each group, [inputs, outputs] or [1, outputs]."""
         groups = groups.astype(jnp.float32)
         return groups if len(groups) == 1 else jnp.repeat(groups, GROUP, axis=0)[: self.inputs]
+
+
+class Ahead(NamedTuple):
+    """The product that follows on another one with as many rows.
+
+    Attributes:
+        weight: its weight; only narrow ones are read ahead.
+        sums: whether it is that of `linear_sums`.
+    """
+
+    weight: NarrowWeight | Array
+    sums: bool = False
 
 
 def check_format(format: str) -> None:
