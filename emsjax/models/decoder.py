@@ -142,9 +142,10 @@ class Decoder(nnx.Module):
         turns = [angles(rotary, rows.positions) for rotary in self.architecture.rotaries]
         norm, axis_name = self.architecture.norm, AXIS if self.is_split else None
         fresh, tapped = [], {}
-        followers = [*self.layers[1:], None]
-        layers = zip(self.layers, followers, cached_layers, strict=True)
-        for index, (layer, following, cached) in enumerate(layers):
+        last = len(self.layers) - 1
+        for index, (layer, cached) in enumerate(zip(self.layers, cached_layers, strict=True)):
+            reads_ahead = self.quantization is not None and index < last
+            following = self.layers[index + 1] if reads_ahead else None
             if index in taps:
                 tapped[index] = residual_stream(norm, x, y, axis_name)
             x, y, qkv = run_layer(
