@@ -36,7 +36,7 @@ from emsjax.models.splitting import Placement
 from emsjax.policies import profiles as stored
 from emsjax.tensor_parallel import TensorParallel
 from emsjax.testing import assert_invariant, assert_lossless
-from pallas_kernels.common import implementations
+from pallas_kernels.common import implementations, inboxes
 
 FIRST = jax.devices()[:1]
 LENGTHS = [9, 2, 21, 1, 14]
@@ -354,6 +354,19 @@ def test_groups_run_the_kernels_of_a_gpu(numerics, monkeypatch, unchecked_annota
     assert "triton" in text
     is_new = jax.__version_info__ >= (0, 11)
     assert ("mosaic_gpu" in text) == (is_new and numerics == "invariant")
+
+
+@pytest.mark.parametrize("numerics", ["fast", "invariant"])
+def test_devices_that_reach_each_other_exchange_their_rows(numerics, monkeypatch):
+    monkeypatch.setattr(implementations, "_compute_capability", lambda: 9.0)
+    monkeypatch.setattr(inboxes, "reach_each_other", lambda devices: True)
+    sizes = {"vocab_size": 100, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    model = Decoder(llama_config(**sizes), rngs=nnx.Rngs(0), dtype=jnp.bfloat16).split(TWO)
+    rows = pack(jnp.zeros(2, jnp.int32), jnp.full(2, 4), 8)
+    call = lambda ids: model(ids, rows, model.init_cache(2, 64)).hidden
+    with pallas_kernels.numerics(numerics):
+        traced = str(jax.make_jaxpr(call)(jnp.zeros(8, jnp.int32)))
+    assert ("sum_add_rms_norm" in traced) == (numerics == "fast")
 
 
 # --- errors

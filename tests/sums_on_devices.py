@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -153,6 +154,19 @@ def test_sums_that_follow_one_another_do_not_mix(dtype):
             np.testing.assert_array_equal(total, np.stack([expected] * number))
 
 
+@needs_devices
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("numbers", [(-0.0,), (0.0, -0.0), (-0.0, 1.0)])
+def test_zeros_of_any_sign_are_sent(dtype, numbers):
+    """Words of some of them are those where nothing has come."""
+    row = np.resize(np.array(numbers), 640)
+    x, y = jnp.zeros((3, 640), jnp.float32), jnp.asarray(np.tile(row, (6, 1)), dtype)
+    function = on_devices(functools.partial(add_norm, centred=False), 2)
+    totals, _ = jax.jit(function)(x, y, {"y_bias": None, "scale": None})
+    np.testing.assert_array_equal(totals, np.tile(2 * row, (2, 3, 1)))
+
+
 @pytest.fixture
 def reached(monkeypatch):
     """Devices whose kernels would write to one another's memory, if they were GPUs."""
@@ -189,8 +203,52 @@ def test_rows_are_exchanged_where_they_fit(rows, size, numerics, exchanges, reac
     assert (traced.count("psum") + traced.count(" = all_gather[") > 2) != exchanges
 
 
-def test_no_rows_are_exchanged_between_processors():
-    assert "psum" in traced_sum(3, 256)
+def test_no_rows_are_exchanged_between_processors(monkeypatch):
+    monkeypatch.setattr(implementations, "_compute_capability", lambda: 9.0)
+    assert "elementwise_inline_asm" not in traced_sum(3, 256)
+
+
+def test_no_rows_are_exchanged_over_one_axis_of_several(reached):
+    """The devices on one axis alone are not all that write to the inboxes."""
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("dp", TP))
+    specs = {"in_specs": (PartitionSpec(), PartitionSpec(TP)), "out_specs": PartitionSpec()}
+
+    def sums(x, y):
+        with pallas_kernels.on_mesh(mesh):
+            return add_norm(x, y, {"y_bias": None, "scale": None}, centred=False)
+
+    x, y = jnp.zeros((3, 256)), jnp.zeros((6, 256))
+    traced = jax.make_jaxpr(jax.shard_map(sums, mesh=mesh, check_vma=False, **specs))(x, y)
+    assert "elementwise_inline_asm" not in str(traced)
+
+
+def test_devices_of_other_processes_are_not_reached():
+    one, other = (types.SimpleNamespace(platform="gpu", process_index=i) for i in range(2))
+    assert not inboxes.reach_each_other.__wrapped__((one, other))
+
+
+@pytest.mark.parametrize(
+    ("devices", "row_bytes", "rows"), [(2, 10240, 256), (8, 20480, 58), (8, 20481, 57)]
+)
+def test_devices_send_a_bounded_number_of_bytes(devices, row_bytes, rows, reached):
+    with inboxes._devices(tuple(range(devices))):
+        assert Inboxes.of(devices, row_bytes).rows == rows
+        assert Inboxes.of(devices - 1, row_bytes) is None
+
+
+def test_sums_have_gradients_and_may_be_mapped(reached):
+    vectors = {"y_bias": None, "scale": None}
+    x, y = jnp.zeros((3, 256)), jnp.zeros((6, 256))
+    function = on_devices(functools.partial(add_norm, centred=False), 2)
+    loss = lambda x, y: sum(found.astype(jnp.float32).sum() for found in function(x, y, vectors))
+    assert "psum" in str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x, y))
+
+    def mapped(x, y, vectors):
+        return jax.vmap(lambda x: add_norm(x, y, vectors, centred=False))(x)
+
+    traced = str(jax.make_jaxpr(on_devices(mapped, 2))(jnp.zeros((5, 3, 256)), y, vectors))
+    assert "elementwise_inline_asm" in traced
+    assert "grid=(5" not in traced
 
 
 def traced_sum(rows, size, **options):

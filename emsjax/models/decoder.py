@@ -145,11 +145,11 @@ class Decoder(nnx.Module):
         last = len(self.layers) - 1
         for index, (layer, cached) in enumerate(zip(self.layers, cached_layers, strict=True)):
             reads_ahead = self.quantization is not None and index < last
-            following = self.layers[index + 1] if reads_ahead else None
+            ahead = self.layers[index + 1].first_product if reads_ahead else None
             if index in taps:
                 tapped[index] = residual_stream(norm, x, y, axis_name)
             x, y, qkv = run_layer(
-                (layer, following),
+                (layer, ahead),
                 (x, y),
                 None if layer.kind.rotary is None else turns[layer.kind.rotary],
                 cached,

@@ -200,7 +200,7 @@ class DecoderLayer(nnx.Module):
         y: Addend | None,
         angles: Angles | None,
         attention: Callable,
-        following: "DecoderLayer | None" = None,
+        ahead: Ahead | None = None,
     ):
         """Runs the layer on the residual stream x + y: see `run_layer`.
 
@@ -211,9 +211,8 @@ class DecoderLayer(nnx.Module):
             x, y: the stream's terms. If the layer is split, each device has a part of y.
             angles: of the rows, for rotary positions.
             attention: called with the rows' queries, keys and values as one array.
-            following: the next layer.
+            ahead: the next layer's first product.
         """
-        ahead = None if following is None else following.first_product
         order, axis_name = self.architecture.order, self.axis_name
         if order == AFTER:
             y, qkv = self.attend(x, angles, attention)
@@ -227,7 +226,7 @@ class DecoderLayer(nnx.Module):
         y, qkv = self.attend(h, angles, attention)
         if order in (PARALLEL, SHARED):
             h = h if is_shared else self.ffn_norm(x)
-            return x, add_addends(y, self.feed_forward(h, ahead)), qkv
+            return x, add_addends(y, self.feed_forward(h)), qkv
         x, h = add_norm(self.ffn_norm, x, y, axis_name, self.rounding(self.up_proj, x))
         return x, self.feed_forward(h, ahead), qkv
 
@@ -259,7 +258,8 @@ class DecoderLayer(nnx.Module):
                 dtype=h.dtype,
             )
         out = attention(qkv, self.kind).reshape(h.shape[0], -1)
-        ahead = Ahead(weight_and_bias(self.up_proj)[0])
+        is_apart = a.order in (PARALLEL, SHARED)  # the feed-forward part may be computed first
+        ahead = None if is_apart else Ahead(weight_and_bias(self.up_proj)[0])
         return linear_addend(self.out_proj, self.attention_out_norm, out, ahead), qkv
 
     @property
@@ -281,7 +281,7 @@ class DecoderLayer(nnx.Module):
 # It is compiled by itself, so that layers of the same shapes are traced and lowered once.
 @functools.partial(jax.jit, static_argnames=("attention", "max_rows_per_sample"))
 def run_layer(
-    layers: tuple[nnx.Module, nnx.Module | None],
+    layer: tuple[nnx.Module, Ahead | None],
     stream: tuple[Float[Array, "r e"], Addend | None],
     angles: Angles | None,
     cached: LayerCache,
@@ -294,7 +294,7 @@ def run_layer(
     """Runs one layer on the residual stream; its rows attend to the cache and themselves.
 
     Args:
-        layers: the layer, and the one that follows, if any.
+        layer: the layer, and the product that follows, if it is to be read ahead.
         stream: the stream's two terms x and y.
         angles: of the rows, for rotary positions.
         cached: the layer's committed keys and values.
@@ -315,5 +315,5 @@ def run_layer(
             limits["scale"] = kind.scale
         return attend(attention, qkv, cached, rows, visible, **limits)
 
-    layer, following = layers
-    return layer(*stream, angles, see, following)
+    layer, ahead = layer
+    return layer(*stream, angles, see, ahead)

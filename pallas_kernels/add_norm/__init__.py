@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -35,7 +36,8 @@ def add_layer_norm(
     """x + y + y_bias in x's dtype, and its layer normalisation, each [rows, size].
 
     Everything is computed in float32; the sum is rounded to x's dtype before it is
-    normalised.
+    normalised. Where the kernel adds the parts of several devices up itself, each is rounded to y's
+    dtype before.
 
     Args:
         x: [rows, size].
@@ -52,8 +54,8 @@ def add_layer_norm(
         implementation: "triton" (one launch), "xla", or None: Triton on NVIDIA GPUs of
             compute capability 8.0 and newer, XLA elsewhere. With an `axis_name` the devices' parts
             are added by a collective operation first, or, for few rows in fast numerics, by the
-            Triton kernel itself, whose devices write them to one another's memory. It must know
-            them and reach them: see `pallas_kernels.on_mesh`.
+            Triton kernel itself, which writes them to the other devices' memory: inside
+            `pallas_kernels.on_mesh`, if the axis is the mesh's only one.
         interpret: run the Triton kernel in interpret mode, on any device.
         numerics: "fast" or "invariant": see `pallas_kernels.numerics`; None: the context's.
 
@@ -148,16 +150,21 @@ def _add_norm(
     if axis_name is not None:
         numerics = "invariant" if invariant else "fast"
         whole = functools.partial(sum_over_devices, axis_name=axis_name, numerics=numerics)
-        inboxes = triton.inboxes_for(x, y, rounding) if is_triton and not invariant else None
+        inboxes, devices = None, lax.axis_size(axis_name)
+        if is_triton and not (invariant or interpret):
+            inboxes = triton.inboxes_for(x, y, rounding, devices)
         if inboxes is None:
             y = whole(y)
         else:
             exchange = {"inboxes": inboxes, "axis_name": axis_name}
             reference = lambda x, y, vectors: plain(x, whole(y), vectors)
     if is_triton:
-        kernel = functools.partial(triton.add_norm, norm=norm, interpret=interpret, **exchange)
+        options = {"norm": norm, "rounding": rounding, "interpret": interpret}
+        kernel = functools.partial(triton.add_norm, **options, **exchange)
+        if exchange:  # each row of a launch has an inbox of its own
+            kernel = jax.custom_batching.sequential_vmap(kernel)
         if rounding is not None:
-            return kernel(x, y, vectors, rounding=rounding)
+            return kernel(x, y, vectors)
     elif invariant:
         kernel = functools.partial(_in_blocks, reference)
     else:

@@ -6,9 +6,10 @@ do not matter to it. A word has come when it differs from `NOTHING`, which nobod
 replaces it once it has been read. Memory that JAX has no arrays for is read and written in PTX;
 these operations are ordered only where one depends on another's result.
 
-Exchanges are counted, and rows of even and odd ones have places of their own. A device sends the
-next but one only after all others have sent the next, before which they have read this one.
-Programs begin in the order of their rows, so the first row that a device waits for is on its way.
+Exchanges are counted, and rows of even and odd ones have places of their own. Launches of a device
+follow one another, and each has a row at least that waits for all devices: one begins only when
+the last but one has ended on all of them, and has read what came. Programs begin in the order of
+their rows, so the first row that a device waits for is on its way.
 """
 
 from typing import NamedTuple

@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.add_norm.exchange import LEAST_NUMBERS, MULTIPLE, Exchange, arguments
+from pallas_kernels.add_norm.exchange import INTEGERS, LEAST_NUMBERS, MULTIPLE, Exchange, arguments
 from pallas_kernels.add_norm.xla import Norm
 from pallas_kernels.common.implementations import MULTIPROCESSORS
 from pallas_kernels.common.inboxes import Inboxes
@@ -29,12 +29,13 @@ THREADS = 32  # of a warp
 STATIC = ("norm", "rounding", "inboxes", "axis_name", "interpret")
 
 
-def inboxes_for(x: Array, y: Array, rounding: Rounding | None) -> Inboxes | None:
-    """Through which the devices of the mesh exchange the rows; None: they cannot, or too many."""
+def inboxes_for(x: Array, y: Array, rounding: Rounding | None, devices: int) -> Inboxes | None:
+    """Through which the kernel exchanges rows of devices; None: it cannot, or not so many rows."""
     size, programs = x.shape[1], len(x) if rounding is None else rounding.padded
-    inboxes = Inboxes.of(size * y.dtype.itemsize)
-    fits = inboxes is not None and programs <= inboxes.rows and size >= THREADS * LEAST_NUMBERS
-    return inboxes if fits and size % MULTIPLE == 0 else None
+    if y.dtype.itemsize not in INTEGERS or size < THREADS * LEAST_NUMBERS or size % MULTIPLE:
+        return None
+    inboxes = Inboxes.of(devices, size * y.dtype.itemsize)
+    return inboxes if inboxes is not None and programs <= inboxes.rows else None
 
 
 @functools.partial(jax.jit, static_argnames=STATIC)
@@ -112,7 +113,7 @@ def _kernel(
         return x * (vectors[scale] + norm.offset) if scale in vectors else x
 
     shares = range(y_ref.shape[0]) if len(y_ref.shape) == 3 else ()
-    # Read in advance, unless programs then have so many registers that fewer run at once.
+    # Read in advance, unless programs share multiprocessors and have no registers left for it.
     in_advance = inboxes is None or pl.num_programs(0) <= MULTIPROCESSORS
     if in_advance:
         total, vectors = rest()

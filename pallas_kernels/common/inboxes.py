@@ -7,6 +7,7 @@ that addresses in compiled functions stay valid, and all functions of these devi
 import contextlib
 import ctypes
 import functools
+import threading
 from typing import NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ from pallas_kernels.common.blocks import round_up
 
 MOST_ROWS = 256  # of an inbox
 MOST_BYTES = 2**23  # that a device sends at a time: for more, a collective operation is faster
-SLOTS = 2  # rows that follow one another in the same place, the next of which may come early
+SLOTS = 2  # places of a row, used in turn: the next may come before this one has been read
 ALIGNED = 256  # bytes
 WORD = 4  # bytes
 # A word where nothing has come yet: -0.0 in 32 bits, or 0.0 and -0.0 in 16. 0 is sent instead.
@@ -26,6 +27,7 @@ NOTHING = 0x80000000
 # The devices of the mesh. It is part of the key of JAX's caches, so that a function is compiled for
 # each value.
 _devices = jax.make_user_context(default_value=None)
+_creation = threading.Lock()  # an inbox's address must not change
 
 
 class Inboxes(NamedTuple):
@@ -45,13 +47,17 @@ class Inboxes(NamedTuple):
     row_bytes: int
 
     @classmethod
-    def of(cls, row_bytes: int) -> "Inboxes | None":
+    def of(cls, count: int, row_bytes: int) -> "Inboxes | None":
         """The inboxes of the mesh whose devices compute now, for rows of this many bytes.
 
-        None: the devices cannot write to one another's memory, or are unknown.
+        Args:
+            count: of the devices that exchange rows.
+
+        Returns:
+            None: these are not all devices of the mesh, or cannot write to one another's memory.
         """
         devices = _devices.value
-        if devices is None or not reach_each_other(devices):
+        if devices is None or len(devices) != count or not reach_each_other(devices):
             return None
         row_bytes = round_up(row_bytes, ALIGNED)
         rows = min(MOST_ROWS, MOST_BYTES // (row_bytes * max(1, len(devices) - 1)))
@@ -76,8 +82,9 @@ class Inboxes(NamedTuple):
     @property
     def addresses(self) -> np.ndarray:
         """Every inbox's address, int32 [devices, 2]: the lower and the upper half."""
-        pointers = np.array([array.unsafe_buffer_pointer() for array in _arrays(self)], np.uint64)
-        return pointers.view(np.uint32).view(np.int32).reshape(-1, 2)
+        with _creation:
+            pointers = [array.unsafe_buffer_pointer() for array in _arrays(self)]
+        return np.array(pointers, np.uint64).view(np.uint32).view(np.int32).reshape(-1, 2)
 
 
 def on_mesh(mesh: Mesh | AbstractMesh) -> contextlib.AbstractContextManager[None]:
@@ -91,7 +98,10 @@ def on_mesh(mesh: Mesh | AbstractMesh) -> contextlib.AbstractContextManager[None
 
 @functools.cache
 def reach_each_other(devices: tuple[jax.Device, ...]) -> bool:
-    """Whether kernels on each of the devices can write to the memory of all others."""
+    """Whether kernels on each of the devices can write to the memory of all others.
+
+    XLA lets them where the hardware does.
+    """
     own = jax.process_index()
     if any(device.platform != "gpu" or device.process_index != own for device in devices):
         return False

@@ -7,7 +7,6 @@ the narrow type: see `rounding`.
 
 import dataclasses
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -136,7 +135,9 @@ class NarrowWeight:
         return groups if len(groups) == 1 else jnp.repeat(groups, GROUP, axis=0)[: self.inputs]
 
 
-class Ahead(NamedTuple):
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["weight"], meta_fields=["sums"])
+@dataclasses.dataclass(frozen=True)
+class Ahead:
     """The product that follows on another one with as many rows.
 
     Attributes:
