@@ -12,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 from kernel_cases import COMPILED, abstract_gpu, cuda_without_a_gpu
 
 import pallas_kernels
+from pallas_kernels.add_norm import triton
 from pallas_kernels.common import implementations, inboxes
 from pallas_kernels.common.inboxes import MOST_ROWS, SLOTS, Inboxes
 from pallas_kernels.matmul.narrow import FORMATS
@@ -208,6 +209,11 @@ def test_no_rows_are_exchanged_between_processors(monkeypatch):
     assert "elementwise_inline_asm" not in traced_sum(3, 256)
 
 
+def test_no_rows_are_exchanged_in_interpret_mode(reached):
+    options = {"implementation": "triton", "interpret": True}
+    assert "elementwise_inline_asm" not in traced_sum(3, 256, **options)
+
+
 def test_no_rows_are_exchanged_over_one_axis_of_several(reached):
     """The devices on one axis alone are not all that write to the inboxes."""
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("dp", TP))
@@ -222,9 +228,28 @@ def test_no_rows_are_exchanged_over_one_axis_of_several(reached):
     assert "elementwise_inline_asm" not in str(traced)
 
 
-def test_devices_of_other_processes_are_not_reached():
-    one, other = (types.SimpleNamespace(platform="gpu", process_index=i) for i in range(2))
-    assert not inboxes.reach_each_other.__wrapped__((one, other))
+@pytest.mark.parametrize(
+    ("platforms", "processes", "access", "reach"),
+    [
+        (("gpu", "gpu"), (0, 0), True, True),
+        (("gpu", "gpu"), (0, 1), True, False),
+        (("gpu", "cpu"), (0, 0), True, False),
+        (("gpu", "gpu"), (0, 0), False, False),
+    ],
+)
+def test_devices_reach_others_of_their_process_with_access(
+    platforms, processes, access, reach, monkeypatch
+):
+    def can_access(found, one, other):
+        found._obj.value = access or one == other
+        return 0
+
+    cuda = types.SimpleNamespace(cuDeviceCanAccessPeer=can_access)
+    monkeypatch.setattr(inboxes.ctypes, "CDLL", lambda name: cuda)
+    fields = zip(platforms, processes, range(2), strict=True)
+    names = ("platform", "process_index", "local_hardware_id")
+    devices = [types.SimpleNamespace(**dict(zip(names, of, strict=True))) for of in fields]
+    assert inboxes.reach_each_other.__wrapped__(tuple(devices)) == reach
 
 
 @pytest.mark.parametrize(
@@ -236,17 +261,43 @@ def test_devices_send_a_bounded_number_of_bytes(devices, row_bytes, rows, reache
         assert Inboxes.of(devices - 1, row_bytes) is None
 
 
-def test_sums_have_gradients_and_may_be_mapped(reached):
+def test_gradients_are_those_of_a_collective_operation(reached, monkeypatch):
+    """The kernel, which CPUs do not run, has no part in them."""
+    x, y = numbers(0, 3, 256, dtype=jnp.float32), numbers(1, 6, 256, dtype=jnp.float32)
+    ran = []
+
+    def forward(x, y, vectors, *, norm, **options):
+        ran.append(options["inboxes"])
+        return jnp.zeros_like(x), jnp.zeros(x.shape, norm.dtype)
+
+    monkeypatch.setattr(triton, "add_norm", forward)
+
+    weights = [numbers(seed, 2, 3, 256, dtype=jnp.float32) for seed in (2, 3)]
+
+    def gradients(implementation):
+        options = {"centred": False, "implementation": implementation}
+        function = on_devices(functools.partial(add_norm, **options), 2)
+
+        def loss(x, y):
+            found = function(x, y, {"y_bias": None, "scale": None})
+            pairs = zip(weights, found, strict=True)
+            return sum((weight * of.astype(jnp.float32)).sum() for weight, of in pairs)
+
+        return jax.grad(loss, argnums=(0, 1))(x, y)
+
+    for one, other in zip(gradients("triton"), gradients("xla"), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    assert len(ran) == 1
+
+
+def test_each_of_mapped_sums_is_exchanged_by_itself(reached):
     vectors = {"y_bias": None, "scale": None}
-    x, y = jnp.zeros((3, 256)), jnp.zeros((6, 256))
-    function = on_devices(functools.partial(add_norm, centred=False), 2)
-    loss = lambda x, y: sum(found.astype(jnp.float32).sum() for found in function(x, y, vectors))
-    assert "psum" in str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x, y))
 
     def mapped(x, y, vectors):
         return jax.vmap(lambda x: add_norm(x, y, vectors, centred=False))(x)
 
-    traced = str(jax.make_jaxpr(on_devices(mapped, 2))(jnp.zeros((5, 3, 256)), y, vectors))
+    x, y = jnp.zeros((5, 3, 256)), jnp.zeros((6, 256))
+    traced = str(jax.make_jaxpr(on_devices(mapped, 2))(x, y, vectors))
     assert "elementwise_inline_asm" in traced
     assert "grid=(5" not in traced
 

@@ -1,5 +1,6 @@
 """Products with narrow weights as a Mosaic GPU kernel, interpreted and lowered."""
 
+import functools
 import itertools
 
 import jax
@@ -23,7 +24,7 @@ from pallas_kernels.matmul import (
     narrow_tiles,
     second_terms,
 )
-from pallas_kernels.matmul.narrow import FORMATS, GROUP, Ahead
+from pallas_kernels.matmul.narrow import FORMATS, GROUP
 from pallas_kernels.matmul.rounded import Rounding, round_rows
 
 
@@ -148,10 +149,13 @@ def test_the_kernel_lowers_for_cuda(format, rows):
 @pytest.mark.parametrize(("format", "rows"), [("int8", 5), ("fp8", 70), ("int4", 5)])
 def test_reading_the_next_weight_ahead_changes_nothing(format, rows):
     x, weight = rows_with_large(rows, 512, "bfloat16"), weight_of(format, 512, 256)
-    for sums in (False, True):
-        ahead = Ahead(weight_of(format, 256, 1024), sums=sums)
-        one, other = (pallas_kernels.linear(x, weight, ahead=of, **MOSAIC) for of in (None, ahead))
-        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+    tiling = narrow_mosaic.tiling_for(rows, *weight.shape, weight.kind, dtype=x.dtype, split=False)
+    options = {"tiling": tiling, "dtype": x.dtype, "interpret": not COMPILED}
+    product = functools.partial(narrow_mosaic.launch, x, weight, None, **options)
+    values = weight_of(format, 1024, 256).values
+    for splits in (1, 2):
+        found = product(ahead=values, ahead_splits=splits)
+        np.testing.assert_array_equal(np.asarray(found), np.asarray(product()))
 
 
 @needs_new_jax

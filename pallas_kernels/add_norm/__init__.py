@@ -159,8 +159,8 @@ def _add_norm(
             exchange = {"inboxes": inboxes, "axis_name": axis_name}
             reference = lambda x, y, vectors: plain(x, whole(y), vectors)
     if is_triton:
-        options = {"norm": norm, "rounding": rounding, "interpret": interpret}
-        kernel = functools.partial(triton.add_norm, **options, **exchange)
+        static = {"norm": norm, "rounding": rounding, "interpret": interpret, **exchange}
+        kernel = functools.partial(triton.add_norm, **static)
         if exchange:  # each row of a launch has an inbox of its own
             kernel = jax.custom_batching.sequential_vmap(kernel)
         if rounding is not None:

@@ -124,7 +124,7 @@ def launch(
     x = in_kernel_form(x, rounding_for(rows, weight, tiling), interpret=interpret)
     later = () if tiling.swapped else list_second(x.second, tiling.splits, interpret=interpret)
     if ahead is not None:
-        ahead = None if interpret else lax.bitcast_convert_type(ahead, jnp.int8)
+        ahead = lax.bitcast_convert_type(ahead, jnp.int8)
     static = {"tiling": tiling, "kind": kind, "activation": activation, "interpret": interpret}
     static |= {"biased": bias is not None, "ahead_splits": 0 if ahead is None else ahead_splits}
     kernel = functools.partial(_kernel, **static)
