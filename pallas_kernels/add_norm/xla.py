@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.common.inboxes import Inboxes
 from pallas_kernels.matmul.rounded import RoundedRows, Rounding
 
 
@@ -32,10 +33,12 @@ def add_norm(
     *,
     norm: Norm,
     rounding: Rounding | None = None,
+    inboxes: Inboxes | None = None,
+    axis_name: str | None = None,
     interpret: bool = False,
 ) -> tuple[Array, Array | RoundedRows]:
-    """See `pallas_kernels.add_layer_norm` and `pallas_kernels.add_rms_norm`."""
-    del rounding, interpret  # they concern the Triton kernel
+    """See `pallas_kernels.add_layer_norm` and `pallas_kernels.add_rms_norm`; y is whole."""
+    del rounding, inboxes, axis_name, interpret  # they concern the Triton kernel
     if "y_scale" in vectors:
         y = add(jnp.zeros(x.shape, jnp.float32), y, vectors.get("y_bias"))
         y = normalise(y, vectors["y_scale"], None, norm._replace(dtype=jnp.float32))
