@@ -18,14 +18,13 @@ from pallas_kernels.common.numerics import numerics
 from pallas_kernels.cutoff import sampling_cutoff
 from pallas_kernels.logsumexp import log_sum_exp
 from pallas_kernels.matmul import linear, linear_sums, rounding_for
-from pallas_kernels.matmul.narrow import Ahead, NarrowWeight
+from pallas_kernels.matmul.narrow import NarrowWeight
 from pallas_kernels.matmul.rounded import RoundedRows, Rounding
 from pallas_kernels.rotary import rotate_heads
 
 dialect.register()
 
 __all__ = [
-    "Ahead",
     "NarrowRows",
     "NarrowWeight",
     "RoundedRows",

@@ -1,6 +1,5 @@
 """Products with narrow weights as a Mosaic GPU kernel, interpreted and lowered."""
 
-import functools
 import itertools
 
 import jax
@@ -11,9 +10,7 @@ from kernel_cases import COMPILED, cuda_without_a_gpu, lower_for_cuda
 from test_linear import random
 from test_linear_mosaic import INTERPRET, IS_OLD, MOSAIC, needs_new_jax
 from test_narrow import ROUNDING, check_products, close, rows_with_large, weight_of
-from toy import tiny_model
 
-import emsjax
 import pallas_kernels
 from pallas_kernels.common import implementations
 from pallas_kernels.common.implementations import runs_triton
@@ -142,78 +139,6 @@ def test_the_kernel_lowers_for_cuda(format, rows):
         values, scales = (1024, 1024, jnp.uint8), (2048 // GROUP, 1024, jnp.bfloat16)
     shapes = (rows, 2048, jnp.bfloat16), values, scales
     lower_for_cuda(product, *shapes, backend="mosaic_gpu")
-
-
-@pytest.mark.gpu
-@needs_new_jax
-@pytest.mark.parametrize(("format", "rows"), [("int8", 5), ("fp8", 70), ("int4", 5)])
-def test_reading_the_next_weight_ahead_changes_nothing(format, rows):
-    x, weight = rows_with_large(rows, 512, "bfloat16"), weight_of(format, 512, 256)
-    tiling = narrow_mosaic.tiling_for(rows, *weight.shape, weight.kind, dtype=x.dtype, split=False)
-    options = {"tiling": tiling, "dtype": x.dtype, "interpret": not COMPILED}
-    product = functools.partial(narrow_mosaic.launch, x, weight, None, **options)
-    values = weight_of(format, 1024, 256).values
-    for splits in (1, 2):
-        found = product(ahead=values, ahead_splits=splits)
-        np.testing.assert_array_equal(np.asarray(found), np.asarray(product()))
-
-
-@needs_new_jax
-@pytest.mark.parametrize(("format", "products"), [("int8", 5), ("fp8", 5), ("int4", 3)])
-def test_products_of_layers_read_the_next_weight_ahead(format, products, monkeypatch):
-    """All but those before attention, and the last one.
-
-    Attention's output has too few numbers for this kernel with 4-bit weights.
-    """
-    sizes = {"hidden_size": 256, "num_attention_heads": 4, "ffn_dim": 512, "num_hidden_layers": 2}
-    model = tiny_model(**sizes).astype("bfloat16").quantize(format)
-    state = emsjax.init_state(model, None, [[2, 3, 4], [5, 6]], max_new_tokens=4)
-    monkeypatch.setattr(implementations, "_compute_capability", lambda: 9.0)
-    monkeypatch.setattr(narrow_tiles, "FEWEST_GROUPS", 2)  # so that Mosaic takes sums of int4
-    launch, launches = narrow_mosaic.launch, []
-
-    def recorded(x, weight, bias, *, ahead=None, ahead_splits=None, tiling, **options):
-        ahead = None if ahead is None else (ahead.shape, ahead_splits)
-        launches.append((ahead, (weight.values.shape, tiling.splits)))
-        return launch(x, weight, bias, tiling=tiling, **options)
-
-    monkeypatch.setattr(narrow_mosaic, "launch", recorded)
-    jax.clear_caches()
-    jax.make_jaxpr(lambda state: emsjax.step(model, None, state))(state)
-    jax.clear_caches()
-    aheads = [(ahead, launches[i + 1][1]) for i, (ahead, _) in enumerate(launches) if ahead]
-    assert len(aheads) == products
-    assert all(ahead == following for ahead, following in aheads)
-
-
-@needs_new_jax
-@pytest.mark.parametrize(
-    ("outputs", "width", "splits"),
-    [
-        (16384, 4096, 1),
-        (4096, 16384, 4),
-        (4096, 8192, 2),
-        (192, 128, 1),
-        (384, 512, 2),
-        (256, 64, 1),
-    ],
-)
-def test_blocks_that_are_read_ahead_are_the_first_of_every_split(outputs, width, splits):
-    from pallas_kernels.matmul.ahead import BLOCK, MOST_BYTES, Blocks
-
-    blocks = Blocks(outputs, width, splits)
-    places = [blocks.place(number) for number in range(blocks.count)]
-    deep = blocks.deep * BLOCK
-    assert len(set(places)) == len(places)
-    assert outputs * deep * splits <= MOST_BYTES
-    assert blocks.deep == width // splits // BLOCK or outputs * (deep + BLOCK) * splits > MOST_BYTES
-    expected = itertools.product(
-        range(0, outputs, blocks.height), range(splits), range(0, deep, BLOCK)
-    )
-    assert set(places) == {(row, split * width // splits + at) for row, split, at in expected}
-    assert [column % (width // splits) for _, column in places] == sorted(
-        column % (width // splits) for _, column in places
-    )
 
 
 @needs_new_jax

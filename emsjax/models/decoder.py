@@ -142,14 +142,11 @@ class Decoder(nnx.Module):
         turns = [angles(rotary, rows.positions) for rotary in self.architecture.rotaries]
         norm, axis_name = self.architecture.norm, AXIS if self.is_split else None
         fresh, tapped = [], {}
-        last = len(self.layers) - 1
         for index, (layer, cached) in enumerate(zip(self.layers, cached_layers, strict=True)):
-            reads_ahead = self.quantization is not None and index < last
-            ahead = self.layers[index + 1].first_product if reads_ahead else None
             if index in taps:
                 tapped[index] = residual_stream(norm, x, y, axis_name)
             x, y, qkv = run_layer(
-                (layer, ahead),
+                layer,
                 (x, y),
                 None if layer.kind.rotary is None else turns[layer.kind.rotary],
                 cached,

@@ -34,7 +34,6 @@ from emsjax.models.linears import NarrowLinear, linear, new_linear, weight_and_b
 from pallas_kernels.add_norm import sum_over_devices
 from pallas_kernels.add_norm import xla as plain
 from pallas_kernels.common.numerics import is_invariant
-from pallas_kernels.matmul.narrow import Ahead
 from pallas_kernels.matmul.rounded import RoundedRows, Rounding
 
 Angles = tuple[Float[Array, "r p"], Float[Array, "r p"]]  # cosines and sines
@@ -88,10 +87,7 @@ def scale_and_bias(norm: Norm) -> tuple[Array | None, Array | None]:
 
 
 def linear_addend(
-    module: nnx.Linear | NarrowLinear,
-    norm: Norm | None,
-    x: Float[Array, "r i"],
-    ahead: Ahead | None = None,
+    module: nnx.Linear | NarrowLinear, norm: Norm | None, x: Float[Array, "r i"]
 ) -> Addend:
     """Applies a linear layer to rows and returns the result as a term of the residual stream.
 
@@ -99,11 +95,10 @@ def linear_addend(
         module: the linear layer.
         norm: normalises the result before it is added; None: nothing does.
         x: the rows.
-        ahead: the product that follows: see `pallas_kernels.linear`.
     """
     weight, bias = weight_and_bias(module)
     scale = None if norm is None else norm.scale[...]
-    return Addend(pallas_kernels.linear_sums(x, weight, ahead=ahead), bias, scale)
+    return Addend(pallas_kernels.linear_sums(x, weight), bias, scale)
 
 
 def add_norm(
@@ -200,7 +195,6 @@ class DecoderLayer(nnx.Module):
         y: Addend | None,
         angles: Angles | None,
         attention: Callable,
-        ahead: Ahead | None = None,
     ):
         """Runs the layer on the residual stream x + y: see `run_layer`.
 
@@ -211,13 +205,12 @@ class DecoderLayer(nnx.Module):
             x, y: the stream's terms. If the layer is split, each device has a part of y.
             angles: of the rows, for rotary positions.
             attention: called with the rows' queries, keys and values as one array.
-            ahead: the next layer's first product.
         """
         order, axis_name = self.architecture.order, self.axis_name
         if order == AFTER:
             y, qkv = self.attend(x, angles, attention)
             _, x = add_norm(self.attention_norm, x, y, axis_name)
-            _, x = add_norm(self.ffn_norm, x, self.feed_forward(x, ahead), axis_name)
+            _, x = add_norm(self.ffn_norm, x, self.feed_forward(x), axis_name)
             return x, None, qkv
         is_shared = order == SHARED  # two products take the same rows
         sums = angles is not None
@@ -228,7 +221,7 @@ class DecoderLayer(nnx.Module):
             h = h if is_shared else self.ffn_norm(x)
             return x, add_addends(y, self.feed_forward(h)), qkv
         x, h = add_norm(self.ffn_norm, x, y, axis_name, self.rounding(self.up_proj, x))
-        return x, self.feed_forward(h, ahead), qkv
+        return x, self.feed_forward(h), qkv
 
     def rounding(self, module, x: Float[Array, "r e"], *, sums: bool = False) -> Rounding | None:
         """How a linear layer takes as many rows as x has, in the dtype of a norm."""
@@ -258,30 +251,19 @@ class DecoderLayer(nnx.Module):
                 dtype=h.dtype,
             )
         out = attention(qkv, self.kind).reshape(h.shape[0], -1)
-        is_apart = a.order in (PARALLEL, SHARED)  # the feed-forward part may be computed first
-        ahead = None if is_apart else Ahead(weight_and_bias(self.up_proj)[0])
-        return linear_addend(self.out_proj, self.attention_out_norm, out, ahead), qkv
+        return linear_addend(self.out_proj, self.attention_out_norm, out), qkv
 
-    @property
-    def first_product(self) -> Ahead:
-        """The layer's first product."""
-        return Ahead(weight_and_bias(self.qkv_proj)[0], sums=self.kind.rotary is not None)
-
-    def feed_forward(
-        self, h: Float[Array, "r e"] | RoundedRows, ahead: Ahead | None = None
-    ) -> Addend:
+    def feed_forward(self, h: Float[Array, "r e"] | RoundedRows) -> Addend:
         """The feed-forward part, as a term of the residual stream."""
         a = self.architecture
-        options = {"activation": ACTIVATIONS[a.activation], "gated": a.gated}
-        down = Ahead(weight_and_bias(self.down_proj)[0], sums=True)
-        h = linear(self.up_proj, h, ahead=down, **options)
-        return linear_addend(self.down_proj, self.ffn_out_norm, h, ahead)
+        h = linear(self.up_proj, h, activation=ACTIVATIONS[a.activation], gated=a.gated)
+        return linear_addend(self.down_proj, self.ffn_out_norm, h)
 
 
 # It is compiled by itself, so that layers of the same shapes are traced and lowered once.
 @functools.partial(jax.jit, static_argnames=("attention", "max_rows_per_sample"))
 def run_layer(
-    layer: tuple[nnx.Module, Ahead | None],
+    layer: nnx.Module,
     stream: tuple[Float[Array, "r e"], Addend | None],
     angles: Angles | None,
     cached: LayerCache,
@@ -294,7 +276,7 @@ def run_layer(
     """Runs one layer on the residual stream; its rows attend to the cache and themselves.
 
     Args:
-        layer: the layer, and the product that follows, if it is to be read ahead.
+        layer: the layer.
         stream: the stream's two terms x and y.
         angles: of the rows, for rotary positions.
         cached: the layer's committed keys and values.
@@ -315,5 +297,4 @@ def run_layer(
             limits["scale"] = kind.scale
         return attend(attention, qkv, cached, rows, visible, **limits)
 
-    layer, ahead = layer
-    return layer(*stream, angles, see, ahead)
+    return layer(*stream, angles, see)

@@ -10,7 +10,7 @@ import pallas_kernels
 from pallas_kernels.common.implementations import matmul_precision
 from pallas_kernels.common.numerics import is_invariant
 from pallas_kernels.matmul import narrow
-from pallas_kernels.matmul.narrow import Ahead, NarrowWeight
+from pallas_kernels.matmul.narrow import NarrowWeight
 
 LINEARS = ("qkv_proj", "out_proj", "up_proj", "down_proj")  # of a decoder layer
 NARROW_ARRAYS = ("values", "scales", "zeros", "order")  # of a NarrowWeight
@@ -96,11 +96,10 @@ def linear(
     *,
     activation: str | None = None,
     gated: bool = False,
-    ahead: Ahead | None = None,
 ):
     """Applies a linear layer with its bias to rows: see `pallas_kernels.linear`. [r, o]"""
     weight, bias = weight_and_bias(module)
-    options = {"activation": activation, "gated": gated, "ahead": ahead}
+    options = {"activation": activation, "gated": gated}
     return pallas_kernels.linear(x, weight, bias, **options)
 
 

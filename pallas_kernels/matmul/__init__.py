@@ -18,7 +18,7 @@ from pallas_kernels.common.implementations import (
 from pallas_kernels.common.numerics import is_invariant
 from pallas_kernels.matmul import narrow_xla, xla
 from pallas_kernels.matmul.activations import ACTIVATIONS, FUSED
-from pallas_kernels.matmul.narrow import Ahead, NarrowWeight
+from pallas_kernels.matmul.narrow import NarrowWeight
 from pallas_kernels.matmul.rounded import RoundedRows, Rounding
 
 KERNELS = ("triton", "mosaic")  # modules beside this one, imported when they are used
@@ -39,7 +39,6 @@ def linear(
     *,
     activation: str | None = None,
     gated: bool = False,
-    ahead: Ahead | None = None,
     implementation: str | None = None,
     numerics: str | None = None,
     interpret: bool = False,
@@ -58,15 +57,14 @@ def linear(
         activation: "relu", "silu", "gelu" (with the error function), "gelu_tanh" (its
             approximation), or None.
         gated: whether the product is gated.
-        ahead: the product that follows, whose weight the Mosaic kernel for narrow weights reads
-            into the cache when it has read its own; the result is the same.
         implementation: "triton" (at most 128 rows; it reads the weights once), "mosaic"
             (Pallas Mosaic GPU: 16-bit numbers and rows in multiples of 8, or in fast numerics
             int8 and fp8 weights, and int4 weights without zeros; jax 0.11 and compute capability
-            9.0), "xla", or None: Triton if the device runs it and it is faster (few rows of 16-bit
-            numbers, sizes that are multiples of its tiles), Mosaic for as few rows where Triton's
-            programs do not all run at once, otherwise XLA. For narrow weights and 16-bit rows None
-            is Mosaic if it takes them, but Triton for one row and int4 weights without zeros, and
+            9.0), "xla", or None:
+            Triton if the device runs it and it is faster (few rows of 16-bit numbers, sizes that
+            are multiples of its tiles), Mosaic for as few rows where Triton's programs do not all
+            run at once, otherwise XLA. For narrow weights and 16-bit rows None is
+            Mosaic if it takes them, but Triton for one row and int4 weights without zeros, and
             otherwise Triton.
         numerics: "fast"; "invariant": the bits of a row depend on that row and the weight alone,
             not on the number of rows or the row's place among them; None: as in the context of
@@ -100,7 +98,6 @@ def linear(
         if kernel is not None:
             module, tiling = kernel
             options = {"tiling": tiling, "dtype": x.dtype, "interpret": interpret}
-            options |= _ahead(module, x, ahead)
             product = functools.partial(module.launch, weight.ordered(x), weight, bias, **options)
             if activation not in (None, *FUSED) or (gated and not module.GATES):
                 return xla.activate(product(), activation, gated)
@@ -133,7 +130,6 @@ def linear_sums(
     weight: Array | NarrowWeight,  # [inputs, outputs]
     *,
     transposed: bool = False,
-    ahead: Ahead | None = None,
     implementation: str | None = None,
     numerics: str | None = None,
     interpret: bool = False,
@@ -160,7 +156,6 @@ def linear_sums(
         if kernel is not None:
             module, tiling = kernel
             options = {"dtype": xla.sums_dtype(x.dtype, tiling.splits), "interpret": interpret}
-            options |= _ahead(module, x, ahead)
             return module.launch(weight.ordered(x), weight, None, tiling=tiling, **options)
         return (xla.in_row_blocks(narrow_xla.dot) if invariant else narrow_xla.dot)(x, weight)
     kind = {"invariant": invariant, "transposed": transposed, "split": not transposed}
@@ -249,16 +244,6 @@ def _narrow_kernel(
         )
     tiling = module.tiling_for(x.shape[0], *weight.shape, weight.kind, dtype=x.dtype, **kind)
     return module, tiling
-
-
-def _ahead(module: ModuleType, x, ahead: Ahead | None) -> dict[str, Any]:
-    """The options of a kernel for narrow weights that reads the next product's weight ahead."""
-    if ahead is None or not module.READS_AHEAD or not isinstance(ahead.weight, NarrowWeight):
-        return {}
-    rows = jax.ShapeDtypeStruct((x.shape[0], ahead.weight.shape[0]), x.dtype)
-    kernel = _narrow_kernel(rows, ahead.weight, None, False, split=ahead.sums, invariant=False)
-    reads = kernel is not None and kernel[0].READS_AHEAD
-    return {"ahead": ahead.weight.values, "ahead_splits": kernel[1].splits} if reads else {}
 
 
 def launch(kernel: tuple[ModuleType, Any], x, weight, bias, **options) -> Array:

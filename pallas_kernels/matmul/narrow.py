@@ -135,20 +135,6 @@ class NarrowWeight:
         return groups if len(groups) == 1 else jnp.repeat(groups, GROUP, axis=0)[: self.inputs]
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["weight"], meta_fields=["sums"])
-@dataclasses.dataclass(frozen=True)
-class Ahead:
-    """The product that follows on another one with as many rows.
-
-    Attributes:
-        weight: its weight; only narrow ones are read ahead.
-        sums: whether it is that of `linear_sums`.
-    """
-
-    weight: NarrowWeight | Array
-    sums: bool = False
-
-
 def check_format(format: str) -> None:
     """Raises ValueError for a name that is not one of FORMATS."""
     if not isinstance(format, str) or format not in FORMATS:

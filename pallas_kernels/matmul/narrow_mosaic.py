@@ -28,7 +28,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.common.blocks import round_up
 from pallas_kernels.matmul import mosaic, narrow_tiles
 from pallas_kernels.matmul.activations import IN_KERNELS
-from pallas_kernels.matmul.ahead import read_ahead
 from pallas_kernels.matmul.mosaic_tiles import COPIED_ROWS, ITEM_BYTES, Tiling
 from pallas_kernels.matmul.narrow import (
     FORMATS,
@@ -45,7 +44,6 @@ from pallas_kernels.matmul.widened import multiply_widened
 
 MULTIPLES = narrow_tiles.MULTIPLES
 GATES = False
-READS_AHEAD = True
 TAKES = (
     "weights of formats that round rows (int8, fp8), or 16-bit rows and int4 without zeros (for "
     "sums with inputs enough for two shares),"
@@ -104,9 +102,7 @@ def rounding_for(rows: int, weight: NarrowWeight, tiling: Tiling) -> Rounding:
     return Rounding(weight.kind, tiles * tiling.rows, tiles if tiling.swapped else 1)
 
 
-@functools.partial(
-    jax.jit, static_argnames=("tiling", "activation", "dtype", "interpret", "ahead_splits")
-)
+@functools.partial(jax.jit, static_argnames=("tiling", "activation", "dtype", "interpret"))
 def launch(
     x: Array | RoundedRows,  # [rows, inputs]
     weight: NarrowWeight,  # [inputs, outputs]
@@ -116,17 +112,12 @@ def launch(
     activation: str | None = None,
     dtype: jnp.dtype,
     interpret: bool,
-    ahead: Array | None = None,  # values of the next product's weight, which are read ahead
-    ahead_splits: int = 1,
 ) -> Array:
     """[rows, outputs], or shares [splits, rows, outputs]: see `pallas_kernels.linear`."""
     (rows, inputs), outputs, kind = x.shape, weight.shape[1], weight.kind
     x = in_kernel_form(x, rounding_for(rows, weight, tiling), interpret=interpret)
     later = () if tiling.swapped else list_second(x.second, tiling.splits, interpret=interpret)
-    if ahead is not None:
-        ahead = lax.bitcast_convert_type(ahead, jnp.int8)
     static = {"tiling": tiling, "kind": kind, "activation": activation, "interpret": interpret}
-    static |= {"biased": bias is not None, "ahead_splits": 0 if ahead is None else ahead_splits}
     kernel = functools.partial(_kernel, **static)
     # Rows are copied COPIED_ROWS at a time, unless all are fewer.
     copied = rows if rows < COPIED_ROWS else round_up(rows, COPIED_ROWS)
@@ -144,7 +135,6 @@ def launch(
         scales,
         *later,
         *(() if bias is None else (bias,)),
-        *(() if ahead is None else (ahead,)),
     )
     return product if rows == copied else product[..., :rows, :]
 
@@ -154,17 +144,14 @@ def _kernel(
     rounded_scales_ref,  # [scales, 2 * padded]
     values_ref,  # [outputs, inputs], or bytes
     scales_ref,  # [outputs], or [groups, outputs]
-    # many rows: numbers [splits, groups], counts [splits]; bias [outputs]; the weight ahead; out
-    *refs,
+    *refs,  # many rows: numbers [splits, groups], counts [splits]; bias [outputs]; out
     tiling: Tiling,
     kind: Format,
     activation: str | None,
-    biased: bool,
-    ahead_splits: int,  # 0: no weight is read ahead
     interpret: bool,
 ):
     later, refs = (None, refs) if tiling.swapped else (refs[:2], refs[2:])
-    bias_ref, out_ref = refs[0] if biased else None, refs[-1]
+    bias_ref, out_ref = refs if len(refs) == 2 else (None, *refs)
     split, warpgroup = lax.axis_index("split"), lax.axis_index("warpgroup")
     together = tiling.depth // GROUP  # groups of a step
     count = rounded_ref.shape[1] // tiling.splits // tiling.depth  # steps
@@ -315,16 +302,7 @@ def _kernel(
                 sums = sums_of_products(of_warpgroup)
             finish(sums, staged)
 
-        def then():
-            if ahead_splits:
-                clusters = math.prod(mosaic.clusters(*out_ref.shape[-2:], tiling))
-                tile = lax.axis_index("tile") + split * clusters
-                program = tile * tiling.cluster + lax.axis_index("neighbour")
-                programs = tiling.splits * clusters * tiling.cluster
-                read_ahead(refs[-2], ahead_splits, program, programs)
-
-        further = 0 if later is None else later[1][split]
-        fetch = lambda: of_warpgroup.fetch(count, further, then=then)
+        fetch = lambda: of_warpgroup.fetch(count, 0 if later is None else later[1][split])
         lax.cond(warpgroup == tiling.warpgroups, fetch, compute)
 
     staged = mosaic.staging(own_rows, own_columns, tiling.warpgroups, out_ref.dtype)

@@ -43,7 +43,7 @@ COLUMNS, FEW_COLUMNS = 64, 32
 PROGRAMS_WANTED = 384
 MOST_SPLITS, FEWEST_GROUPS = 8, 8  # shares of the contracted axis, and GROUPs of a share
 NIBBLE_UNIT = 16  # four bits in the upper half of a byte are this many times as large
-GATES, READS_AHEAD, TAKES = True, False, "narrow weights"
+GATES, TAKES = True, "narrow weights"
 MULTIPLES = (GROUP, 2 * COLUMNS)  # of inputs and outputs; a gated weight has two halves
 
 

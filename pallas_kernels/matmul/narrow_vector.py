@@ -38,7 +38,7 @@ COLUMNS, TOGETHER, NUM_WARPS = 32, 8, 4
 PROGRAMS_WANTED, MOST_SPLITS = 512, 4
 IN_SUM = 16  # products that a thread adds up as integers
 BYTES = GROUP // 2  # of a block of weights: two parts of the block's numbers share them
-GATES, READS_AHEAD, TAKES = True, False, "one row and 4-bit weights without zeros,"
+GATES, TAKES = True, "one row and 4-bit weights without zeros,"
 MULTIPLES = (GROUP, 2 * COLUMNS)  # of inputs and outputs; a gated weight has two halves
 # Four products, $1 times $2, in one number. The result is declared as four 8-bit numbers, as the
 # factors are: see `_dot`.

@@ -53,13 +53,12 @@ class Steps(NamedTuple):
         """These steps in allocated memory."""
         return self._replace(buffers=buffers, fetched=fetched, used=used)
 
-    def fetch(self, *counts: Array | int, then: Callable[[], None] | None = None) -> None:
+    def fetch(self, *counts: Array | int) -> None:
         """What the last warpgroup does: fetches the blocks of so many steps.
 
         Args:
             counts: of steps, one after another: one that is read from memory is not waited for
                 before the steps of those before it.
-            then: called when all blocks have been asked for.
         """
         plgpu.set_max_registers(FETCHING_REGISTERS, action="decrease")
         stages = self.tiling.stages
@@ -78,8 +77,6 @@ class Steps(NamedTuple):
         for count in counts:
             slot = lax.fori_loop(done, done + count, one, slot)
             done += count
-        if then is not None:
-            then()
         # Blocks that share what they fetch must not end before their neighbours have used it.
         rest = lax.min(done, jnp.int32(stages))
         slot = lax.rem(slot - rest + stages, jnp.int32(stages))
