@@ -102,6 +102,7 @@ ON_TWO = {
     "step-llama-3.1-70b-two-devices": f"{STEP} --model llama-3.1-70b {LARGE} {TWO}",
     "ems-sd-opt-13b-two-devices": f"{EMS_ALONE} --shape opt-13b --batch-sizes 24 {TWO}",
     "ems-sd-opt-66b-two-devices": f"{EMS_ALONE} --shape opt-66b --batch-sizes 8,24 {TWO}",
+    "groups-opt-13b-two-devices": "emsjax bench groups --shape opt-13b --sizes 1,2",
 }
 ON_FOUR = {
     "step-opt-13b-four-devices": f"{STEP} --model opt-13b {FOUR}",
