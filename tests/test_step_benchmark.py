@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import emsjax
-from emsjax.benchmarks import device_times, drafting, overheads, runs, step
+from emsjax.benchmarks import device_times, drafting, overheads, runs, starts, step
 from emsjax.benchmarks.rates import Rates
 from emsjax.benchmarks.registry import BENCHMARKS
 from emsjax.benchmarks.shapes import MODELS
@@ -69,6 +69,17 @@ def test_steps_of_narrow_models_are_timed(quantize, tmp_path):
     (entry,) = results["shapes"]
     wide = step.floor_ms(MODELS["tiny"].resized(layers=1), 1, 2, entry["mean_context"], REFERENCE)
     assert entry["floor_ms"]["reference"] < 0.8 * wide
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+def test_a_random_cache_takes_the_memory_of_the_old_one(kv_dtype):
+    numbers = NumberFormats(jnp.bfloat16, kv_dtype=kv_dtype)
+    with standard_dtypes():
+        cache = numbers.model(MODELS["tiny"]).init_cache(2, 64)
+        made = starts.random_cache(cache, jnp.full(2, 5, jnp.int32))
+    arrays = jax.tree.leaves(cache.layers)
+    assert all(array.is_deleted() for array in arrays)
+    assert [x.nbytes for x in jax.tree.leaves(made.layers)] == [x.nbytes for x in arrays]
 
 
 def test_default_shapes_and_rates():

@@ -81,7 +81,8 @@ def random_cache(cache: KVCache, lengths: jax.Array) -> KVCache:
     return KVCache(layers, lengths, parallel)
 
 
-@functools.partial(jax.jit, static_argnames="parallel", donate_argnames="array")
+# An argument that is not used is left out by default, and its memory is not taken over then.
+@functools.partial(jax.jit, static_argnames="parallel", donate_argnames="array", keep_unused=True)
 def _fill(array: jax.Array | NarrowRows, place: tuple[int, int], parallel: TensorParallel | None):
     """One layer's keys or values; random numbers of the layer and of the one or the other."""
     is_narrow = isinstance(array, NarrowRows)

@@ -215,7 +215,7 @@ class BlockDrafter(FeatureDrafter):
 
         def through(index, layer, stream, turns):
             cached = state.layers[index]
-            return run_layer((layer, None), stream, turns, cached, rows, visible, **options)[:2]
+            return run_layer(layer, stream, turns, cached, rows, visible, **options)[:2]
 
         hidden = network.run(embed(self.embeddings, token_ids), rows.positions, through)
         first = config.block_size - config.drafts
