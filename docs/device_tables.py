@@ -13,18 +13,27 @@ def step(results: Results) -> list[str]:
             f"{of['batch']} x {of['rows_per_sample']}",
             number(of["best_ms"]),
             number(of["median_ms"]),
+            span(of),
             number(of["floor_ms"]["reference"]),
             number(of["best_ratio"]["reference"]),
         ]
         for of in results["shapes"]
     ]
+    head = ["samples x rows of each", "best ms", "median ms"]
     return [
         f"Shape of {settings['model']}, random weights, {numbers_of(settings)}, mean context "
         f"{settings['context']} tokens, attention `{settings['attention']}`, "
         f"{settings['repetitions']} repetitions. Floor: {rates['read_tb_per_s']:g} TB/s, "
         f"{rates['matmul_tflop_per_s']:g} TFLOP/s.",
-        table(["samples x rows of each", "best ms", "median ms", "floor ms", "best / floor"], rows),
+        table([*head, "range of ms", "floor ms", "best / floor"], rows),
     ]
+
+
+def span(of: Results) -> str:
+    """The least and the most of the differences whose median is the time of a step."""
+    (fewer, short), (more, long) = ((int(n), ms) for n, ms in of["runs_ms"].items())
+    each = [(b - a) / (more - fewer) for a, b in zip(short, long, strict=True)]
+    return f"{min(each):.2f} to {max(each):.2f}"
 
 
 def drafting(results: Results) -> list[str]:

@@ -41,15 +41,18 @@ def ems_sd(results: Results) -> list[str]:
     titles = {"tokens_per_s": "Whole run", "live_tokens_per_s": "All samples live"}
     parts = [
         f"{subject(settings)}, drafts `{settings['draft']}`, {settings['max_new_tokens']} new "
-        f"tokens. Medians of {settings['repeats']} runs, tokens/s, speed over plain decoding "
-        "(`greedy`) in brackets."
+        f"tokens. Medians of {settings['repeats']} runs and their range, tokens/s, speed over "
+        "plain decoding (`greedy`) in brackets."
     ]
     for which, title in titles.items():
         rows = []
         for entry in entries:
             speeds = {name: of[which] for name, of in entry["methods"].items()}
             over = lambda of: f" ({of['speed_up']:.2f})" if "speed_up" in of else ""
-            cells = [f"{of['median']:.0f}{over(of)}" for of in speeds.values()]
+            cells = [
+                f"{of['median']:.0f} [{of['min']:.0f}, {of['max']:.0f}]{over(of)}"
+                for of in speeds.values()
+            ]
             rows.append([entry["batch"], f"{entry['mean_prompt_tokens']:.0f}", *cells])
         parts += [
             f"{title}:",

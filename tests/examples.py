@@ -67,7 +67,7 @@ def check_command(command: str) -> None:
     Raises:
         SystemExit: the parser rejects the command.
         ValueError: the options are incompatible.
-        AssertionError: the extra or the program is unknown.
+        AssertionError: the extra, the file or the program is unknown.
     """
     program, *arguments = shlex.split(command)
     if program == "emsjax":
@@ -79,6 +79,8 @@ def check_command(command: str) -> None:
         for benchmark in BENCHMARKS.values():
             if arguments[1] == f"emsjax.benchmarks.{benchmark.module}":
                 benchmark.make_parser().parse_args(arguments[2:])
+    elif program == "python" and arguments[0].endswith(".py"):
+        assert (ROOT / arguments[0]).is_file(), f"no such file: {command}"
     elif [program, *arguments[:1]] == ["pip", "install"]:
         extras = re.findall(r"\[(.*)\]", command)
         known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -78,6 +78,7 @@ def test_every_command_of_a_page_parses(page):
         "emsjax generate --model a --input b --output c --drafter none --match-length 3",
         "python -m emsjax.benchmarks.step --shapes 1",
         "pip install -e '.[other]'",
+        "python docs/missing.py",
         "rm -rf build",
     ],
 )
@@ -158,33 +159,71 @@ def test_what_narrow_numbers_cost_is_in_their_file_and_within_bounds():
     )
 
 
-def test_the_speed_of_narrow_numbers_is_that_of_their_files():
-    folder = examples.ROOT / "benchmarks" / "h200"
-    wide, *narrow = (
-        json.loads((folder / f"{name}.json").read_bytes())
-        for name in ("step", "step-int8", "step-fp8", "step-int4")
-    )
+# Figures in pages
+
+
+def test_every_figure_is_made_of_the_results(measured):
+    pages = {path: path.read_text() for path in measured.PAGES}
+    named = [match[2] for page in pages.values() for match in measured.BLOCK.finditer(page)]
+    assert len(named) == len(set(named)) > 5
+    assert all(measured.measured(page) == page for page in pages.values())
+
+
+def test_a_figure_of_other_results_is_another(measured, results):
     page = (DOCS / "how-to" / "narrow.md").read_text()
-    assert f"commit {wide['commit'][:7]}, one call; `benchmarks/h200/`" in page
-    table = page.partition("| samples x rows |")[2].partition("\n\n")[0].splitlines()[2:]
-    expected = []
-    for entry, *others in zip(wide["shapes"], *(of["shapes"] for of in narrow), strict=True):
-        assert {other["shape"] for other in others} == {entry["shape"]}
-        best = [f"{of['best_ms']:.2f} ({of['best_ms'] / entry['best_ms']:.2f})" for of in others]
-        shape = f"{entry['batch']} x {entry['rows_per_sample']}"
-        expected.append(f"| {shape} | {entry['best_ms']:.2f} | {' | '.join(best)} |")
-    assert table == expected
+    assert measured.measured(page, results) == page
+    path = results / "step-int8.json"
+    steps = json.loads(path.read_bytes())
+    steps["shapes"][0]["best_ms"] *= 2
+    path.write_text(json.dumps(steps))
+    other = measured.measured(page, results)
+    assert other != page
+    assert len(other.splitlines()) == len(page.splitlines())
+
+
+@pytest.mark.parametrize("changed", [{"commit": "abc"}, {"hardware": {"device": "another"}}])
+def test_a_figure_of_results_that_do_not_belong_together_is_refused(measured, results, changed):
+    path = results / "step-int8.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | changed))
+    page = (DOCS / "how-to" / "narrow.md").read_text()
+    with pytest.raises(ValueError, match="step, step-int8, step-fp8, step-int4 do not belong"):
+        measured.measured(page, results)
+
+
+def test_paragraphs_and_items_are_wrapped_and_tables_are_not(measured):
+    words = " ".join(["word"] * 40)
+    assert max(map(len, measured.wrapped(words).splitlines())) <= measured.WIDTH
+    assert [line[:2] for line in measured.wrapped(f"- {words}").splitlines()] == ["- ", "  "]
+    assert measured.wrapped(f"| {words} |") == f"| {words} |"
+
+
+@pytest.fixture
+def results(measured, tmp_path):
+    """A copy of the results that may be changed."""
+    return shutil.copytree(measured.FOLDER, tmp_path / "h200")
+
+
+@pytest.fixture(scope="module")
+def measured(modules_of_the_pages):
+    """The module that writes figures into pages."""
+    return importlib.import_module("measured")
 
 
 # The benchmarks page
 
 
 @pytest.fixture(scope="module")
-def tables():
-    """The module that writes the page."""
+def modules_of_the_pages():
+    """Makes the modules beside the pages importable."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(DOCS)
-        yield importlib.import_module("benchmark_tables")
+        yield
+
+
+@pytest.fixture(scope="module")
+def tables(modules_of_the_pages):
+    """The module that writes the page."""
+    return importlib.import_module("benchmark_tables")
 
 
 def test_every_committed_file_has_its_device_commit_and_figures(tables):
@@ -201,10 +240,13 @@ def test_every_committed_file_has_its_device_commit_and_figures(tables):
         commits = {entry.get("commit") for entry in results.get("entries", [])} - {None}
         for commit in commits or {results["commit"]}:
             assert re.search(rf"`benchmarks/{name}`: .*; commit .*`{commit}`", page)
-    step = json.loads((examples.ROOT / "benchmarks" / "h200-step.json").read_bytes())
+    step = json.loads((examples.ROOT / "benchmarks" / "h200" / "step.json").read_bytes())
     for entry in step["shapes"]:
         shape = f"| {entry['batch']} x {entry['rows_per_sample']} "
-        assert f"{shape}| {entry['best_ms']:.2f} | {entry['median_ms']:.2f} |" in page
+        runs = entry["runs_ms"]
+        each = [(long - short) / 10 for short, long in zip(runs["3"], runs["13"], strict=True)]
+        times = f"{entry['best_ms']:.2f} | {entry['median_ms']:.2f}"
+        assert f"{shape}| {times} | {min(each):.2f} to {max(each):.2f} |" in page
 
 
 def test_a_distilled_drafter_is_shown_beside_the_draft_model_that_it_was_compared_with(tables):
@@ -226,7 +268,7 @@ def test_tables_are_rectangular(tables):
 
 def test_files_that_are_not_there_have_no_section(tables, tmp_path):
     assert tables.page(tmp_path) == ""
-    source = examples.ROOT / "benchmarks" / "h200-step.json"
+    source = examples.ROOT / "benchmarks" / "h200" / "step.json"
     shutil.copy(source, tmp_path / "b.json")
     page = tables.page(tmp_path)
     assert re.findall("^## (.*)", page, re.MULTILINE) == ["Decoding steps"]
@@ -236,7 +278,7 @@ def test_files_that_are_not_there_have_no_section(tables, tmp_path):
 
 
 def test_a_figure_is_shown_with_its_results(tables, tmp_path):
-    shutil.copy(examples.ROOT / "benchmarks" / "h200-step.json", tmp_path / "a.json")
+    shutil.copy(examples.ROOT / "benchmarks" / "h200" / "step.json", tmp_path / "a.json")
     assert "![" not in tables.page(tmp_path)
     (tmp_path / "a.png").touch()
     assert "![a](../benchmarks/a.png)" in tables.page(tmp_path)
@@ -304,7 +346,7 @@ NOT_YET = {  # results of kinds that may have no committed file, as their writer
             ],
         },
         [
-            "| 8 | 900 | 100 (1.00) | 100 (3.21) |",
+            "| 8 | 900 | 100 [90, 110] (1.00) | 100 [90, 110] (3.21) |",
             "| 8 | ems | 3.25 | 0.50 | 1.50 | 4.50 | 1.25 |  | 20 |",
         ],
     ),

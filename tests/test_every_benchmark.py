@@ -1,6 +1,7 @@
 """`emsjax bench all`: one folder for one commit, resumed, with a manifest."""
 
 import json
+import os
 import shlex
 
 import pytest
@@ -55,6 +56,13 @@ alone = not list(output.parent.glob("*.json"))
 share = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
 output.write_text(json.dumps({"seen": here.read_text(), "first": alone, "memory": share}))
 """
+NVIDIA_SMI = """#!/bin/sh
+for argument; do
+    case $argument in
+        --id=*) for id in $(echo "${argument#--id=}" | tr , " "); do echo "uuid of $id"; done ;;
+    esac
+done
+"""
 
 
 def manifest_of(folder):
@@ -92,6 +100,10 @@ def test_every_run_is_recorded_and_those_that_failed_run_again(folder, capsys, m
 def test_runs_of_one_device_go_on_at_once_after_those_of_several(folder, monkeypatch):
     """Each waits for the others of its time, so that they would not end one after the other."""
     (folder.parent / "together.py").write_text(TOGETHER)
+    asked = folder.parent / "nvidia-smi"
+    asked.write_text(NVIDIA_SMI)
+    asked.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder.parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,7")
     monkeypatch.setattr(every, "ASK", f"print({json.dumps(FOUND | {'devices': 3})!r})")
     others = {"a": ("b+c", 1), "b": ("a+c", 1), "c": ("a+b", 1), "all": ("+", 3)}
@@ -108,6 +120,8 @@ def test_runs_of_one_device_go_on_at_once_after_those_of_several(folder, monkeyp
     assert records["all"]["environment"] == {}
     assert records["a"]["environment"] == {every.VISIBLE: written["a"]["seen"]}
     assert records["b"]["environment"] == {every.VISIBLE: written["b"]["seen"], every.MEMORY: "0.9"}
+    assert records["all"]["gpus"] == ["uuid of 4", "uuid of 5", "uuid of 7"]
+    assert records["a"]["gpus"] == [f"uuid of {written['a']['seen']}"]
 
 
 def test_a_folder_has_one_commit_and_one_kind_of_device(folder, monkeypatch, capsys):

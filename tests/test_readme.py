@@ -50,20 +50,6 @@ def test_the_example_gives_the_tokens_of_plain_decoding_in_fewer_calls(capsys):
     assert f"# {calls[0]}; plain decoding takes {calls[1]}\n" in README.read_text()
 
 
-def test_the_table_of_speed_ups_is_that_of_its_file():
-    results = json.loads((ROOT / "benchmarks" / "h200-ems-sd.json").read_bytes())
-    measured = {entry["batch"]: entry for entry in results["entries"]}
-    shown = re.findall(r"^\| (\d+) \| (.*) \|$", README.read_text(), re.MULTILINE)
-    assert len(shown) >= 5
-    for batch, cells in shown:
-        entry = measured[int(batch)]
-        speeds = {name: method["tokens_per_s"] for name, method in entry["methods"].items()}
-        greedy = speeds.pop("greedy")
-        ratios = [f"{speed['speed_up']:.2f}" for speed in speeds.values()]
-        commit = entry.get("commit") or results["commit"]
-        assert cells.split(" | ") == [f"{greedy['median']:.0f}", *ratios, commit]
-
-
 def test_the_step_in_the_figure_is_packed_as_drawn():
     assert row_buckets(4, max_rows_per_sample=8)[0] == 16
     rows = pack(jnp.array([5, 9, 4, 7]), jnp.array([4, 1, 2, 0]), 8)

@@ -3,11 +3,11 @@
 Each runs in a process of its own and writes NAME.json into the folder; what it prints goes to
 NAME.log. Where there are several GPUs, as many benchmarks run at once as there are GPUs for them,
 those that need most of them first. At the end figures are drawn of the results, if matplotlib is
-installed. `manifest.json` has the command, hardware, versions and commit;
-the devices' power limit, clocks and temperature at the start and at the end (`device_states`); and
-under `runs` each benchmark's command, environment variables (the devices that it saw, if not all,
-and its share of their memory), seconds and exit code. Started again, it goes on with those that
-have not ended with 0. A folder holds the results of one commit and one kind of device.
+installed. `manifest.json` has the command, hardware, versions and commit; the devices' power limit,
+clocks and temperature at the start and at the end (`device_states`); and under `runs` each
+benchmark's command, environment variables (the devices that it saw, if not all, and its share of
+their memory), the GPUs that it ran on, seconds and exit code. Started again, it goes on with those
+that have not ended with 0. A folder holds the results of one commit and one kind of device.
 """
 
 import argparse
@@ -63,6 +63,7 @@ ON_ONE = {
     "kernels": "pallas_kernels.benchmark",
     "profile": "emsjax profile --model opt-6.7b --draft-model opt-125m",
     "step": f"{STEP} {SHAPES} --profile-top 16",
+    "step-again": f"{STEP} {SHAPES} --profile-top 0",  # for another GPU of this kind
     **{f"step-{name}": f"{STEP} {SHAPES} {options}" for name, options in NARROW.items()},
     "step-llama-3.1-8b": f"{STEP} --model llama-3.1-8b",
     "step-qwen3-8b": f"{STEP} --model qwen3-8b",
@@ -85,8 +86,8 @@ ON_ONE = {
     "--context 1850 --batch-sizes 64",
     "draft-length": "emsjax bench draft-length --shape opt-6.7b",
     "drafters": "emsjax bench drafters",
-    "peers": "emsjax bench peers --shape opt-6.7b",
-    "refill": "emsjax bench refill",
+    "peers": "emsjax bench peers --shape opt-6.7b --repeats 5",
+    "refill": "emsjax bench refill --repeats 5",
     "buckets": "emsjax bench buckets",
     "overheads": "emsjax bench overheads",
     "first-call": "emsjax bench first-call",
@@ -237,7 +238,7 @@ def begin(options: argparse.Namespace, command: str, found: Mapping[str, Any]) -
 def measure(
     name: str, run: Run, folder: Path, commit: str | None, devices: list[str] | None
 ) -> dict[str, Any]:
-    """Runs a benchmark; returns its command, environment variables, exit code and seconds.
+    """Runs a benchmark; returns its command, environment variables, GPUs, exit code and seconds.
 
     Args:
         devices: the only devices that it sees; None: all.
@@ -252,6 +253,7 @@ def measure(
     return {
         "command": shlex.join(words),
         "environment": given,
+        "gpus": asked_of_gpus("uuid", environment.get(VISIBLE)),
         "exit_code": ended.returncode,
         "seconds": round(time.time() - started, 1),
     }
@@ -293,10 +295,16 @@ def commits_of(results: Any) -> Iterator[str | None]:
 
 def device_state() -> list[str] | None:
     """Name, power limit, clocks and temperature of the GPUs now; None: they cannot be asked."""
+    return asked_of_gpus(DEVICE_STATE)
+
+
+def asked_of_gpus(names: str, visible: str | None = None) -> list[str] | None:
+    """A line for each GPU, or for the visible ones; None: they cannot be asked."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
-    asked = [program, f"--query-gpu={DEVICE_STATE}", "--format=csv,noheader"]
+    chosen = [] if visible is None else [f"--id={visible}"]
+    asked = [program, f"--query-gpu={names}", "--format=csv,noheader", *chosen]
     return _output_of(asked).splitlines()
 
 
