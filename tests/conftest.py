@@ -87,7 +87,7 @@ SEVERAL_ROW_COUNTS = re.compile(
     "|goodput|invarian.*|memory|mixed_trees|narrow_cache|own_.*|packing|prefill|refill|sampling"
     "|sampling_cutoff|self_draft|step|step_costs|stream|trees|values|vanilla|.*benchmarks?)"
 )
-EVERY = 4  # of the cases of a test beside its first; all of them would take two fifths longer
+EVERY = 8  # of the cases of a test beside its first; all of them would take half as long again
 LONG = re.compile("test_(tensor_parallel|processes|demo_recipe|ray)")  # one test takes a minute
 jaxtyping.install_import_hook([f"emsjax.{name}" for name in CHECKED], "beartype.beartype")
 
