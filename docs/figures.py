@@ -188,8 +188,6 @@ def found(read: Read) -> list[str]:
     entries = read["divergences"]["entries"]
     same, fast = ([of for of in entries if of["numerics"] == name] for name in NUMERICS)
     count = lambda of: sum(len(one["divergences"]) for one in of)
-    rows = read["invariance"]["entries"]
-    names = listed([of["model"] for of in rows])
     return [
         "Random weights are the hardest case, as their tokens are often nearly tied. With "
         f"OPT-1.3b's shape ({read.where()}), sequences were decoded by prompt lookup, with and "
@@ -198,10 +196,19 @@ def found(read: Read) -> list[str]:
         f"{sum(of['batch'] for of in same):,} sequences, {sum(of['tokens'] for of in same):,} "
         f"tokens, differ from plain decoding. With fast ones {count(fast)} of "
         f"{sum(of['batch'] for of in fast):,} do at some token, each at a near-tie.",
+        read.command(),
+    ]
+
+
+def rows_apart(read: Read) -> list[str]:
+    rows = read["invariance"]["entries"]
+    names = listed([of["model"] for of in rows])
+    return [
         "One sequence was computed in calls of different numbers of rows, in calls after some "
-        f"cached tokens and in random batches, with one layer and the head of the shapes {names}. "
-        f"Of {sum(of['rows'] for of in rows):,} rows {sum(of['differing_rows'] for of in rows)} "
-        "had other keys, values, hidden states, logits or log-probabilities.",
+        "cached tokens and in random batches, with one layer and the head of the shapes "
+        f"{names} ({read.where()}). Of {sum(of['rows'] for of in rows):,} rows "
+        f"{sum(of['differing_rows'] for of in rows)} had other keys, values, hidden states, "
+        "logits or log-probabilities.",
         read.command(),
     ]
 
@@ -239,11 +246,8 @@ def floors(read: Read) -> list[str]:
 
 def summary(read: Read) -> list[str]:
     """One item on each result of which a sentence can tell the essence."""
-    padded, ems, qwen = (
-        batches(read["ems-sd"], "vanilla"),
-        batches(read["ems-sd"]),
-        batches(read["ems-sd-qwen3-8b"]),
-    )
+    padded, ems = (batches(read["ems-sd"], method) for method in ("vanilla", "ems"))
+    qwen = batches(read["ems-sd-qwen3-8b"])
     gain = lambda of, which: listed([f"{of[n][which]['speed_up']:.1f}" for n in SIZES])
     sizes = f"at batch {listed([str(n) for n in SIZES])}"
     over = listed([number(median(ems[n]) / median(padded[n])) for n in SIZES])
@@ -331,18 +335,9 @@ def expected(read: Read) -> list[str]:
 
 
 FIGURES: dict[str, Callable[[Read], Sequence[str]]] = {
-    "speed": speed,
-    "narrow": narrow,
-    "narrow-decoding": narrow_decoding,
-    "devices": devices,
-    "large": large,
-    "groups": groups,
-    "invariant": invariant,
-    "found": found,
-    "margins": margins,
-    "profile": profile,
-    "floors": floors,
-    "summary": summary,
-    "beside": beside,
-    "expected": expected,
+    make.__name__.replace("_", "-"): make
+    for make in (
+        *(speed, narrow, narrow_decoding, devices, large, groups, invariant, found, rows_apart),
+        *(margins, profile, floors, summary, beside, expected),
+    )
 }

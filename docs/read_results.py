@@ -7,12 +7,15 @@ from typing import Any
 
 from markdown_tables import Results, number
 
+from emsjax.benchmarks.every import commits_of
+
 
 class Read(Mapping[str, Results]):
     """Results by name, and those that were read, which must belong together.
 
     Args:
-        folder: of `emsjax bench all`.
+        folder: of `emsjax bench all`. Results that it does not have yet are those of an earlier
+            measurement beside it: FOLDER-NAME.json.
     """
 
     def __init__(self, folder: Path):
@@ -40,9 +43,9 @@ class Read(Mapping[str, Results]):
         """
         described = {
             f"{of['hardware']['device']}{'' if devices == 'one' else 's'}, "
-            f"jax {of['versions']['jax']}, driver {of['versions']['driver']}, commit "
-            f"{of['commit'][:7]}"
+            f"jax {of['versions']['jax']}, driver {of['versions']['driver']}, commit {commit[:7]}"
             for of in self.read.values()
+            for commit in commits_of(of)  # a resumed measurement may have several
         }
         if len(described) != 1:
             raise ValueError(f"{', '.join(self)} do not belong together: {sorted(described)}")

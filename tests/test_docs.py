@@ -181,6 +181,80 @@ def test_a_figure_of_other_results_is_another(measured, results):
     assert len(other.splitlines()) == len(page.splitlines())
 
 
+def test_a_figure_of_results_that_were_resumed_at_another_commit_is_refused(measured, results):
+    path = results / "step.json"
+    steps = json.loads(path.read_bytes())
+    steps["shapes"][-1]["commit"] = "abc"
+    path.write_text(json.dumps(steps))
+    page = (DOCS / "how-to" / "narrow.md").read_text()
+    with pytest.raises(ValueError, match="do not belong"):
+        measured.measured(page, results)
+
+
+STAND_INS = {  # for results that are not of the folder's commit yet, each with its file
+    "ems-sd": "h200-ems-sd",
+    "ems-sd-int8": "h200-ems-sd-qwen3-8b",
+    "self-draft": "h200-ems-sd",
+    "ems-sd-qwen3-8b": "h200-ems-sd-qwen3-8b",
+    "ems-sd-qwen3-8b-invariant": "h200-ems-sd-qwen3-8b-invariant",
+    "invariance": "h200-invariance",
+    "step-llama-3.1-8b": "h200/step-opt-13b",
+    "step-qwen3-8b": "h200/step-opt-13b",
+    "step-again": "h200/step",
+    "refill": "h200-refill",
+    "training": "h200-training",
+    "first-call": "h200-first-call",
+}
+
+
+@pytest.fixture
+def whole_results(results):
+    """A folder with all results, those that are not there yet of other commits."""
+    step = json.loads((results / "step.json").read_bytes())
+    here = {name: step[name] for name in ("hardware", "versions", "commit")}
+    for name, source in STAND_INS.items():
+        text = (examples.ROOT / "benchmarks" / f"{source}.json").read_text()
+        text = re.sub(r'"commit": "\w+"', f'"commit": "{here["commit"]}"', text)
+        (results / f"{name}.json").write_text(json.dumps(json.loads(text) | here))
+    of_groups, _ = NOT_YET["emsjax bench groups"]
+    added = {"entries": [{"source": "block", "ratio": ratio} for ratio in (1.07, 1.04)]}
+    for name, of in {"groups-opt-13b-two-devices": of_groups, "drafting": added}.items():
+        (results / f"{name}.json").write_text(json.dumps(of | here))
+    set_gpus(results, ["one"], ["other"])
+    return results
+
+
+def set_gpus(results, step, again):
+    path = results / "manifest.json"
+    manifest = json.loads(path.read_bytes())
+    manifest["runs"] |= {"step": {"gpus": step}, "step-again": {"gpus": again}}
+    path.write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("narrow-decoding", "| 24 | 10,546 | 10,385 | 0.98 |"),
+        ("groups", "| 2 x 2 | 32 | 100 |"),
+        ("invariant", "| batch | fast | invariant | cost | cost of prefill |"),
+        ("rows-apart", "Of 676,230 rows 0 had other keys"),
+        ("floors", "| opt-6.7b | 1.21 |"),
+        ("summary", "`block` 4.0 % to 7.0 %"),
+    ],
+)
+def test_figures_whose_results_are_not_there_yet(measured, whole_results, name, shown):
+    page = f"<!-- measured: {name} -->\n<!-- end -->\n"
+    found = measured.measured(page, whole_results)
+    assert shown in found
+    assert measured.measured(found, whole_results) == found
+
+
+def test_a_step_that_was_measured_again_on_the_same_gpu_is_refused(measured, whole_results):
+    set_gpus(whole_results, ["one"], ["one"])
+    with pytest.raises(ValueError, match="on the same GPU"):
+        measured.measured("<!-- measured: summary -->\n<!-- end -->\n", whole_results)
+
+
 @pytest.mark.parametrize("changed", [{"commit": "abc"}, {"hardware": {"device": "another"}}])
 def test_a_figure_of_results_that_do_not_belong_together_is_refused(measured, results, changed):
     path = results / "step-int8.json"

@@ -301,7 +301,7 @@ def device_state() -> list[str] | None:
 def asked_of_gpus(names: str, visible: str | None = None) -> list[str] | None:
     """A line for each GPU, or for the visible ones; None: they cannot be asked."""
     program = shutil.which("nvidia-smi")
-    if program is None:
+    if program is None or visible == "":
         return None
     chosen = [] if visible is None else [f"--id={visible}"]
     asked = [program, f"--query-gpu={names}", "--format=csv,noheader", *chosen]
