@@ -71,7 +71,7 @@ ON_ONE = {
     "step-opt-13b": f"{STEP} --model opt-13b --profile-top 0",
     "step-opt-66b": f"{STEP} --model opt-66b --shapes 1x1 --profile-top 0",
     "step-opt-66b-int8": f"{STEP} --model opt-66b {LARGE} {NARROW['int8']}",
-    "ems-sd": f"{EMS_SD} --shape opt-6.7b",
+    "ems-sd": f"{EMS_SD} --shape opt-6.7b --batch-sizes 1,4,8,16,24,32,64",
     "ems-sd-int8": f"{EMS_SD} --shape opt-6.7b --methods greedy,ems --batch-sizes 1,8,24,64 "
     f"{NARROW['int8']}",
     "ems-sd-qwen3-8b": f"{EMS_SD} --shape qwen3-8b --methods greedy,ems --batch-sizes 1,8,24,64",
