@@ -14,18 +14,16 @@ class Read(Mapping[str, Results]):
     """Results by name, and those that were read, which must belong together.
 
     Args:
-        folder: of `emsjax bench all`. Results that it does not have yet are those of an earlier
-            measurement beside it: FOLDER-NAME.json.
+        folder: of `emsjax bench all`.
+        prefix: what the names of files begin with.
     """
 
-    def __init__(self, folder: Path):
-        self.folder, self.read = folder, {}
+    def __init__(self, folder: Path, prefix: str = ""):
+        self.folder, self.prefix, self.read = folder, prefix, {}
 
     def __getitem__(self, name: str) -> Results:
         if name not in self.read:
-            path = self.folder / f"{name}.json"
-            if not path.exists():
-                path = self.folder.with_name(f"{self.folder.name}-{name}.json")
+            path = self.folder / f"{self.prefix}{name}.json"
             self.read[name] = json.loads(path.read_bytes())
         return self.read[name]
 
@@ -53,8 +51,7 @@ class Read(Mapping[str, Results]):
 
     def command(self) -> str:
         """The command that measures what was read again, in Markdown."""
-        names = ",".join(self)
-        return f"```bash\nemsjax bench all --output benchmarks/h200 --only {names}\n```"
+        return f"```bash\nemsjax bench all --output results --only {','.join(self)}\n```"
 
 
 def shapes(results: Results) -> dict[str, Mapping[str, Any]]:

@@ -27,6 +27,7 @@ MODULES = sorted(  # those whose docstrings have examples
     for path in (examples.ROOT / package).rglob("*.py")
     if ">>> " in path.read_text()
 )
+OF_TWO_DEVICES = examples.ROOT / "benchmarks" / "h200-two-devices"
 
 name_of = lambda path: str(path.relative_to(examples.ROOT))
 
@@ -171,14 +172,30 @@ def test_every_figure_is_made_of_the_results(measured):
 
 def test_a_figure_of_other_results_is_another(measured, results):
     page = (DOCS / "how-to" / "narrow.md").read_text()
-    assert measured.measured(page, results) == page
+    assert measured.measured(page, [(results, "")]) == page
     path = results / "step-int8.json"
     steps = json.loads(path.read_bytes())
     steps["shapes"][0]["best_ms"] *= 2
     path.write_text(json.dumps(steps))
-    other = measured.measured(page, results)
+    other = measured.measured(page, [(results, "")])
     assert other != page
     assert len(other.splitlines()) == len(page.splitlines())
+
+
+def test_a_figure_is_made_of_the_first_folder_that_has_all_of_its_results(
+    measured, results, tmp_path
+):
+    page = (DOCS / "how-to" / "narrow.md").read_text()
+    some = tmp_path / "some"
+    some.mkdir()
+    steps = json.loads((results / "step.json").read_bytes()) | {"commit": "of another measurement"}
+    (some / "step.json").write_text(json.dumps(steps))
+    with pytest.raises(FileNotFoundError, match=r"'narrow' needs one of .*step-int8"):
+        measured.measured(page, [(some, "")])
+    assert measured.measured(page, [(some, ""), (results, "")]) == page
+    for path in results.glob("*.json"):
+        path.rename(tmp_path / f"named-{path.name}")
+    assert measured.measured(page, [(some, ""), (tmp_path, "named-")]) == page
 
 
 def test_a_figure_of_results_that_were_resumed_at_another_commit_is_refused(measured, results):
@@ -188,7 +205,7 @@ def test_a_figure_of_results_that_were_resumed_at_another_commit_is_refused(meas
     path.write_text(json.dumps(steps))
     page = (DOCS / "how-to" / "narrow.md").read_text()
     with pytest.raises(ValueError, match="do not belong"):
-        measured.measured(page, results)
+        measured.measured(page, [(results, "")])
 
 
 STAND_INS = {  # for results that are not of the folder's commit yet, each with its file
@@ -198,9 +215,9 @@ STAND_INS = {  # for results that are not of the folder's commit yet, each with 
     "ems-sd-qwen3-8b": "h200-ems-sd-qwen3-8b",
     "ems-sd-qwen3-8b-invariant": "h200-ems-sd-qwen3-8b-invariant",
     "invariance": "h200-invariance",
-    "step-llama-3.1-8b": "h200/step-opt-13b",
-    "step-qwen3-8b": "h200/step-opt-13b",
-    "step-again": "h200/step",
+    "step-llama-3.1-8b": "h200-two-devices/step-opt-13b",
+    "step-qwen3-8b": "h200-two-devices/step-opt-13b",
+    "step-again": "h200-two-devices/step",
     "refill": "h200-refill",
     "training": "h200-training",
     "first-call": "h200-first-call",
@@ -244,15 +261,15 @@ def set_gpus(results, step, again):
 )
 def test_figures_whose_results_are_not_there_yet(measured, whole_results, name, shown):
     page = f"<!-- measured: {name} -->\n<!-- end -->\n"
-    found = measured.measured(page, whole_results)
+    found = measured.measured(page, [(whole_results, "")])
     assert shown in found
-    assert measured.measured(found, whole_results) == found
+    assert measured.measured(found, [(whole_results, "")]) == found
 
 
 def test_a_step_that_was_measured_again_on_the_same_gpu_is_refused(measured, whole_results):
     set_gpus(whole_results, ["one"], ["one"])
     with pytest.raises(ValueError, match="on the same GPU"):
-        measured.measured("<!-- measured: summary -->\n<!-- end -->\n", whole_results)
+        measured.measured("<!-- measured: summary -->\n<!-- end -->\n", [(whole_results, "")])
 
 
 @pytest.mark.parametrize("changed", [{"commit": "abc"}, {"hardware": {"device": "another"}}])
@@ -261,7 +278,7 @@ def test_a_figure_of_results_that_do_not_belong_together_is_refused(measured, re
     path.write_text(json.dumps(json.loads(path.read_bytes()) | changed))
     page = (DOCS / "how-to" / "narrow.md").read_text()
     with pytest.raises(ValueError, match="step, step-int8, step-fp8, step-int4 do not belong"):
-        measured.measured(page, results)
+        measured.measured(page, [(results, "")])
 
 
 def test_paragraphs_and_items_are_wrapped_and_tables_are_not(measured):
@@ -274,7 +291,7 @@ def test_paragraphs_and_items_are_wrapped_and_tables_are_not(measured):
 @pytest.fixture
 def results(measured, tmp_path):
     """A copy of the results that may be changed."""
-    return shutil.copytree(measured.FOLDER, tmp_path / "h200")
+    return shutil.copytree(OF_TWO_DEVICES, tmp_path / "results")
 
 
 @pytest.fixture(scope="module")
@@ -314,7 +331,7 @@ def test_every_committed_file_has_its_device_commit_and_figures(tables):
         commits = {entry.get("commit") for entry in results.get("entries", [])} - {None}
         for commit in commits or {results["commit"]}:
             assert re.search(rf"`benchmarks/{name}`: .*; commit .*`{commit}`", page)
-    step = json.loads((examples.ROOT / "benchmarks" / "h200" / "step.json").read_bytes())
+    step = json.loads((OF_TWO_DEVICES / "step.json").read_bytes())
     for entry in step["shapes"]:
         shape = f"| {entry['batch']} x {entry['rows_per_sample']} "
         runs = entry["runs_ms"]
@@ -342,7 +359,7 @@ def test_tables_are_rectangular(tables):
 
 def test_files_that_are_not_there_have_no_section(tables, tmp_path):
     assert tables.page(tmp_path) == ""
-    source = examples.ROOT / "benchmarks" / "h200" / "step.json"
+    source = OF_TWO_DEVICES / "step.json"
     shutil.copy(source, tmp_path / "b.json")
     page = tables.page(tmp_path)
     assert re.findall("^## (.*)", page, re.MULTILINE) == ["Decoding steps"]
@@ -352,7 +369,7 @@ def test_files_that_are_not_there_have_no_section(tables, tmp_path):
 
 
 def test_a_figure_is_shown_with_its_results(tables, tmp_path):
-    shutil.copy(examples.ROOT / "benchmarks" / "h200" / "step.json", tmp_path / "a.json")
+    shutil.copy(OF_TWO_DEVICES / "step.json", tmp_path / "a.json")
     assert "![" not in tables.page(tmp_path)
     (tmp_path / "a.png").touch()
     assert "![a](../benchmarks/a.png)" in tables.page(tmp_path)
