@@ -132,7 +132,8 @@ KINDS = (
         "Costs of sampling, drafting and the loop",
         benchmark("overheads"),
         "`plain`: the loop with `drafter=None` beside one without speculation in it. `drafting`: "
-        "a draft model's tokens beside given ones. `sampling`: sampled steps beside greedy ones.",
+        "a draft model's tokens beside given ones. `sampling`: sampled steps beside greedy ones. "
+        "`calls`: a call for each step, of one state or of two in turns, beside one call.",
         device_tables.overheads,
     ),
     Kind(

@@ -253,6 +253,21 @@ def test_the_bare_loop_emits_the_tokens_of_plain_decoding():
     assert np.asarray(plain.state.logprobs)[:, 20:27].all()
 
 
+@pytest.mark.parametrize("states", [1, 2])
+def test_calls_of_a_step_each_do_the_steps_of_the_loop(states):
+    model = runs.random_model(MODELS["tiny"])
+    with standard_dtypes():
+        loop = runs.StepRun(model, (3, 2), 20, None)
+        calls = overheads.CallsRun(model, (3, 2), 20, None, states=states)
+        for _ in range(2):  # from the prompts on each time
+            calls.advance(4 * states)
+        loop.advance(4)
+    for state in calls.states:
+        assert int(state.counters.model_calls) == 4
+        np.testing.assert_array_equal(state.lengths, loop.state.lengths)
+        np.testing.assert_array_equal(state.tokens, loop.state.tokens)
+
+
 def test_overheads_are_ratios_of_times_in_the_file(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(overheads, "SAMPLING_SHAPE", (8, 4))
     monkeypatch.setattr(overheads, "DRAFTED_BATCH", 2)
@@ -265,7 +280,7 @@ def test_overheads_are_ratios_of_times_in_the_file(tmp_path, capsys, monkeypatch
     found = json.loads(path.read_text())
     assert found["commit"] == "abc"
     names = [entry["comparison"] for entry in found["comparisons"]]
-    assert names == ["plain", "drafting", "sampling", "controls"]
+    assert names == ["plain", "drafting", "sampling", "controls", "calls", "calls"]
     assert len(capsys.readouterr().out.splitlines()) == len(names)
     for entry in found["comparisons"]:
         base, other = (times["best_ms"] for times in entry["times"].values())
@@ -273,7 +288,7 @@ def test_overheads_are_ratios_of_times_in_the_file(tmp_path, capsys, monkeypatch
         if "share" in entry:
             assert entry["draft_step_ms"] == pytest.approx((other - base) / 4)
             assert entry["share"] == pytest.approx(1 - base / other)
-    for entry in found["comparisons"][2:]:
+    for entry in found["comparisons"][2:4]:
         assert entry["fed"]["sampled"]["rows_per_step"] == 8 * 4
 
 

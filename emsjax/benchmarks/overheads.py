@@ -1,6 +1,6 @@
 """`emsjax bench overheads`: the cost of sampling, of drafting and of the loop itself.
 
-There are four comparisons on random bfloat16 weights; the sides of each take turns within one
+There are five comparisons on random bfloat16 weights; the sides of each take turns within one
 process:
 
 - `sampling`: steps that sample with temperature 0.8 and top-p 0.9, beside greedy steps, at
@@ -9,7 +9,9 @@ process:
 - `drafting`: steps in which a draft model proposes 4 tokens, beside steps whose drafts cost
   nothing, at 8 samples and greedy. The draft model does all its work, and its tokens are replaced
   by rejected ones;
-- `plain`: `drafter=None` beside a decode loop without any speculation, at 1, 8 and 24 samples.
+- `plain`: `drafter=None` beside a decode loop without any speculation, at 1, 8 and 24 samples;
+- `calls`: a call of the loop for each step, beside one call for all steps, at 24 samples x 8 rows:
+  once of one state, and once of two states in turns, as each prompt set has its own.
 
 The JSON file has an entry of `comparisons` for each: the shape, times of both sides in ms (see
 `emsjax.benchmarks.runs`), the `ratio` of the best times, for drafting also `draft_step_ms` and its
@@ -20,6 +22,7 @@ import argparse
 import dataclasses
 import functools
 import sys
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -128,6 +131,33 @@ class PlainRun(TimedRun):
         return plain_loop, (self.model, self.state, steps), {"attention": self.attention}
 
 
+class CallsRun(StepRun):
+    """Calls of the loop of one step each, of one or several states in turns.
+
+    The arguments are those of `StepRun`.
+
+    Attributes:
+        states: the states, of which one is continued in each call.
+    """
+
+    def __init__(self, *arguments, states: int, **options):
+        super().__init__(*arguments, **options)
+        copies = [jax.tree.map(jnp.copy, self.state) for _ in range(states - 1)]
+        self.states = [self.state, *copies]
+
+    def advance(self, steps: int) -> float:
+        for i, state in enumerate(self.states):
+            self.state = state
+            self.states[i] = jax.block_until_ready(self.rewind())
+        function, (run, *_), options = self.call(1)
+        start = time.perf_counter()
+        for i in range(steps):
+            place = i % len(self.states)
+            self.states[place] = function(run, self.states[place], 1, **options)
+        jax.block_until_ready(self.states)
+        return time.perf_counter() - start
+
+
 def compare(base: str, runs: Mapping[str, TimedRun]) -> dict[str, Any]:
     """Times of both runs, and the ratio of the other run's best time to that of `base`."""
     for run in runs.values():
@@ -169,6 +199,13 @@ def compare_plain(model, batch: int, context: int, attention) -> dict[str, Any]:
     return {"comparison": "plain", "shape": (batch, 1)} | compare("bare", runs)
 
 
+def compare_calls(states: int, model, context: int, attention) -> dict[str, Any]:
+    arguments = (model, SAMPLING_SHAPE, context, attention)
+    of_calls = f"{states} state{'s' * (states > 1)}"
+    runs = {"loop": StepRun(*arguments), of_calls: CallsRun(*arguments, states=states)}
+    return {"comparison": "calls", "shape": SAMPLING_SHAPE} | compare("loop", runs)
+
+
 def describe(entry: Mapping[str, Any]) -> str:
     """One comparison as a line of text."""
     times = [f"{name} {of['best_ms']:.3f} ms" for name, of in entry["times"].items()]
@@ -197,6 +234,7 @@ def run(options: argparse.Namespace, command: str) -> int:
     comparisons.append(functools.partial(compare_drafting, model, draft_model, *rest))
     for name, sampling in (("sampling", SAMPLED), ("controls", CONTROLLED)):
         comparisons.append(functools.partial(compare_sampling, name, sampling, model, *rest))
+    comparisons += [functools.partial(compare_calls, states, model, *rest) for states in (1, 2)]
     for measure in comparisons:
         add_entry(measure(), results, options.output, "comparisons")
         print(describe(results["comparisons"][-1]), flush=True)
