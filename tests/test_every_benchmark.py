@@ -124,6 +124,35 @@ def test_runs_of_one_device_go_on_at_once_after_those_of_several(folder, monkeyp
     assert records["a"]["gpus"] == [f"uuid of {written['a']['seen']}"]
 
 
+INTERRUPTED = """
+import os, pathlib, signal, sys, time
+_, name, *rest = sys.argv
+output = pathlib.Path(rest[rest.index("--output") + 1])
+if output.exists():
+    sys.exit()
+output.write_text("{}")
+os.kill(os.getppid(), signal.SIGINT)
+time.sleep(0.5)
+sys.exit(7)
+"""
+
+
+def test_an_interrupted_run_is_recorded_and_goes_on(folder, capsys):
+    (folder.parent / "written.py").write_text(INTERRUPTED)
+    ended = {}
+    for name in ("first", "second"):  # each interrupts the command when it begins first
+        assert bench(folder, "--only", "first,second") == 130
+        assert "interrupted" in capsys.readouterr().err
+        codes = {of: record["exit_code"] for of, record in manifest_of(folder)["runs"].items()}
+        assert codes == ended | {name: 7}
+        ended[name] = 0
+    assert bench(folder, "--only", "first,second") == 0
+    for name, record in manifest_of(folder)["runs"].items():
+        (attempt,) = record[every.EARLIER]
+        assert (attempt["exit_code"], record["exit_code"]) == (7, 0), name
+        assert attempt["seconds"] >= 0.5
+
+
 def test_a_folder_has_one_commit_and_one_kind_of_device(folder, monkeypatch, capsys):
     assert bench(folder, "--only", "first") == 0
     assert list(manifest_of(folder)["runs"]) == ["first"]

@@ -7,7 +7,8 @@ installed. `manifest.json` has the command, hardware, versions and commit; the d
 clocks and temperature at the start and at the end (`device_states`); and under `runs` each
 benchmark's command, environment variables (the devices that it saw, if not all, and its share of
 their memory), the GPUs that it ran on, seconds and exit code. Started again, it goes on with those
-that have not ended with 0. A folder holds the results of one commit and one kind of device.
+that have not ended with 0, whose earlier attempts are kept: the results of one that was interrupted
+may be of several. A folder holds the results of one commit and one kind of device.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from emsjax.records.writing import to_json
 
 MANIFEST = "manifest.json"
 DEVICE_STATE = "name,power.limit,clocks.sm,clocks.max.sm,clocks.mem,temperature.gpu"
-LEFT_OUT = "left out"
+LEFT_OUT, EARLIER = "left out", "earlier"
 VISIBLE, MEMORY = "CUDA_VISIBLE_DEVICES", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
@@ -152,7 +153,7 @@ def run(options: argparse.Namespace, command: str) -> int:
     manifest = begin(options, command, found)
 
     def add(name: str, record: dict[str, Any]) -> None:
-        manifest["runs"][name] = record
+        manifest["runs"][name] = behind(manifest["runs"].get(name), record)
         write_results(manifest, options.output / MANIFEST)
         print(f"{name}: {shown(record)}", flush=True)
 
@@ -178,6 +179,14 @@ def run(options: argparse.Namespace, command: str) -> int:
     return max((manifest["runs"][name].get("exit_code", 0) for name in runs), default=0)
 
 
+def behind(before: Mapping[str, Any] | None, record: dict[str, Any]) -> dict[str, Any]:
+    """The record of a benchmark with the attempts before it, of which the last one is `before`."""
+    if before is None or LEFT_OUT in before:
+        return record
+    attempt = {name: before[name] for name in ("gpus", "exit_code", "seconds")}
+    return record | {EARLIER: [*before.get(EARLIER, []), attempt]}
+
+
 def visible_devices(count: int) -> list[str]:
     """The numbers of this machine's devices by which other processes see some of them."""
     chosen = os.environ.get(VISIBLE)
@@ -191,7 +200,11 @@ def measured(
 
     Args:
         devices: the numbers of the devices, which are enough for each of the benchmarks.
+
+    Raises:
+        KeyboardInterrupt: after the records of those that were interrupted with it.
     """
+    interrupted = False
     # A stable order, so that those that need one device do not keep the others waiting.
     waiting = sorted(runs, key=lambda name: -runs[name].devices)
     free = list(devices)
@@ -205,10 +218,16 @@ def measured(
                     seen = None if needed == len(devices) else own
                     begun = pool.submit(measure, name, runs[name], folder, commit, seen)
                     at_work[begun] = (name, own)
-            for ended in wait(at_work, return_when=FIRST_COMPLETED).done:
+            try:
+                done = wait(at_work, return_when=FIRST_COMPLETED).done
+            except KeyboardInterrupt:
+                done, interrupted, waiting = wait(at_work).done, True, []
+            for ended in done:
                 name, own = at_work.pop(ended)
                 free = sorted(free + own, key=devices.index)
                 yield name, ended.result()
+    if interrupted:
+        raise KeyboardInterrupt
 
 
 def begin(options: argparse.Namespace, command: str, found: Mapping[str, Any]) -> dict[str, Any]:
