@@ -116,7 +116,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--width",
         **number,
-        help="hidden size of a draft model: a multiple of the target's head size",
+        help="hidden size of a draft model: a multiple of the target's width for each K/V head",
     )
     add(
         "--embeddings",

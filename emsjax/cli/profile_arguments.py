@@ -18,7 +18,7 @@ from emsjax.terminal.options import (
 
 
 def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
+    add_model_arguments(parser, hidden_states=False)
     add_number_formats(parser)
     add = parser.add_argument
     add(

@@ -167,14 +167,17 @@ def add_min_confidence(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+def add_model_arguments(parser: argparse.ArgumentParser, *, hidden_states: bool = True) -> None:
+    """Adds the options that name models.
+
+    Args:
+        hidden_states: whether drafters that read hidden states are draft models too.
+    """
+    add, drafters = parser.add_argument, "a draft model"
+    if hidden_states:
+        drafters += ", or an EAGLE-3, DFlash or DSpark drafter of --model"
     add("--model", required=True, metavar="DIR_OR_ID", help="local folder or Hugging Face id")
     add("--revision", help="branch, tag or commit of a Hugging Face id")
     add("--dtype", choices=DTYPES, help=DEFAULT_DTYPE)
-    add(
-        "--draft-model",
-        metavar="DIR_OR_ID",
-        help="a draft model, or an EAGLE-3, DFlash or DSpark drafter of --model",
-    )
+    add("--draft-model", metavar="DIR_OR_ID", help=drafters)
     add("--draft-revision", metavar="REVISION", help="branch, tag or commit of --draft-model")
