@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import signal
 
 import pytest
 from examples import ROOT
@@ -137,6 +138,15 @@ sys.exit(7)
 """
 
 
+@pytest.fixture
+def interruptible():
+    """Interrupts reach this process, which may have begun in the background and ignore them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_run_is_recorded_and_goes_on(folder, capsys):
     (folder.parent / "written.py").write_text(INTERRUPTED)
     ended = {}
