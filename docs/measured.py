@@ -3,7 +3,7 @@
 A figure lies between two comments, `<!-- measured: NAME -->` and `<!-- end -->`, and is made of
 results of `emsjax bench all` alone. All results of one figure are of one commit and one kind of
 device: they come from the first folder that has them all. Figures of several devices have a folder
-of their own, as such machines are seldom to be had; the last folder has files of earlier commits.
+of their own; the files of the last one are of earlier commits.
 """
 
 import re

@@ -23,7 +23,7 @@ from jsonl import (
 import emsjax
 from emsjax import streaming
 from emsjax.benchmarks.shapes import MODELS
-from emsjax.cli.main import main
+from emsjax.cli.main import main, make_parser
 from emsjax.models.numbers import NumberFormats
 from emsjax.policies import profiles as profile_store
 from emsjax.policies.costs import COSTS, FORMAT
@@ -428,3 +428,10 @@ def test_a_store_that_cannot_be_written_is_named_before_the_work(
         profile_store.path_of(profile_of(bare_models[0])["subject"]).mkdir(parents=True)
     code = main(["profile", "--model", str(bare_models[0]), *SIZES])
     assert_error(capsys, code, str(profiles))
+
+
+@pytest.mark.parametrize(("command", "takes"), [("generate", True), ("profile", False)])
+def test_help_offers_drafters_that_read_hidden_states_where_they_are_taken(command, takes, capsys):
+    with pytest.raises(SystemExit):
+        make_parser("").parse_args([command, "--help"])
+    assert ("EAGLE-3" in capsys.readouterr().out) == takes
