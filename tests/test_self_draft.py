@@ -8,7 +8,9 @@ from toy import compiled_step, ragged_prompts, tiny_model
 
 import emsjax
 from emsjax.decode.cache import KVCache
+from emsjax.decode.row_counts import chunk_rows
 from emsjax.testing import assert_invariant, assert_lossless, assert_same_distribution
+from pallas_kernels import ragged_attention
 
 PROMPTS = ragged_prompts([5, 14, 3])
 
@@ -83,6 +85,24 @@ def test_the_cache_in_front_of_the_drafts_is_left_alone():
         got, want = (of.cache.layers[1].keys[sample, :length] for of in (after, plain))
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
     assert isinstance(after.cache, KVCache)
+
+
+@pytest.mark.parametrize("kind", [emsjax.SelfDraft, emsjax.DraftModel])
+def test_a_draft_step_feeds_one_row_of_a_sample_unless_the_draft_model_is_behind(kind):
+    fed = []
+
+    def attention(query, key, value, key_cache, *rest, **options):
+        fed.append(query.shape[0])
+        return ragged_attention(query, key, value, key_cache, *rest, **options)
+
+    model = target(num_hidden_layers=1)
+    drafter = kind(model, max_draft_tokens=3, attention_implementation=attention)
+    state = emsjax.init_state(model, drafter, PROMPTS, max_new_tokens=6)
+    jax.make_jaxpr(lambda state: emsjax.step(model, drafter, state))(state)
+    # A draft model with a cache of its own reads prompts, and if all drafts were accepted it has
+    # not read the last one.
+    batch, prompts = len(PROMPTS), chunk_rows(*state.tokens.shape)
+    assert fed == ([batch] if kind is emsjax.SelfDraft else [prompts, 2 * batch, batch])
 
 
 def test_another_architecture_is_refused():

@@ -54,6 +54,7 @@ class DraftModel(GrowingDrafter):
     """
 
     children = ("draft_model",)
+    first_rows = CATCH_UP_ROWS  # the most rows of a sample in the first draft step; later ones: 1
 
     def __init__(
         self,
@@ -141,11 +142,11 @@ class DraftModel(GrowingDrafter):
             step, draft, *_ = carry
             return step < jnp.max(draft.counts)
 
-        def advance(carry):
+        def advance(carry, rows_per_sample=1):
             step, draft, tokens, cache = carry
             active = step < draft.counts
             counts = jnp.where(active, lengths + step - cache.lengths, 0)
-            logits, cache = self._forward(cache, tokens, counts)
+            logits, cache = self._forward(cache, tokens, counts, rows_per_sample)
             draft, token = draft.extended(step, logits, lengths, randomness, self.process)
             at = jnp.where(active, lengths + step, tokens.shape[1])
             tokens = tokens.at[jnp.arange(batch), at].set(
@@ -155,11 +156,14 @@ class DraftModel(GrowingDrafter):
 
         def catch_up_and_draft(carry):
             step, draft, tokens, cache = carry
-            # Samples more than CATCH_UP_ROWS behind are prefilled in chunks; the others catch up in
-            # the draft step.
-            wanted = jnp.where(draft_lengths > 0, lengths - CATCH_UP_ROWS, 0)
+            # Samples that are further behind are prefilled in chunks; the others catch up in the
+            # first draft step.
+            wanted = jnp.where(draft_lengths > 0, lengths - self.first_rows, 0)
             cache = self._prefill(cache, tokens, jnp.maximum(cache.lengths, wanted))
-            return lax.while_loop(unfinished, advance, (step, draft, tokens, cache))
+            carry = step, draft, tokens, cache
+            if self.first_rows > 1:
+                carry = advance(carry, self.first_rows)
+            return lax.while_loop(unfinished, advance, carry)
 
         # The outer loop runs at most once: the device waits for each loop's condition, so a step
         # in which no sample drafts waits for one only. `lax.cond` would copy the cache.
@@ -186,17 +190,23 @@ class DraftModel(GrowingDrafter):
         """The ids that may be drafted."""
         return self.vocab_size or self.draft_model.config.vocab_size
 
-    def _forward(self, cache: KVCache, tokens, counts) -> tuple[Array, KVCache]:
-        """Feeds each sample's next `counts` tokens; float32 logits [b, v] after the last one."""
+    def _forward(
+        self, cache: KVCache, tokens, counts, rows_per_sample: int
+    ) -> tuple[Array, KVCache]:
+        """Feeds each sample's next `counts` tokens, which are `rows_per_sample` at most.
+
+        Returns:
+            Float32 logits [b, v] after the last of them, and the cache with all of them.
+        """
         kernels = resolve_kernels(self.attention_implementation)
         batch = tokens.shape[0]
-        rows = pack(cache.lengths, counts, CATCH_UP_ROWS * batch)
+        rows = pack(cache.lengths, counts, rows_per_sample * batch)
         out = self.draft_model(
             take(tokens, rows.samples, rows.positions),
             rows,
             cache,
             attention=kernels.attention,
-            max_rows_per_sample=CATCH_UP_ROWS,
+            max_rows_per_sample=rows_per_sample,
         )
         last_rows = jnp.clip(rows.offsets + rows.counts - 1, 0, out.hidden.shape[0] - 1)
         logits = self.draft_model.logits(take(out.hidden, last_rows))

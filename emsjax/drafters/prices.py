@@ -11,7 +11,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from emsjax.decode.row_counts import chunk_rows
-from emsjax.drafters.draft_model import CATCH_UP_ROWS
 
 DRAFT_COST = 0.1  # of a step of the target: a draft model has about a tenth of its weights
 
@@ -70,8 +69,8 @@ def prices_of_step(
     chunk_size = chunk_rows(*tokens.shape)
     if costs is not None and draft_cost is None:
         draft = costs.draft_step_ms(batch)
-        # A chunk of prefill costs as much as a draft step of that many rows.
-        chunk = costs.draft_step_ms(chunk_size / CATCH_UP_ROWS)
+        # A chunk of prefill costs as much as a draft step of that many samples.
+        chunk = costs.draft_step_ms(chunk_size)
     else:
         draft = chunk = step * (DRAFT_COST if draft_cost is None else np.float32(draft_cost))
     of_models = lambda time: jnp.where(np.array(free), 0.0, time).astype(jnp.float32)

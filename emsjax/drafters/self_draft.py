@@ -7,6 +7,7 @@ import jax
 from jaxtyping import Array, Int32
 
 from emsjax.decode.base import ModelConfig
+from emsjax.decode.cache import KVCache
 from emsjax.drafters.draft_model import DraftModel
 
 SELF_FORMAT = "int4"  # of the weights, in commands
@@ -42,6 +43,7 @@ class SelfDraft(DraftModel):
     """
 
     shares_cache = True
+    first_rows = 1  # the target has read all tokens but the last one
     fork = None  # there is no state
 
     def __init__(
@@ -70,3 +72,6 @@ class SelfDraft(DraftModel):
     def state_bytes(self, max_len: int) -> int:
         """Bytes per sample for the distributions of one step's drafts."""
         return self.probs_bytes
+
+    def _prefill(self, cache: KVCache, tokens, lengths) -> KVCache:
+        return cache  # which is the target's
