@@ -235,6 +235,17 @@ def test_drafters_are_timed_beside_drafts_that_cost_nothing(tmp_path, capsys):
         assert entry["ratio"] == pytest.approx(other / base)
         fed = {of["rows_per_step"] for of in entry["fed"].values()}
         assert fed == {2 * entry["rows_per_sample"]}
+    # A run that was interrupted goes on with what is missing.
+    results = json.loads(path.read_text())
+    path.write_text(json.dumps(results | {"entries": found[:3]}))
+    options += ["--sources", "suffix,observed", "--output", str(path)]
+    with standard_dtypes():
+        assert BENCHMARKS["drafting"].main(options) == 0
+    resumed = json.loads(path.read_text())["entries"]
+    assert resumed[:3] == found[:3]
+    assert [entry["source"] for entry in resumed[3:]] == ["observed"]
+    assert BENCHMARKS["drafting"].main([*options, "--layers", "2"]) == 2
+    assert "holds results with other settings" in capsys.readouterr().err
     assert BENCHMARKS["drafting"].main(["--model", "tiny", "--sources", "suffix,other"]) == 2
     assert "--sources: 'other' is none of suffix, model" in capsys.readouterr().err
 

@@ -135,16 +135,20 @@ def run(options: argparse.Namespace, command: str) -> int:
         "context": options.context,
         "repetitions": REPETITIONS,
     }
-    if options.draft_quantize is not None:
-        settings["draft_quantize"] = options.draft_quantize
+    for name in ("draft_quantize", "layers", "attention"):
+        if getattr(options, name) is not None:
+            settings[name] = getattr(options, name)
     results = begin(options, command, settings)
     config = MODELS[options.model]
     if options.layers is not None:
         config = config.resized(layers=options.layers)
     drafters = (options.draft_model, options.attention, options.draft_quantize)
     sources = Sources(random_model(config, numbers), *drafters)
+    done = {(entry["batch"], entry["source"]) for entry in results["entries"]}
     for batch in options.batch_sizes:
         for name in options.sources:
+            if (batch, name) in done:
+                continue
             entry = measure(sources, name, batch, options.context)
             times = ", ".join(f"{of} {t['best_ms']:.3f} ms" for of, t in entry["times"].items())
             shape = f"{batch}x{entry['rows_per_sample']}"

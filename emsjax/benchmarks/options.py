@@ -152,7 +152,7 @@ def add_drafting_options(parser: argparse.ArgumentParser) -> None:
     add_attention(parser)
     add_number_formats(parser)
     add_quantize(parser, "--draft-quantize", "the drafter")
-    add_result_options(parser, resumes=False)
+    add_result_options(parser, resumes=True)
 
 
 def add_refill_options(parser: argparse.ArgumentParser) -> None:

@@ -166,6 +166,7 @@ BENCHMARKS = {
         "Time of a decoding step with each drafter's work beside one whose drafts cost nothing, "
         "and of a tree beside a chain, with random weights.",
         of.add_drafting_options,
+        resumes=True,
     ),
     "first-call": Benchmark(
         "first_call",
