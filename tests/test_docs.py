@@ -27,7 +27,7 @@ MODULES = sorted(  # those whose docstrings have examples
     for path in (examples.ROOT / package).rglob("*.py")
     if ">>> " in path.read_text()
 )
-OF_TWO_DEVICES = examples.ROOT / "benchmarks" / "h200-two-devices"
+RESULTS = examples.ROOT / "benchmarks" / "h200"
 
 name_of = lambda path: str(path.relative_to(examples.ROOT))
 
@@ -209,12 +209,10 @@ def test_a_figure_of_results_that_were_resumed_at_another_commit_is_refused(meas
 
 
 STAND_INS = {  # for results that are not of the folder's commit yet, each with its file
-    "ems-sd": "h200-ems-sd",
-    "ems-sd-int8": "h200-ems-sd-qwen3-8b",
-    "self-draft": "h200-ems-sd",
     "ems-sd-qwen3-8b": "h200-ems-sd-qwen3-8b",
     "ems-sd-qwen3-8b-invariant": "h200-ems-sd-qwen3-8b-invariant",
     "invariance": "h200-invariance",
+    "step-opt-13b": "h200-two-devices/step-opt-13b",
     "step-llama-3.1-8b": "h200-two-devices/step-opt-13b",
     "step-qwen3-8b": "h200-two-devices/step-opt-13b",
     "step-again": "h200-two-devices/step",
@@ -251,7 +249,6 @@ def set_gpus(results, step, again):
 @pytest.mark.parametrize(
     ("name", "shown"),
     [
-        ("narrow-decoding", "| 24 | 10,546 | 10,385 | 0.98 |"),
         ("groups", "| 2 x 2 | 32 | 100 |"),
         ("invariant", "| batch | fast | invariant | cost | cost of prefill |"),
         ("rows-apart", "Of 676,230 rows 0 had other keys"),
@@ -291,7 +288,7 @@ def test_paragraphs_and_items_are_wrapped_and_tables_are_not(measured):
 @pytest.fixture
 def results(measured, tmp_path):
     """A copy of the results that may be changed."""
-    return shutil.copytree(OF_TWO_DEVICES, tmp_path / "results")
+    return shutil.copytree(RESULTS, tmp_path / "results")
 
 
 @pytest.fixture(scope="module")
@@ -331,7 +328,7 @@ def test_every_committed_file_has_its_device_commit_and_figures(tables):
         commits = {entry.get("commit") for entry in results.get("entries", [])} - {None}
         for commit in commits or {results["commit"]}:
             assert re.search(rf"`benchmarks/{name}`: .*; commit .*`{commit}`", page)
-    step = json.loads((OF_TWO_DEVICES / "step.json").read_bytes())
+    step = json.loads((RESULTS / "step.json").read_bytes())
     for entry in step["shapes"]:
         shape = f"| {entry['batch']} x {entry['rows_per_sample']} "
         runs = entry["runs_ms"]
@@ -359,7 +356,7 @@ def test_tables_are_rectangular(tables):
 
 def test_files_that_are_not_there_have_no_section(tables, tmp_path):
     assert tables.page(tmp_path) == ""
-    source = OF_TWO_DEVICES / "step.json"
+    source = RESULTS / "step.json"
     shutil.copy(source, tmp_path / "b.json")
     page = tables.page(tmp_path)
     assert re.findall("^## (.*)", page, re.MULTILINE) == ["Decoding steps"]
@@ -369,7 +366,7 @@ def test_files_that_are_not_there_have_no_section(tables, tmp_path):
 
 
 def test_a_figure_is_shown_with_its_results(tables, tmp_path):
-    shutil.copy(OF_TWO_DEVICES / "step.json", tmp_path / "a.json")
+    shutil.copy(RESULTS / "step.json", tmp_path / "a.json")
     assert "![" not in tables.page(tmp_path)
     (tmp_path / "a.png").touch()
     assert "![a](../benchmarks/a.png)" in tables.page(tmp_path)
