@@ -25,8 +25,9 @@ os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(10**9))
 os.environ.setdefault("MALLOC_TOP_PAD_", str(2**24))
 
 # An interpreted Mosaic kernel has a thread for each warpgroup, and each that waits blocks one of
-# the threads with which XLA computes on a CPU: by default there are as many as cores.
-os.environ.setdefault("NPROC", "8")
+# the threads with which XLA computes on a CPU: by default there are as many as cores. Eight wait at
+# most, and XLA needs others beside them.
+os.environ.setdefault("NPROC", "12")
 
 # Executables compiled by one process are loaded by the others and by commands that tests start,
 # of which some are pytest itself.

@@ -1,11 +1,13 @@
 """Products with narrow weights as a Mosaic GPU kernel, interpreted and lowered."""
 
+import functools
 import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 from kernel_cases import COMPILED, cuda_without_a_gpu, lower_for_cuda
 from test_linear import random
 from test_linear_mosaic import INTERPRET, IS_OLD, MOSAIC, needs_new_jax
@@ -50,6 +52,7 @@ TILES = [
     (192, 96, 2, 3, 1, 4, 512),
     (256, 64, 1, 2, 3, 3, 384),
     (128, 192, 1, 2, 1, 2, 1280),
+    (64, 64, 1, 1, 2, 3, 5120),  # shares of 20 groups, whose bits lie in two words
 ]
 
 
@@ -97,19 +100,36 @@ def rounded_by_kernel(x, kind):
     return (groups * scales[..., None]).reshape(len(x), -1)
 
 
-# More rows than are read at once, of which the last have second terms of their own.
-@pytest.mark.parametrize(("splits", "rows"), [(1, 5), (2, 70), (3, 5), (1, 1100)])
-def test_groups_with_second_terms_are_listed(splits, rows):
-    second = np.random.default_rng(0).random((rows, 12)) < 0.5 / rows
-    second[:, 6:] &= splits == 1  # a share may have none
-    numbers, counts = second_terms.list_second(
-        jnp.asarray(second, jnp.int32), splits, interpret=True
-    )
-    in_groups = second.any(axis=0)
-    assert in_groups.any()
-    assert not in_groups.all()
-    for share, flags in enumerate(np.split(in_groups, splits)):
-        assert numbers[share, : counts[share]].tolist() == np.flatnonzero(flags).tolist()
+# Shares that are parts of a word, several words, and neither.
+@pytest.mark.parametrize(("groups", "splits"), [(32, 1), (32, 4), (128, 2), (86, 2), (12, 2)])
+def test_groups_with_second_terms_are_found(groups, splits):
+    rows, steps = 70, groups // splits
+    second = np.random.default_rng(0).random((rows, groups)) < 0.5 / rows
+    second[-1, [0, -1]] = True
+    padded = np.pad(second, ((0, 0), (0, -groups % pl.next_power_of_2(groups))))
+    words = jax.vmap(second_terms.in_words)(jnp.asarray(padded))
+    assert words.shape == (rows, pl.cdiv(padded.shape[1], second_terms.BITS))
+    found = []
+    for first in range(0, groups, steps):
+        of_share = []
+        for part, (begin, end) in enumerate(second_terms.ranges_of_steps(steps)):
+            number = first // second_terms.BITS + part
+            at = (words, 1, rows - 1, jnp.int32(number))
+            read = [second_terms.read(*at, jnp.int32(i), end - begin) for i in range(end - begin)]
+            word = functools.reduce(jnp.bitwise_or, read)
+            word = second_terms.bits_of_share(word, number, first, steps)
+            bits = [i for i in range(second_terms.BITS) if second_terms.flags_of(word, i)]
+            assert second_terms.count_bits(word) == len(bits)
+            of_share += [number * second_terms.BITS + bit for bit in bits]
+        assert all(first <= group < first + steps for group in of_share)
+        found += of_share
+    assert found == np.flatnonzero(second[1:].any(axis=0)).tolist()
+    assert 0 < len(found) < groups
+
+
+@pytest.mark.parametrize("word", [0, 1, -1, 2**31 - 1, -(2**31), 0x5A0F_1234])
+def test_bits_are_counted(word):
+    assert second_terms.count_bits(jnp.int32(word)) == bin(word & 0xFFFF_FFFF).count("1")
 
 
 def test_steps_of_the_second_term_have_an_inverse_in_32_bits():

@@ -17,7 +17,7 @@ import pallas_kernels
 from pallas_kernels.common import implementations
 from pallas_kernels.common.implementations import runs_triton
 from pallas_kernels.matmul import narrow_mosaic, narrow_tiles, narrow_triton
-from pallas_kernels.matmul.narrow import FORMATS
+from pallas_kernels.matmul.narrow import FORMATS, GROUP
 from pallas_kernels.matmul.rounded import RoundedRows, Rounding, round_rows
 
 TRITON = {"implementation": "triton", "interpret": not runs_triton()}
@@ -54,9 +54,15 @@ def test_a_norm_rounds_as_the_product_would(format, rows, tiles, size, centred):
     for name in ("values", "scales", "second"):
         one, other = (np.asarray(getattr(of, name)).astype(float) for of in (rounded, expected))
         np.testing.assert_array_equal(one, other)
-    has_second = np.asarray(rounded.second[:rows], bool)
+    bits = np.unpackbits(
+        np.asarray(rounded.second[:rows]).view(np.uint8), axis=1, bitorder="little"
+    )
+    has_second = bits[:, : size // GROUP].astype(bool)
     assert has_second.any()
     assert has_second.all() != rounding.kind.rounds_rows
+    if rounding.kind.rounds_rows:  # see `normalise`
+        assert not bits[:, size // GROUP :].any()
+        assert has_second[:, 0].all()
     terms = np.asarray(rounded.values).astype(float).swapaxes(0, 1).reshape(2, 16, size)
     assert not terms[:, rows:].any()
     assert not rounded.scales.swapaxes(1, 2).reshape(-1, 16)[:, rows:].any()

@@ -6,8 +6,8 @@ of whose sums it keeps fewer bits than float32 has, PROMOTED inputs at a time.
 
 A product of few rows waits for its weights. Its one row of tiles has swapped operands, and lanes
 for the second terms beside those of the first, whether there are any or not. With many rows, groups
-with second terms come after all others: a small launch lists them, so that those without are
-neither fetched nor multiplied again.
+with second terms come after all others. The warpgroup that fetches reads which of them any row has
+while the first terms are on their way; those without are neither fetched nor multiplied again.
 
 Weights in 4 bits are widened in registers, as the first factor of a matrix instruction, in which
 rows cannot be: operands are swapped with any number of rows. Each of their groups has its own sums,
@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common.blocks import round_up
-from pallas_kernels.matmul import mosaic, narrow_tiles
+from pallas_kernels.matmul import mosaic, narrow_tiles, second_terms
 from pallas_kernels.matmul.activations import IN_KERNELS
 from pallas_kernels.matmul.mosaic_tiles import COPIED_ROWS, ITEM_BYTES, Tiling
 from pallas_kernels.matmul.narrow import (
@@ -38,8 +38,7 @@ from pallas_kernels.matmul.narrow import (
 )
 from pallas_kernels.matmul.narrow_triton import NIBBLE_UNIT
 from pallas_kernels.matmul.rounded import RoundedRows, Rounding, in_kernel_form
-from pallas_kernels.matmul.second_terms import list_second
-from pallas_kernels.matmul.steps import Operand, Steps
+from pallas_kernels.matmul.steps import Operand, Steps, Told
 from pallas_kernels.matmul.widened import multiply_widened
 
 MULTIPLES = narrow_tiles.MULTIPLES
@@ -116,7 +115,6 @@ def launch(
     """[rows, outputs], or shares [splits, rows, outputs]: see `pallas_kernels.linear`."""
     (rows, inputs), outputs, kind = x.shape, weight.shape[1], weight.kind
     x = in_kernel_form(x, rounding_for(rows, weight, tiling), interpret=interpret)
-    later = () if tiling.swapped else list_second(x.second, tiling.splits, interpret=interpret)
     static = {"tiling": tiling, "kind": kind, "activation": activation, "interpret": interpret}
     kernel = functools.partial(_kernel, **static)
     # Rows are copied COPIED_ROWS at a time, unless all are fewer.
@@ -133,7 +131,7 @@ def launch(
         x.scales.reshape(-1, 2 * x.padded),
         values,
         scales,
-        *later,
+        *(() if tiling.swapped else (x.second,)),
         *(() if bias is None else (bias,)),
     )
     return product if rows == copied else product[..., :rows, :]
@@ -144,13 +142,13 @@ def _kernel(
     rounded_scales_ref,  # [scales, 2 * padded]
     values_ref,  # [outputs, inputs], or bytes
     scales_ref,  # [outputs], or [groups, outputs]
-    *refs,  # many rows: numbers [splits, groups], counts [splits]; bias [outputs]; out
+    *refs,  # many rows: where there are second terms [rows, words]; bias [outputs]; out
     tiling: Tiling,
     kind: Format,
     activation: str | None,
     interpret: bool,
 ):
-    later, refs = (None, refs) if tiling.swapped else (refs[:2], refs[2:])
+    second_ref, refs = (None, refs) if tiling.swapped else (refs[0], refs[1:])
     bias_ref, out_ref = refs if len(refs) == 2 else (None, *refs)
     split, warpgroup = lax.axis_index("split"), lax.axis_index("warpgroup")
     together = tiling.depth // GROUP  # groups of a step
@@ -170,21 +168,11 @@ def _kernel(
     first_row, first_column = tile_row + skipped[0], tile_column + skipped[1]
     row_tile, column_tile = tile_row // tiling.rows, tile_column // tiling.columns
 
-    def term_and_blocks(step):
-        """0 or 1, and the number of the step's inputs."""
-        if later is None:
-            return 0, split * count + step
-        first = lambda: (jnp.int32(0), split * count + step)
-        second = lambda: (jnp.int32(1), split * count + later[0][split, step - count])
-        return lax.cond(step < count, first, second)
-
-    def of_rows(step):
-        term, number = term_and_blocks(step)
-        return term * row_tiles + row_tile, number
-
-    of_weight = lambda step: (column_tile, term_and_blocks(step)[1])
-    of_scales = lambda step: (split * count + step, row_tile)
-    of_groups = lambda step: (split * count + step, column_tile)
+    # Of a term, 0 or 1, and a number of `depth` inputs.
+    of_rows = lambda term, number: (term * row_tiles + row_tile, number)
+    of_weight = lambda term, number: (column_tile, number)
+    of_scales = lambda term, number: (number, row_tile)
+    of_groups = lambda term, number: (number, column_tile)
     in_byte = 2 if kind.is_packed else 1  # values
     lines = mosaic.swizzled(GROUP, jnp.int8)
     weight_lines = mosaic.swizzled(GROUP // in_byte, jnp.int8)
@@ -206,11 +194,42 @@ def _kernel(
             group = pl.ds(place, GROUP)
             plgpu.wgmma(sums, left.at[own_part, group], right.at[:, group].transpose((1, 0)))
 
-    def sums_of_products(steps):
+    first_number = split * count
+
+    def fetch(steps, further):
+        fetched = steps.begin_fetching()
+        if swapped:  # both terms are fetched together
+            first = lambda step, fetched: steps.fetch(fetched, 0, first_number + step)
+            steps.end_fetching(lax.fori_loop(0, count, first, fetched))
+            return
+        words = []
+        for part, (begin, end) in enumerate(second_terms.ranges_of_steps(count)):
+            number = second_terms.place_of(first_number)[0] + part
+
+            def first(step, state, begin=begin, end=end, number=number):
+                fetched = steps.fetch(state[0], 0, first_number + step)
+                place = row_tile * tiling.rows, tiling.rows, number
+                read = second_terms.read(second_ref, *place, step - begin, end - begin)
+                return fetched, state[1] | read
+
+            fetched, word = lax.fori_loop(begin, end, first, (fetched, jnp.int32(0)))
+            word = second_terms.bits_of_share(word, number, first_number, count)
+            words.append((number * second_terms.BITS, word))
+        further.tell(sum(second_terms.count_bits(word) for _, word in words))
+        for begin, word in words:
+
+            def second(bit, fetched, begin=begin, word=word):
+                is_set = second_terms.flags_of(word, bit) > 0
+                again = lambda fetched: steps.fetch(fetched, 1, begin + bit)
+                return lax.cond(is_set, again, lambda fetched: fetched, fetched)
+
+            fetched = lax.fori_loop(0, second_terms.BITS, second, fetched)
+        steps.end_fetching(fetched)
+
+    def sums_of_products(steps, further):
         """Of whole rows, without their scales."""
         dtype, slot = kind.product_dtype, steps.begin()
         in_second = jnp.asarray(kind.second_step, dtype)
-        further = 0 if swapped else later[1][split]  # steps, with second terms
         add_up = functools.partial(steps.add_up, multiply=multiply, instructions=together)
 
         def summed(slot, count):
@@ -219,11 +238,12 @@ def _kernel(
 
         def of_integers(sums):
             next_slot = add_up(slot, count, sums)
+            again = further.heard()
 
-            @pl.when(further > 0)
+            @pl.when(again > 0)
             def _():  # in steps of the second term, and back, which is exact in 32 bits
                 sums[...] = sums[...] * SECOND_INVERSE
-                add_up(next_slot, further, sums)
+                add_up(next_slot, again, sums)
                 sums[...] = sums[...] * in_second
 
             return sums[...]
@@ -242,7 +262,7 @@ def _kernel(
 
             state = slot, jnp.zeros(products_shape, dtype)
             slot, sums = lax.fori_loop(0, count // promoted, add, state)
-            sums += summed(slot, further)[1] * in_second
+            sums += summed(slot, further.heard())[1] * in_second
         return sums.astype(jnp.float32)
 
     def sums_of_groups(steps, own_wide):
@@ -292,20 +312,22 @@ def _kernel(
 
     steps = Steps(operands, tiling)
 
-    def run(memory, staged, wide=None):
+    def run(memory, staged, further=None, wide=None):
         of_warpgroup = steps.with_memory(*memory)
+        further = further and Told(*further)
 
         def compute():
             if kind.is_packed:
                 sums = sums_of_groups(of_warpgroup, None if wide is None else wide.at[warpgroup])
             else:
-                sums = sums_of_products(of_warpgroup)
+                sums = sums_of_products(of_warpgroup, further)
             finish(sums, staged)
 
-        fetch = lambda: of_warpgroup.fetch(count, 0 if later is None else later[1][split])
-        lax.cond(warpgroup == tiling.warpgroups, fetch, compute)
+        lax.cond(warpgroup == tiling.warpgroups, lambda: fetch(of_warpgroup, further), compute)
 
     staged = mosaic.staging(own_rows, own_columns, tiling.warpgroups, out_ref.dtype)
     wide = plgpu.SMEM((tiling.warpgroups, own, GROUP), jnp.int8)
-    scratch = [wide] if kind.is_packed and interpret else []
+    scratch = [] if swapped else [Told.allocations()]
+    if kind.is_packed and interpret:
+        scratch = [None, wide]
     pl.run_scoped(run, steps.allocations(), staged, *scratch, collective_axes="warpgroup")

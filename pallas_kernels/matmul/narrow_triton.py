@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.common.implementations import stages_that_fit
+from pallas_kernels.matmul import second_terms
 from pallas_kernels.matmul.activations import IN_KERNELS
 from pallas_kernels.matmul.narrow import GROUP, Format, NarrowWeight
 from pallas_kernels.matmul.rounded import RoundedRows, Rounding, in_kernel_form
@@ -147,7 +148,7 @@ def rounding_for(rows: int, weight: NarrowWeight, tiling: Tiling) -> Rounding:
 def _kernel(
     rounded_ref,  # [1, 2, rows, inputs]
     rounded_scales_ref,  # [scales, 1, 2, rows]
-    second_ref,  # [rows, groups]
+    second_ref,  # [rows, words]
     values_ref,  # [columns, inputs], or bytes
     scales_ref,  # [groups, columns]
     *refs,  # zeros [groups, columns] and bias [columns] if named; out
@@ -201,12 +202,13 @@ def _kernel(
         row = first_row + jnp.arange(tiling.rows)
 
         def has_second(numbers, mask=None):
-            found = plgpu.load(
-                second_ref.at[row[:, None], numbers[None, :]],
+            number, bit = second_terms.place_of(numbers[None, :])
+            words = plgpu.load(
+                second_ref.at[row[:, None], number],
                 mask=None if mask is None else jnp.broadcast_to(mask, (len(row), len(numbers))),
                 other=None if mask is None else 0,
             )
-            return jnp.max(found) > 0
+            return jnp.max(second_terms.flags_of(words, bit)) > 0
 
         def add_second(i, totals):
             here = has_second(split * groups + i + jnp.arange(1))

@@ -15,6 +15,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.matmul.narrow import GROUP, Format
 from pallas_kernels.matmul.rounding import round_groups
+from pallas_kernels.matmul.second_terms import in_words, words_for
 
 ROUNDED_BY_WARP, ROUNDING_WARPS = 1024, (4, 16)  # numbers; the fewest warps of a row, and the most
 
@@ -46,7 +47,7 @@ class RoundedRows:
         values: int8 or float8_e4m3fn [tiles, 2, rows, inputs]: first and second terms of the rows
             of each tile.
         scales: float32 [scales, tiles, 2, rows]: `Format.scales_of` each row, for either term.
-        second: int32 [rows, groups]: 1 where a row has a second term in a GROUP of inputs.
+        second: int32 [rows, words]: a bit for each GROUP of inputs: see `second_terms`.
         rows: number of rows.
         dtype: what the rows' numbers had before.
     """
@@ -83,7 +84,7 @@ def array_types(
     return (
         jax.ShapeDtypeStruct((tiles, 2, of_tile, inputs), factor),
         jax.ShapeDtypeStruct((scales, tiles, 2, of_tile), jnp.float32),
-        jax.ShapeDtypeStruct((padded, inputs // GROUP), jnp.int32),
+        jax.ShapeDtypeStruct((padded, words_for(inputs // GROUP)), jnp.int32),
     )
 
 
@@ -97,7 +98,7 @@ def places_in_groups(inputs: int) -> tuple[Array, Array]:
 def store_rounded(
     values_ref,  # [tiles, 2, rows, inputs]
     scales_ref,  # [scales, tiles, 2, rows]
-    second_ref,  # [rows of all tiles, groups]
+    second_ref,  # [rows of all tiles, words]
     numbers: Array,  # float32 [n, GROUP], see `places_in_groups`
     row: Array,
     kind: Format,
@@ -106,14 +107,15 @@ def store_rounded(
     rounded, (at, exists) = round_groups(numbers, kind), places_in_groups(values_ref.shape[3])
     of_tile = values_ref.shape[2]
     tile, of_row = row // of_tile, row % of_tile
-    scale, group = (jnp.arange(n) for n in (len(rounded.scales), len(at)))
+    scale = jnp.arange(len(rounded.scales))
     kept, second_scales = scale < scales_ref.shape[0], rounded.scales * kind.second_step
     terms = (rounded.values, rounded.scales), (rounded.second_values, second_scales)
     for term, (values, scales) in enumerate(terms):
         plgpu.store(values_ref.at[tile, term, of_row, at], values, mask=exists)
         plgpu.store(scales_ref.at[scale, tile, term, of_row], scales, mask=kept)
-    has_second = rounded.has_second.astype(jnp.int32)
-    plgpu.store(second_ref.at[row, group], has_second, mask=group < second_ref.shape[1])
+    words = in_words(rounded.has_second)
+    number = jnp.arange(len(words))
+    plgpu.store(second_ref.at[row, number], words, mask=number < second_ref.shape[1])
 
 
 def in_kernel_form(x: Array | RoundedRows, rounding: Rounding, *, interpret: bool) -> RoundedRows:

@@ -1,55 +1,81 @@
-"""Where rounded rows have second terms, as the Mosaic GPU kernel takes it."""
+"""Where rounded rows have second terms: a bit for each GROUP of a row's inputs, in 32-bit words.
+
+A kernel multiplies second terms in the groups in which any row of its tile has some.
+"""
 
 import functools
+import itertools
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
-LISTED_FLAGS, LISTING_WARPS = 16384, 8  # read at once, so that few are waited for in turn
+BITS = 32  # of a word
 
 
-def list_second(second: Array, splits: int, *, interpret: bool) -> tuple[Array, Array]:
-    """Which groups of a share's inputs have second terms in any row.
+def words_for(groups: int) -> int:
+    """Number of words of a row with this many groups."""
+    return -(-groups // BITS)
+
+
+def in_words(flags: Array) -> Array:
+    """The words int32 [m] of a row's flags, bool [n]; n is a power of two. For Triton kernels."""
+    count = flags.shape[0]
+    bits = flags.astype(jnp.int32) << place_of(jnp.arange(count))[1]
+    return jnp.sum(bits.reshape(-1, min(count, BITS)), axis=1, dtype=jnp.int32)
+
+
+def place_of(group: Array) -> tuple[Array, Array]:
+    """The number of the word that holds a group's bit, and of the bit."""
+    return group >> (BITS.bit_length() - 1), group & (BITS - 1)
+
+
+def flags_of(word: Array, bit: Array) -> Array:
+    """0 or 1."""
+    return lax.shift_right_logical(word, bit) & 1
+
+
+def ranges_of_steps(groups: int) -> list[tuple[int, int]]:
+    """A share's steps, one of each group, in ranges: in each a word of every row is read."""
+    aligned = groups % BITS == 0 or BITS % groups == 0
+    count = words_for(groups) if aligned else words_for(groups - 1) + 1
+    bounds = [part * groups // count for part in range(count + 1)]
+    return list(itertools.pairwise(bounds))
+
+
+def read(words_ref, first_row: Array, rows: int, number: Array, step: Array, steps: int) -> Array:
+    """The bits of all rows that a step reads, when `steps` of them read all of a tile's rows.
 
     Args:
-        second: where they are, int32 [rows, groups].
-        splits: number of shares.
-
-    Returns:
-        The numbers of those groups within each share, int32 [splits, groups of a share], of which
-        the first are set, and how many there are, int32 [splits].
+        words_ref: [rows, words] of all tiles, in a Mosaic GPU kernel.
+        first_row: of the tile, which has `rows`.
+        number: of the word; those beyond the last have no bits of the share: see `bits_of_share`.
+        step: counted from 0.
     """
-    groups = second.shape[1] // splits
-    return pl.pallas_call(
-        functools.partial(_list_kernel, groups=groups),
-        grid=(splits,),
-        out_shape=(
-            jax.ShapeDtypeStruct((splits, groups), jnp.int32),
-            jax.ShapeDtypeStruct((splits,), jnp.int32),
-        ),
-        compiler_params=plgpu.CompilerParams(num_warps=LISTING_WARPS, num_stages=1),
-        interpret=interpret,
-        name="list_second_terms",
-    )(second)
+    of_step = -(-rows // steps)
+    number = lax.min(number, jnp.int32(words_ref.shape[1] - 1))
+    places = (lax.min(step * of_step + i, jnp.int32(rows - 1)) for i in range(of_step))
+    return functools.reduce(lax.bitwise_or, (words_ref[first_row + i, number] for i in places))
 
 
-def _list_kernel(second_ref, numbers_ref, counts_ref, *, groups: int):
-    split, rows = pl.program_id(0), second_ref.shape[0]
-    number = jnp.arange(pl.next_power_of_2(groups))
-    at_once = min(pl.next_power_of_2(rows), max(1, LISTED_FLAGS // len(number)))
+def bits_of_share(word: Array, number: Array, first: Array, groups: int) -> Array:
+    """A word without the bits of groups outside of a share.
 
-    def more(chunk, flag):
-        row = chunk * at_once + jnp.arange(at_once)
-        place = second_ref.at[row[:, None], (split * groups + number)[None, :]]
-        mask = (row < rows)[:, None] & (number < groups)[None, :]
-        return jnp.maximum(flag, jnp.max(plgpu.load(place, mask=mask, other=0), axis=0))
+    Args:
+        number: of the word.
+        first: the share's first group, of so many.
+    """
+    begin = lax.max(first - number * BITS, jnp.int32(0))
+    end = lax.min(first + groups - number * BITS, jnp.int32(BITS))
+    inside = lax.max(end - begin, jnp.int32(0))  # from 0 to BITS
+    ones = lax.shift_right_logical(jnp.int32(-1), BITS - lax.max(inside, jnp.int32(1)))
+    ones = lax.select(inside == 0, jnp.int32(0), ones)
+    return word & lax.shift_left(ones, lax.min(begin, jnp.int32(BITS - 1)))
 
-    none = jnp.zeros(number.shape, jnp.int32)
-    flag = lax.fori_loop(0, pl.cdiv(rows, at_once), more, none)
-    before = (number[None, :] < number[:, None]) & (flag > 0)[None, :]
-    rank = jnp.sum(before.astype(jnp.int32), axis=1)
-    plgpu.store(numbers_ref.at[split, rank], number, mask=flag > 0)
-    counts_ref[split] = jnp.sum(flag)
+
+def count_bits(word: Array) -> Array:
+    """Number of bits of a word that are set, where no instruction counts them."""
+    of = lambda shift, mask, x: lax.shift_right_logical(x, jnp.int32(shift)) & mask
+    pairs = word - of(1, 0x55555555, word)
+    fours = (pairs & 0x33333333) + of(2, 0x33333333, pairs)
+    bytes_ = (fours + of(4, -1, fours)) & 0x0F0F0F0F
+    return lax.shift_right_logical(bytes_ * 0x01010101, jnp.int32(24))

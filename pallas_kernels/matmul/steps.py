@@ -22,9 +22,37 @@ class Operand(NamedTuple):
 
     array: Any  # in global memory
     block: tuple[int, ...]  # sizes of a block
-    place: Callable[[Array], tuple]  # of a step: the number of its block along each axis
+    place: Callable[..., tuple]  # of what `fetch` is given: a block's number along each axis
     transforms: tuple = ()  # of a block in shared memory
     axes: tuple[str, ...] = ()  # neighbours along these share what they fetch
+
+
+class Fetched(NamedTuple):
+    """How far the warpgroup is that fetches."""
+
+    steps: Array  # number of steps
+    slot: Array  # of the next one
+
+
+class Told(NamedTuple):
+    """A number that the warpgroup that fetches tells all others once."""
+
+    number: Any  # in shared memory
+    told: Any  # barrier
+
+    @staticmethod
+    def allocations() -> tuple:
+        """What `Told` takes, for `pl.run_scoped`."""
+        return plgpu.SMEM((1,), jnp.int32), plgpu.Barrier()
+
+    def tell(self, number: Array) -> None:
+        self.number[0] = number
+        plgpu.barrier_arrive(self.told)
+
+    def heard(self) -> Array:
+        """The number, when it has been told; to be called once."""
+        plgpu.barrier_wait(self.told)
+        return self.number[0]
 
 
 class Steps(NamedTuple):
@@ -53,39 +81,37 @@ class Steps(NamedTuple):
         """These steps in allocated memory."""
         return self._replace(buffers=buffers, fetched=fetched, used=used)
 
-    def fetch(self, *counts: Array | int) -> None:
-        """What the last warpgroup does: fetches the blocks of so many steps.
+    def begin_fetching(self) -> Fetched:
+        """What the last warpgroup does first: it fetches the blocks of all steps."""
+        plgpu.set_max_registers(FETCHING_REGISTERS, action="decrease")
+        return Fetched(jnp.int32(0), jnp.int32(0))
+
+    def fetch(self, fetched: Fetched, *which: Array | int) -> Fetched:
+        """Fetches the blocks of one more step.
 
         Args:
-            counts: of steps, one after another: one that is read from memory is not waited for
-                before the steps of those before it.
+            which: what the operands' `place` takes.
         """
-        plgpu.set_max_registers(FETCHING_REGISTERS, action="decrease")
-        stages = self.tiling.stages
+        steps, slot = fetched
+        # A slot is free at first.
+        pl.when(steps >= self.tiling.stages)(lambda: plgpu.barrier_wait(self.used.at[slot]))
+        for operand, buffer in zip(self.operands, self.buffers, strict=True):
+            sizes = zip(operand.place(*which), operand.block, strict=True)
+            place = tuple(pl.ds(number * size, size) for number, size in sizes)
+            copied = operand.array.at[place], buffer.at[slot], self.fetched.at[slot]
+            plgpu.copy_gmem_to_smem(*copied, collective_axes=operand.axes or None)
+        return Fetched(steps + 1, self._next(slot))
 
-        def one(step, slot):
-            # A slot is free at first.
-            pl.when(step >= stages)(lambda: plgpu.barrier_wait(self.used.at[slot]))
-            for operand, buffer in zip(self.operands, self.buffers, strict=True):
-                sizes = zip(operand.place(step), operand.block, strict=True)
-                place = tuple(pl.ds(number * size, size) for number, size in sizes)
-                copied = operand.array.at[place], buffer.at[slot], self.fetched.at[slot]
-                plgpu.copy_gmem_to_smem(*copied, collective_axes=operand.axes or None)
-            return self._next(slot)
-
-        done, slot = jnp.int32(0), jnp.int32(0)
-        for count in counts:
-            slot = lax.fori_loop(done, done + count, one, slot)
-            done += count
-        # Blocks that share what they fetch must not end before their neighbours have used it.
-        rest = lax.min(done, jnp.int32(stages))
-        slot = lax.rem(slot - rest + stages, jnp.int32(stages))
+    def end_fetching(self, fetched: Fetched) -> None:
+        """Waits: blocks that share what they fetch must not end before all have used it."""
+        stages = jnp.int32(self.tiling.stages)
+        rest = lax.min(fetched.steps, stages)
 
         def wait(_, slot):
             plgpu.barrier_wait(self.used.at[slot])
             return self._next(slot)
 
-        lax.fori_loop(0, rest, wait, slot)
+        lax.fori_loop(0, rest, wait, lax.rem(fetched.slot - rest + stages, stages))
 
     def begin(self) -> Array:
         """What the other warpgroups do first; returns the slot of the first step."""
