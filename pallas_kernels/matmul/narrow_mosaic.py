@@ -38,7 +38,7 @@ from pallas_kernels.matmul.narrow import (
 )
 from pallas_kernels.matmul.narrow_triton import NIBBLE_UNIT
 from pallas_kernels.matmul.rounded import RoundedRows, Rounding, in_kernel_form
-from pallas_kernels.matmul.steps import Operand, Steps, Told
+from pallas_kernels.matmul.steps import Announced, Operand, Steps
 from pallas_kernels.matmul.widened import multiply_widened
 
 MULTIPLES = narrow_tiles.MULTIPLES
@@ -196,31 +196,33 @@ def _kernel(
 
     first_number = split * count
 
-    def fetch(steps, further):
-        fetched = steps.begin_fetching()
-        if swapped:  # both terms are fetched together
-            first = lambda step, fetched: steps.fetch(fetched, 0, first_number + step)
-            steps.end_fetching(lax.fori_loop(0, count, first, fetched))
-            return
-        words = []
+    def fetch_together(steps, _):
+        """Both terms of all groups."""
+        one = lambda step, fetched: steps.fetch(fetched, 0, first_number + step)
+        steps.end_fetching(lax.fori_loop(0, count, one, steps.begin_fetching()))
+
+    def fetch_in_turn(steps, further):
+        """The first terms of all groups, then the second ones of groups that have any."""
+        fetched, words = steps.begin_fetching(), []
         for part, (begin, end) in enumerate(second_terms.ranges_of_steps(count)):
             number = second_terms.place_of(first_number)[0] + part
 
             def first(step, state, begin=begin, end=end, number=number):
-                fetched = steps.fetch(state[0], 0, first_number + step)
+                fetched, word = state
+                fetched = steps.fetch(fetched, 0, first_number + step)
                 place = row_tile * tiling.rows, tiling.rows, number
-                read = second_terms.read(second_ref, *place, step - begin, end - begin)
-                return fetched, state[1] | read
+                word |= second_terms.read(second_ref, *place, step - begin, end - begin)
+                return fetched, word
 
             fetched, word = lax.fori_loop(begin, end, first, (fetched, jnp.int32(0)))
             word = second_terms.bits_of_share(word, number, first_number, count)
             words.append((number * second_terms.BITS, word))
-        further.tell(sum(second_terms.count_bits(word) for _, word in words))
-        for begin, word in words:
+        further.announce(sum(second_terms.count_bits(word) for _, word in words))
+        for first_of_word, word in words:
 
-            def second(bit, fetched, begin=begin, word=word):
+            def second(bit, fetched, first_of_word=first_of_word, word=word):
+                again = lambda fetched: steps.fetch(fetched, 1, first_of_word + bit)
                 is_set = second_terms.flags_of(word, bit) > 0
-                again = lambda fetched: steps.fetch(fetched, 1, begin + bit)
                 return lax.cond(is_set, again, lambda fetched: fetched, fetched)
 
             fetched = lax.fori_loop(0, second_terms.BITS, second, fetched)
@@ -238,7 +240,7 @@ def _kernel(
 
         def of_integers(sums):
             next_slot = add_up(slot, count, sums)
-            again = further.heard()
+            again = further.wait()
 
             @pl.when(again > 0)
             def _():  # in steps of the second term, and back, which is exact in 32 bits
@@ -262,7 +264,7 @@ def _kernel(
 
             state = slot, jnp.zeros(products_shape, dtype)
             slot, sums = lax.fori_loop(0, count // promoted, add, state)
-            sums += summed(slot, further.heard())[1] * in_second
+            sums += summed(slot, further.wait())[1] * in_second
         return sums.astype(jnp.float32)
 
     def sums_of_groups(steps, own_wide):
@@ -314,7 +316,7 @@ def _kernel(
 
     def run(memory, staged, further=None, wide=None):
         of_warpgroup = steps.with_memory(*memory)
-        further = further and Told(*further)
+        further = None if swapped else Announced(*further)
 
         def compute():
             if kind.is_packed:
@@ -323,11 +325,14 @@ def _kernel(
                 sums = sums_of_products(of_warpgroup, further)
             finish(sums, staged)
 
-        lax.cond(warpgroup == tiling.warpgroups, lambda: fetch(of_warpgroup, further), compute)
+        fetch = functools.partial(
+            fetch_together if swapped else fetch_in_turn, of_warpgroup, further
+        )
+        lax.cond(warpgroup == tiling.warpgroups, fetch, compute)
 
     staged = mosaic.staging(own_rows, own_columns, tiling.warpgroups, out_ref.dtype)
     wide = plgpu.SMEM((tiling.warpgroups, own, GROUP), jnp.int8)
-    scratch = [] if swapped else [Told.allocations()]
+    scratch = [] if swapped else [Announced.allocations()]
     if kind.is_packed and interpret:
         scratch = [None, wide]
     pl.run_scoped(run, steps.allocations(), staged, *scratch, collective_axes="warpgroup")

@@ -35,7 +35,7 @@ MOST_PACKED_ROWS = 64  # of a tile, for weights with two values in a byte
 FEW_ROWS_UNIT = 16  # of their number in a step where groups have scales: both terms' fill a line
 TOGETHER, FEWEST_TOGETHER = 2, 4  # GROUPs of a step of such a tile, if it has so many stages
 FEWEST_STAGES = 3
-TOLD_BYTES = 1024  # of shared memory for one number, as arrays are aligned there
+ANNOUNCED_BYTES = 1024  # of shared memory: one number, as arrays are aligned there
 OTHER_REGISTERS = 24  # for a thread that multiplies, beside its sums
 PRODUCTS_PER_CLOCK = 4096  # of a multiprocessor
 MEMORY_BYTES_PER_CLOCK = 1900  # of all multiprocessors
@@ -156,7 +156,7 @@ def stages_that_fit(
     staged = warpgroups * UNIT * LINE
     scales = 4 * (rows + columns) if bits < 8 else 0
     of_stage = GROUP * (rows + columns * bits // 8) + scales
-    return min(most, (SHARED_BYTES - TOLD_BYTES - staged) // of_stage)
+    return min(most, (SHARED_BYTES - ANNOUNCED_BYTES - staged) // of_stage)
 
 
 def clocks(rows: int, inputs: int, outputs: int, tiling: Tiling) -> float:

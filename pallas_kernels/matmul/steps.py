@@ -34,24 +34,24 @@ class Fetched(NamedTuple):
     slot: Array  # of the next one
 
 
-class Told(NamedTuple):
-    """A number that the warpgroup that fetches tells all others once."""
+class Announced(NamedTuple):
+    """A number that the warpgroup that fetches announces to all others."""
 
     number: Any  # in shared memory
-    told: Any  # barrier
+    arrived: Any  # barrier
 
     @staticmethod
     def allocations() -> tuple:
-        """What `Told` takes, for `pl.run_scoped`."""
+        """Shared memory and a barrier, for `pl.run_scoped`."""
         return plgpu.SMEM((1,), jnp.int32), plgpu.Barrier()
 
-    def tell(self, number: Array) -> None:
+    def announce(self, number: Array) -> None:
         self.number[0] = number
-        plgpu.barrier_arrive(self.told)
+        plgpu.barrier_arrive(self.arrived)
 
-    def heard(self) -> Array:
-        """The number, when it has been told; to be called once."""
-        plgpu.barrier_wait(self.told)
+    def wait(self) -> Array:
+        """The number; each of the others waits once."""
+        plgpu.barrier_wait(self.arrived)
         return self.number[0]
 
 
