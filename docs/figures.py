@@ -57,14 +57,14 @@ def speed(read: Read) -> list[str]:
 def narrow(read: Read) -> list[str]:
     heads = {"step-int8": "int8, int8 cache", "step-fp8": "fp8, fp8 cache", "step-int4": "int4"}
     wide, *others = (shapes(read[name]) for name in ("step", *heads))
+    read.check_one_gpu()
     rows = []
     for shape, of in wide.items():
         best = [other[shape]["best_ms"] for other in others]
         beside = [f"{ms:.2f} ({ms / of['best_ms']:.2f})" for ms in best]
         rows.append([shape, number(of["best_ms"]), *beside])
     one = others[0]["1 x 1"]
-    kernels = one["profile"]["top"]
-    share = lambda begin: percent(ms_of(kernels, begin) / one["best_ms"])
+    share = lambda begin: percent(ms_of(one["profile"]["top"], begin) / one["best_ms"])
     return [
         "The least milliseconds of a step of OPT-6.7B's shape at 900 tokens of context, and in "
         f"brackets the ratio to bfloat16 ({read.where()}):",
@@ -80,19 +80,26 @@ def narrow(read: Read) -> list[str]:
 
 def narrow_decoding(read: Read) -> list[str]:
     wide, narrow = (batches(read[name]) for name in ("ems-sd", "ems-sd-int8"))
+    read.check_one_gpu()
     rows = [
         [n, f"{median(wide[n]):,.0f}", f"{median(of):,.0f}", number(median(of) / median(wide[n]))]
         for n, of in narrow.items()
     ]
-    drafting = batches(read["self-draft"])
-    gains = [f"{of['tokens_per_s']['speed_up']:.2f} at batch {n}" for n, of in drafting.items()]
     return [
         "EMS-SD of OPT-6.7B's shape with drafts like prompt lookup's, weights and cache in int8 "
         f"beside bfloat16, in tokens/s ({read.where()}):",
         table(["batch", "bfloat16", "int8", "ratio"], rows),
-        "A bfloat16 model that drafts for itself in int4 decodes as many times as fast as "
-        f"plainly: {listed(gains)}, where its draft tokens are accepted as often as the embedded "
-        "target's.",
+        read.command(),
+    ]
+
+
+def self_drafting(read: Read) -> list[str]:
+    drafting = batches(read["self-draft"])
+    gains = [f"{of['tokens_per_s']['speed_up']:.2f} at batch {n}" for n, of in drafting.items()]
+    return [
+        "A bfloat16 model of OPT-6.7B's shape that drafts for itself in int4 decodes as many times "
+        f"as fast as plainly: {listed(gains)}, where its draft tokens are accepted as often as the "
+        f"embedded target's ({read.where()}).",
         read.command(),
     ]
 
@@ -337,7 +344,7 @@ def expected(read: Read) -> list[str]:
 FIGURES: dict[str, Callable[[Read], Sequence[str]]] = {
     make.__name__.replace("_", "-"): make
     for make in (
-        *(speed, narrow, narrow_decoding, devices, large, groups, invariant, found, rows_apart),
-        *(margins, profile, floors, summary, beside, expected),
+        *(speed, narrow, narrow_decoding, self_drafting, devices, large, groups, invariant),
+        *(found, rows_apart, margins, profile, floors, summary, beside, expected),
     )
 }

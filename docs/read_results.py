@@ -49,6 +49,12 @@ class Read(Mapping[str, Results]):
             raise ValueError(f"{', '.join(self)} do not belong together: {sorted(described)}")
         return f"{devices} {described.pop()}"
 
+    def check_one_gpu(self) -> None:
+        """Raises ValueError if the manifest has other GPUs for some of what was read."""
+        runs = json.loads((self.folder / f"{self.prefix}manifest.json").read_bytes())["runs"]
+        if len({tuple(runs[name].get("gpus") or ()) for name in self}) != 1:
+            raise ValueError(f"{', '.join(self)} were measured on several GPUs")
+
     def command(self) -> str:
         """The command that measures what was read again, in Markdown."""
         return f"```bash\nemsjax bench all --output results --only {','.join(self)}\n```"

@@ -235,20 +235,24 @@ def whole_results(results):
     added = {"entries": [{"source": "block", "ratio": ratio} for ratio in (1.07, 1.04)]}
     for name, of in {"groups-opt-13b-two-devices": of_groups, "drafting": added}.items():
         (results / f"{name}.json").write_text(json.dumps(of | here))
-    set_gpus(results, ["one"], ["other"])
+    set_gpus(results, {"step": "one", "step-again": "other"} | dict.fromkeys(IN_ONE_LEASE, "one"))
     return results
 
 
-def set_gpus(results, step, again):
+IN_ONE_LEASE = ("ems-sd", "ems-sd-int8")
+
+
+def set_gpus(results, gpus):
     path = results / "manifest.json"
     manifest = json.loads(path.read_bytes())
-    manifest["runs"] |= {"step": {"gpus": step}, "step-again": {"gpus": again}}
+    manifest["runs"] |= {name: {"gpus": [gpu]} for name, gpu in gpus.items()}
     path.write_text(json.dumps(manifest))
 
 
 @pytest.mark.parametrize(
     ("name", "shown"),
     [
+        ("narrow-decoding", "| 24 | 10,683 | 14,042 | 1.31 |"),
         ("groups", "| 2 x 2 | 32 | 100 |"),
         ("invariant", "| batch | fast | invariant | cost | cost of prefill |"),
         ("rows-apart", "Of 676,230 rows 0 had other keys"),
@@ -264,9 +268,18 @@ def test_figures_whose_results_are_not_there_yet(measured, whole_results, name, 
 
 
 def test_a_step_that_was_measured_again_on_the_same_gpu_is_refused(measured, whole_results):
-    set_gpus(whole_results, ["one"], ["one"])
+    set_gpus(whole_results, {"step": "one", "step-again": "one"})
     with pytest.raises(ValueError, match="on the same GPU"):
         measured.measured("<!-- measured: summary -->\n<!-- end -->\n", [(whole_results, "")])
+
+
+@pytest.mark.parametrize(
+    ("figure", "name"), [("narrow", "step-fp8"), ("narrow-decoding", "ems-sd")]
+)
+def test_a_ratio_of_results_of_several_gpus_is_refused(measured, whole_results, figure, name):
+    set_gpus(whole_results, {name: "another"})
+    with pytest.raises(ValueError, match="on several GPUs"):
+        measured.measured(f"<!-- measured: {figure} -->\n<!-- end -->\n", [(whole_results, "")])
 
 
 @pytest.mark.parametrize("changed", [{"commit": "abc"}, {"hardware": {"device": "another"}}])

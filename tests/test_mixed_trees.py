@@ -16,7 +16,7 @@ from emsjax.decode.row_counts import chunk_rows
 from emsjax.drafters.choice import Offers, Records, hoped_tokens
 from emsjax.drafters.draft_model import CATCH_UP_ROWS
 from emsjax.drafters.offers import agreement, expected_offer, no_draft
-from emsjax.drafters.prices import Prices
+from emsjax.drafters.prices import Prices, prices_of_step
 
 NEW, BATCH, WIDTH, K = 16, 48, 40, 6
 COSTS = emsjax.StepCosts.of({1: 1.0, 64: 2.0}, 0.0, 0.1)
@@ -158,6 +158,18 @@ def test_a_length_limits_the_depth_of_trees_beside_a_model():
     unread = np.where(chosen == 1, np.maximum(lengths - CATCH_UP_ROWS, 0), 0).sum()
     draft_steps = int(asked.max()) + unread / chunk_rows(*tokens.shape)
     np.testing.assert_allclose(state.choice.time, 1 + 1e-3 * draft_steps, rtol=1e-6)
+
+
+def test_a_chunk_of_prompt_costs_a_draft_step_of_as_many_samples():
+    costs = emsjax.StepCosts.of({1: 1.0, 64: 2.0}, draft_ms={1: 0.1, 1000: 100.0})
+    tokens, lengths = jnp.zeros((2, WIDTH), jnp.int32), jnp.array([9, 9], jnp.int32)
+    limits, drafted = jnp.array([4, 4]), jnp.array([[0, 4], [0, 4]], jnp.int32)
+    prices = prices_of_step(costs, None, [True, False], tokens, lengths, limits, drafted)
+    chunk = chunk_rows(*tokens.shape)
+    assert prices.draft.tolist() == pytest.approx([0, float(costs.draft_step_ms(2))])
+    of_row = float(costs.draft_step_ms(chunk)) / chunk
+    assert prices.catch_up.tolist() == pytest.approx([0, of_row])
+    assert costs.draft_step_ms(2 * chunk) != costs.draft_step_ms(chunk)
 
 
 def test_rows_are_paid_by_token_and_draft_steps_by_depth():

@@ -8,13 +8,14 @@ import itertools
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.experimental import pallas as pl
 
 BITS = 32  # of a word
 
 
 def words_for(groups: int) -> int:
     """Number of words of a row with this many groups."""
-    return -(-groups // BITS)
+    return pl.cdiv(groups, BITS)
 
 
 def in_words(flags: Array) -> Array:
@@ -51,7 +52,7 @@ def read(words_ref, first_row: Array, rows: int, number: Array, step: Array, ste
         number: of the word; those beyond the last have no bits of the share: see `bits_of_share`.
         step: counted from 0.
     """
-    of_step = -(-rows // steps)
+    of_step = pl.cdiv(rows, steps)
     number = lax.min(number, jnp.int32(words_ref.shape[1] - 1))
     places = (lax.min(step * of_step + i, jnp.int32(rows - 1)) for i in range(of_step))
     return functools.reduce(lax.bitwise_or, (words_ref[first_row + i, number] for i in places))
