@@ -1,6 +1,5 @@
 """Products with narrow weights as a Mosaic GPU kernel, interpreted and lowered."""
 
-import functools
 import itertools
 
 import jax
@@ -107,16 +106,19 @@ def test_groups_with_second_terms_are_found(groups, splits):
     second = np.random.default_rng(0).random((rows, groups)) < 0.5 / rows
     second[-1, [0, -1]] = True
     padded = np.pad(second, ((0, 0), (0, -groups % pl.next_power_of_2(groups))))
-    words = jax.vmap(second_terms.in_words)(jnp.asarray(padded))
-    assert words.shape == (rows, pl.cdiv(padded.shape[1], second_terms.BITS))
+    words = jax.vmap(second_terms.in_words, out_axes=1)(jnp.asarray(padded))
+    assert words.shape == (pl.cdiv(padded.shape[1], second_terms.BITS), rows)
     found = []
     for first in range(0, groups, steps):
         of_share = []
         for part, (begin, end) in enumerate(second_terms.ranges_of_steps(steps)):
             number = first // second_terms.BITS + part
             at = (words, 1, rows - 1, jnp.int32(number))
-            read = [second_terms.read(*at, jnp.int32(i), end - begin) for i in range(end - begin)]
-            word = functools.reduce(jnp.bitwise_or, read)
+            word = jnp.int32(0)
+            for step in range(end - begin):
+                read = second_terms.read(*at, jnp.int32(step), end - begin)
+                assert len(read) == second_terms.words_of_step(rows - 1, end - begin)
+                word = second_terms.union(word, read)
             word = second_terms.bits_of_share(word, number, first, steps)
             bits = [i for i in range(second_terms.BITS) if second_terms.flags_of(word, i)]
             assert second_terms.count_bits(word) == len(bits)

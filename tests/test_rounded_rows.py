@@ -54,9 +54,8 @@ def test_a_norm_rounds_as_the_product_would(format, rows, tiles, size, centred):
     for name in ("values", "scales", "second"):
         one, other = (np.asarray(getattr(of, name)).astype(float) for of in (rounded, expected))
         np.testing.assert_array_equal(one, other)
-    bits = np.unpackbits(
-        np.asarray(rounded.second[:rows]).view(np.uint8), axis=1, bitorder="little"
-    )
+    words = np.ascontiguousarray(rounded.second[:, :rows].T)
+    bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
     has_second = bits[:, : size // GROUP].astype(bool)
     assert has_second.any()
     assert has_second.all() != rounding.kind.rounds_rows

@@ -142,7 +142,7 @@ def _kernel(
     rounded_scales_ref,  # [scales, 2 * padded]
     values_ref,  # [outputs, inputs], or bytes
     scales_ref,  # [outputs], or [groups, outputs]
-    *refs,  # many rows: where there are second terms [rows, words]; bias [outputs]; out
+    *refs,  # many rows: where there are second terms [words, rows]; bias [outputs]; out
     tiling: Tiling,
     kind: Format,
     activation: str | None,
@@ -208,13 +208,16 @@ def _kernel(
             number = second_terms.place_of(first_number)[0] + part
 
             def first(step, state, begin=begin, end=end, number=number):
-                fetched, word = state
+                fetched, word, words_before = state
                 fetched = steps.fetch(fetched, 0, first_number + step)
                 place = row_tile * tiling.rows, tiling.rows, number
-                word |= second_terms.read(second_ref, *place, step - begin, end - begin)
-                return fetched, word
+                read = second_terms.read(second_ref, *place, step - begin, end - begin)
+                # The next fetch does not wait for words of this step.
+                return fetched, second_terms.union(word, words_before), read
 
-            fetched, word = lax.fori_loop(begin, end, first, (fetched, jnp.int32(0)))
+            none = (jnp.int32(0),) * second_terms.words_of_step(tiling.rows, end - begin)
+            state = lax.fori_loop(begin, end, first, (fetched, jnp.int32(0), none))
+            fetched, word = state[0], second_terms.union(*state[1:])
             word = second_terms.bits_of_share(word, number, first_number, count)
             words.append((number * second_terms.BITS, word))
         further.announce(sum(second_terms.count_bits(word) for _, word in words))

@@ -148,7 +148,7 @@ def rounding_for(rows: int, weight: NarrowWeight, tiling: Tiling) -> Rounding:
 def _kernel(
     rounded_ref,  # [1, 2, rows, inputs]
     rounded_scales_ref,  # [scales, 1, 2, rows]
-    second_ref,  # [rows, words]
+    second_ref,  # [words, rows]
     values_ref,  # [columns, inputs], or bytes
     scales_ref,  # [groups, columns]
     *refs,  # zeros [groups, columns] and bias [columns] if named; out
@@ -204,7 +204,7 @@ def _kernel(
         def has_second(numbers, mask=None):
             number, bit = second_terms.place_of(numbers[None, :])
             words = plgpu.load(
-                second_ref.at[row[:, None], number],
+                second_ref.at[number, row[:, None]],
                 mask=None if mask is None else jnp.broadcast_to(mask, (len(row), len(numbers))),
                 other=None if mask is None else 0,
             )

@@ -47,7 +47,7 @@ class RoundedRows:
         values: int8 or float8_e4m3fn [tiles, 2, rows, inputs]: first and second terms of the rows
             of each tile.
         scales: float32 [scales, tiles, 2, rows]: `Format.scales_of` each row, for either term.
-        second: int32 [rows, words]: a bit for each GROUP of inputs: see `second_terms`.
+        second: int32 [words, rows]: a bit for each GROUP of inputs: see `second_terms`.
         rows: number of rows.
         dtype: what the rows' numbers had before.
     """
@@ -84,7 +84,7 @@ def array_types(
     return (
         jax.ShapeDtypeStruct((tiles, 2, of_tile, inputs), factor),
         jax.ShapeDtypeStruct((scales, tiles, 2, of_tile), jnp.float32),
-        jax.ShapeDtypeStruct((padded, words_for(inputs // GROUP)), jnp.int32),
+        jax.ShapeDtypeStruct((words_for(inputs // GROUP), padded), jnp.int32),
     )
 
 
@@ -98,7 +98,7 @@ def places_in_groups(inputs: int) -> tuple[Array, Array]:
 def store_rounded(
     values_ref,  # [tiles, 2, rows, inputs]
     scales_ref,  # [scales, tiles, 2, rows]
-    second_ref,  # [rows of all tiles, words]
+    second_ref,  # [words, rows of all tiles]
     numbers: Array,  # float32 [n, GROUP], see `places_in_groups`
     row: Array,
     kind: Format,
@@ -115,7 +115,7 @@ def store_rounded(
         plgpu.store(scales_ref.at[scale, tile, term, of_row], scales, mask=kept)
     words = in_words(rounded.has_second)
     number = jnp.arange(len(words))
-    plgpu.store(second_ref.at[row, number], words, mask=number < second_ref.shape[1])
+    plgpu.store(second_ref.at[number, row], words, mask=number < second_ref.shape[0])
 
 
 def in_kernel_form(x: Array | RoundedRows, rounding: Rounding, *, interpret: bool) -> RoundedRows:

@@ -5,6 +5,7 @@ A kernel multiplies second terms in the groups in which any row of its tile has 
 
 import functools
 import itertools
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -43,19 +44,31 @@ def ranges_of_steps(groups: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(bounds))
 
 
-def read(words_ref, first_row: Array, rows: int, number: Array, step: Array, steps: int) -> Array:
-    """The bits of all rows that a step reads, when `steps` of them read all of a tile's rows.
+def read(
+    words_ref, first_row: Array, rows: int, number: Array, step: Array, steps: int
+) -> tuple[Array, ...]:
+    """The words that a step reads, when `steps` of them read those of all of a tile's rows.
 
     Args:
-        words_ref: [rows, words] of all tiles, in a Mosaic GPU kernel.
+        words_ref: [words, rows] of all tiles, in a Mosaic GPU kernel.
         first_row: of the tile, which has `rows`.
         number: of the word; those beyond the last have no bits of the share: see `bits_of_share`.
         step: counted from 0.
     """
-    of_step = pl.cdiv(rows, steps)
-    number = lax.min(number, jnp.int32(words_ref.shape[1] - 1))
+    of_step = words_of_step(rows, steps)
+    number = lax.min(number, jnp.int32(words_ref.shape[0] - 1))
     places = (lax.min(step * of_step + i, jnp.int32(rows - 1)) for i in range(of_step))
-    return functools.reduce(lax.bitwise_or, (words_ref[first_row + i, number] for i in places))
+    return tuple(words_ref[number, first_row + i] for i in places)
+
+
+def words_of_step(rows: int, steps: int) -> int:
+    """Number of words that `read` returns."""
+    return pl.cdiv(rows, steps)
+
+
+def union(word: Array, words: Sequence[Array]) -> Array:
+    """The bits of all of them."""
+    return functools.reduce(lax.bitwise_or, words, word)
 
 
 def bits_of_share(word: Array, number: Array, first: Array, groups: int) -> Array:
