@@ -269,7 +269,7 @@ def test_the_options_set_the_acceptance_of_drafts():
     assert asked_for("--draft", "draft-model") == ("model", TokenAcceptance(0.8, 4))
     asked = ("--rate", "0.5", "--draft-tokens", "2")
     assert asked_for("--draft", "draft-model", *asked) == ("model", TokenAcceptance(0.5, 2))
-    assert asked_for("--draft", "self") == ("self", TokenAcceptance(0.98, 4))
+    assert asked_for("--draft", "self") == ("self", TokenAcceptance(0.98, 6))
 
 
 @pytest.fixture

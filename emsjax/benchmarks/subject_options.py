@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from emsjax.benchmarks.acceptance import PROFILES
 from emsjax.benchmarks.options import (
     DRAFT_SHAPE,
     SHAPES,
@@ -141,7 +142,8 @@ def add_ems_sd_options(parser: argparse.ArgumentParser) -> None:
         help="drafts and how often they are accepted: as copies from the prompt, as a draft "
         f"model's, or as those of the model's own copy in int4 ({SHOWN})",
     )
-    add("--draft-tokens", type=positive_int, metavar="N", help="default: 7 for llma, otherwise 4")
+    limits = ", ".join(f"{one.max_draft_tokens} for {name}" for name, one in PROFILES.items())
+    add("--draft-tokens", type=positive_int, metavar="N", help=f"default: {limits}")
     add(
         "--miss",
         type=float,
