@@ -10,8 +10,8 @@ MAX_BUCKETS = 17  # at one row per sample and above, as each takes seconds to co
 # If all samples are live and most of them draft, a step has this fraction of the maximum rows.
 # In this range row counts are as close as MAX_BUCKETS allows.
 FINE_FROM, FINE_TO = 5 / 8, 7 / 8
-# From here on rows cost time: excluding the cost of cached tokens, a step of OPT-6.7B took 4.0 ms
-# with 16 rows, 4.3 with 64, 4.6 with 96 and 4.9 with 136 (benchmarks/h200-profile.json).
+# From here on rows cost time: without the cost of cached tokens, a step of OPT-6.7B took 4.0 ms
+# with 16 rows, 4.3 with 64, 4.6 with 96 and 4.9 with 136 (an H200, `emsjax profile`).
 HALVED_FROM = 64
 # From MORE_FROM to below MORE_TO, row counts are a multiple of 16 plus MORE, as cuBLAS offers tiles
 # of half the rows for 344, but not for 352. Four layers of OPT-6.7B without attention took 668 us
