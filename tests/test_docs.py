@@ -13,6 +13,7 @@ import pytest
 import emsjax
 import pallas_kernels
 from emsjax import distillation
+from emsjax.benchmarks.registry import BENCHMARKS
 from emsjax.models.families import FAMILIES
 
 DOCS = examples.ROOT / "docs"
@@ -751,6 +752,13 @@ def test_an_interrupted_run_without_results_is_listed(tables, tmp_path, empty):
             results[empty] = []
             (tmp_path / f"{i}.json").write_text(json.dumps(results))
     assert tables.page(tmp_path).count("```bash") == len(list(tmp_path.glob("*.json"))) > 0
+
+
+def test_the_page_names_the_benchmarks_that_continue():
+    page = (DOCS / "benchmarks.md").read_text()
+    (named,) = re.findall(r"(`emsjax bench [^.;]*?) continue from the\s+results", page)
+    resuming = {name for name, one in BENCHMARKS.items() if one.resumes} - {"all"}
+    assert set(re.findall(r"`(?:emsjax bench )?([\w-]+)`", named)) == resuming
 
 
 def test_the_tables_replace_the_mark(tables):
