@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import platform
+import re
 import shlex
 import sysconfig
 from pathlib import Path
@@ -14,6 +16,7 @@ from examples import ROOT
 import emsjax
 from emsjax.cli.main import make_parser
 from emsjax.demo import corpus, recipe
+from emsjax.embedded import HELD_OUT, PROMPTS
 
 LENGTHS = [1, 7, 8, 9, 12, 13, 40]
 
@@ -93,6 +96,18 @@ def test_held_out_choice_does_not_depend_on_the_order_of_files():
     chosen = corpus.choose_held_out(sizes)
     assert chosen == corpus.choose_held_out(dict(reversed(sizes.items())))
     assert "encodings/table.py" not in chosen
+
+
+def test_the_modules_that_no_model_was_trained_on_are_those_of_the_model_card():
+    names = json.loads(HELD_OUT.read_text())
+    card = (HELD_OUT.parent / "README.md").read_text()
+    data = card[card.index("## Data") : card.index("## Tokenizer")]
+    assert {*names} == {*re.findall(r"`([\w/]+\.py)`", data)}
+    assert len(names) == 34
+    assert {of["module"] for of in json.loads(PROMPTS.read_text())} <= {*names}
+    if platform.python_version() == "3.11.7":
+        texts = corpus.read_library()
+        assert names == corpus.choose_held_out({x: len(texts[x].encode()) for x in texts})
 
 
 def test_tokenizer_round_trips_any_text():

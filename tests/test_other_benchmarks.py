@@ -132,8 +132,10 @@ def test_training_is_timed_with_and_without_a_target(tmp_path, capsys):
 def test_narrow_numbers_are_compared_in_bits_per_byte_and_acceptance(tmp_path, monkeypatch):
     texts = {f"{name}.py": f"def {name}(x):\n    return x + 1\n\n\n" * 30 for name in "abc"}
     monkeypatch.setattr(quality.corpus, "read_library", lambda: texts)
-    monkeypatch.setattr(quality.corpus, "HELD_OUT_SIZES", range(1, 10**6))
-    monkeypatch.setattr(quality.corpus, "HELD_OUT_FRACTION", 1)
+    texts["trained_on.py"] = "x = 1\n" * 90
+    held_out = tmp_path / "held_out.json"
+    held_out.write_text(json.dumps(["a.py", "b.py", "c.py", "of_another_version.py"]))
+    monkeypatch.setattr(quality, "HELD_OUT", held_out)
     for module in (quality, workloads):
         monkeypatch.setattr(module, "TARGET", DRAFT)  # it has fewer layers to compile
     for name, value in {
@@ -163,6 +165,7 @@ def test_narrow_numbers_are_compared_in_bits_per_byte_and_acceptance(tmp_path, m
         nats -= emsjax.score(model, [ids[:1]], [ids[1:]]).logprobs[0].sum()
         size += len(text.encode()[: len(tokenizer.decode(ids))]) - len(tokenizer.decode(ids[:1]))
     assert results["settings"]["bytes"] == size
+    assert results["settings"]["modules"] == 3
     assert formats[0]["bits_per_byte"] == pytest.approx(nats / np.log(2) / size, rel=1e-5)
     drafters = [of["drafter"] for of in (alone, copy, embedded)]
     assert drafters == ["self, int4", "a copy, int4", "the embedded draft model"]

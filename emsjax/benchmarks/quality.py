@@ -1,9 +1,10 @@
 """`emsjax bench quality`: what narrow weights and caches cost the embedded target.
 
-Bits per byte are those of passages of the running Python's library that the target was not trained
-on (see `emsjax.demo.corpus`), for every format of weights and of caches. The second part decodes
-the embedded prompts with draft models: copies of the target with narrow weights, with a cache of
-their own or in the target's, and the embedded one.
+Bits per byte are those of passages of the running Python's library, for every format of weights and
+of caches. They are of modules that the target was not trained on: all of them are in the library of
+Python 3.11.7, and others have other versions of most. The second part decodes the embedded prompts
+with draft models: copies of the target with narrow weights, with a cache of their own or in the
+target's, and the embedded one.
 
 The JSON file has one of the `entries` for each format, with `bits_per_byte` and their `ratio` to
 those of wide numbers, and for each drafter, with the `acceptance_rate` of its draft tokens and the
@@ -11,6 +12,7 @@ those of wide numbers, and for each drafter, with the `acceptance_rate` of its d
 """
 
 import argparse
+import json
 import math
 import sys
 
@@ -23,7 +25,7 @@ from emsjax.benchmarks.workloads import EmbeddedModels
 from emsjax.decode.base import Drafter
 from emsjax.demo import corpus
 from emsjax.drafters import DraftModel, SelfDraft
-from emsjax.embedded import TARGET
+from emsjax.embedded import HELD_OUT, TARGET
 from emsjax.generation import generate
 from emsjax.models.decoder import Decoder
 from emsjax.scoring import score
@@ -39,16 +41,17 @@ class Texts:
     Args:
         count: passages, spread over all that there are.
         tokens: the most tokens of one.
+
+    Raises:
+        ValueError: the running Python has none of the modules.
     """
 
     def __init__(self, count: int, tokens: int):
         library = corpus.read_library()
-        sizes = {name: len(text.encode()) for name, text in library.items()}
-        found = [
-            text
-            for name in corpus.choose_held_out(sizes)
-            for text in corpus.passages(library[name])
-        ]
+        self.modules = [name for name in json.loads(HELD_OUT.read_text()) if name in library]
+        if not self.modules:
+            raise ValueError("the running Python's library has none of the held-out modules")
+        found = [text for name in self.modules for text in corpus.passages(library[name])]
         tokenizer = AutoTokenizer.from_pretrained(TARGET)
         chosen = (found[i] for i in np.linspace(0, len(found) - 1, count).astype(int))
         self.ids = tokenizer(list(chosen), truncation=True, max_length=tokens).input_ids
@@ -80,6 +83,7 @@ def run(options: argparse.Namespace, command: str) -> int:
         **models.numbers.settings,
         "passages": options.passages,
         "tokens": options.tokens,
+        "modules": len(texts.modules),
         "bytes": texts.bytes,
         "draft_tokens": DRAFT_TOKENS,
         "max_new_tokens": NEW_TOKENS,
