@@ -52,22 +52,42 @@ def test_held_out_text_is_in_no_training_document(library, tmp_path):
     assert not documents & {ids.tobytes() for ids in data.held_out.values()}
 
 
-def test_texts_for_distillation_are_split_the_same_way(library, tmp_path, monkeypatch):
-    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(library)})
-    recipe.main(["texts", "--output", str(tmp_path / "out")])
-    train, held_out = (
+@pytest.fixture
+def held_out(tmp_path, monkeypatch):
+    """Modules that were held out from the embedded target, one of which another Python has."""
+    names = ["module_3.py", "module_7.py", "of_another_version.py"]
+    (tmp_path / "held_out.json").write_text(json.dumps(names))
+    monkeypatch.setattr(corpus, "HELD_OUT", tmp_path / "held_out.json")
+    return names[:2]
+
+
+@pytest.mark.parametrize("embedded", [True, False])
+def test_texts_for_distillation_are_split_as_those_of_the_target(
+    library, tmp_path, monkeypatch, held_out, embedded
+):
+    if embedded:
+        monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(library)})
+        recipe.main(["texts", "--output", str(tmp_path / "out")])
+    else:
+        corpus.write_texts(tmp_path / "out", library, embedded=False)
+    train, prompts = (
         [json.loads(line)["text"] for line in (tmp_path / "out" / name).open()]
         for name in ("train.jsonl", "held-out.jsonl")
     )
     texts = corpus.read_library(library)
-    names = corpus.choose_held_out({name: len(text.encode()) for name, text in texts.items()})
-    assert "".join(held_out) == "".join(texts.pop(name) for name in sorted(names))
-    assert len(held_out) > len(names)
-    assert all(len(passage) >= 8000 and passage.endswith("\n") for passage in held_out)
+    if embedded:
+        names = held_out
+    else:
+        names = corpus.choose_held_out({name: len(text.encode()) for name, text in texts.items()})
+    assert "".join(prompts) == "".join(texts.pop(name) for name in sorted(names))
+    assert len(prompts) > len(names)
+    assert all(len(passage) >= 8000 and passage.endswith("\n") for passage in prompts)
     assert sorted(train) == sorted(texts.values())
 
 
-def test_the_eagle3_drafter_is_trained_by_the_command_of_its_record(library, tmp_path, monkeypatch):
+def test_the_eagle3_drafter_is_trained_by_the_command_of_its_record(
+    library, tmp_path, monkeypatch, held_out
+):
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(library)})
     started = []
     monkeypatch.setattr(recipe.subprocess, "run", lambda command, check: started.append(command))
@@ -78,7 +98,8 @@ def test_the_eagle3_drafter_is_trained_by_the_command_of_its_record(library, tmp
     paths = {name for name, value in ours.items() if str(value).startswith("/")}
     assert paths == {"target", "data", "held_out_data", "compare_with", "output"}
     assert ours["data"].is_file()
-    assert ours["held_out_data"].is_file()
+    passages = [json.loads(line)["text"] for line in ours["held_out_data"].open()]
+    assert "".join(passages) == "".join((library / name).read_text() for name in held_out)
     for name in ours.keys() - paths:
         assert ours[name] == recorded[name]
     for name in paths:

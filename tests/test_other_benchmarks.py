@@ -135,7 +135,7 @@ def test_narrow_numbers_are_compared_in_bits_per_byte_and_acceptance(tmp_path, m
     texts["trained_on.py"] = "x = 1\n" * 90
     held_out = tmp_path / "held_out.json"
     held_out.write_text(json.dumps(["a.py", "b.py", "c.py", "of_another_version.py"]))
-    monkeypatch.setattr(quality, "HELD_OUT", held_out)
+    monkeypatch.setattr(quality.corpus, "HELD_OUT", held_out)
     for module in (quality, workloads):
         monkeypatch.setattr(module, "TARGET", DRAFT)  # it has fewer layers to compile
     for name, value in {

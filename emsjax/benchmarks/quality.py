@@ -12,7 +12,6 @@ those of wide numbers, and for each drafter, with the `acceptance_rate` of its d
 """
 
 import argparse
-import json
 import math
 import sys
 
@@ -25,7 +24,7 @@ from emsjax.benchmarks.workloads import EmbeddedModels
 from emsjax.decode.base import Drafter
 from emsjax.demo import corpus
 from emsjax.drafters import DraftModel, SelfDraft
-from emsjax.embedded import HELD_OUT, TARGET
+from emsjax.embedded import TARGET
 from emsjax.generation import generate
 from emsjax.models.decoder import Decoder
 from emsjax.scoring import score
@@ -48,9 +47,7 @@ class Texts:
 
     def __init__(self, count: int, tokens: int):
         library = corpus.read_library()
-        self.modules = [name for name in json.loads(HELD_OUT.read_text()) if name in library]
-        if not self.modules:
-            raise ValueError("the running Python's library has none of the held-out modules")
+        self.modules = corpus.embedded_held_out(library)
         found = [text for name in self.modules for text in corpus.passages(library[name])]
         tokenizer = AutoTokenizer.from_pretrained(TARGET)
         chosen = (found[i] for i in np.linspace(0, len(found) - 1, count).astype(int))

@@ -17,6 +17,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from emsjax.embedded import HELD_OUT
 from emsjax.records.writing import to_json, to_json_line
 
 END_TOKEN, PAD_TOKEN = "<|endoftext|>", "<|pad|>"
@@ -147,13 +148,33 @@ def prepare(output: Path, *, vocab_size: int = 4096, library: Path | None = None
     return info
 
 
-def write_texts(output: Path, library: Path | None = None) -> None:
+def embedded_held_out(texts: Mapping[str, str]) -> list[str]:
+    """Names of the texts on which the embedded target was not trained.
+
+    Raises:
+        ValueError: there are none.
+    """
+    names = [name for name in json.loads(HELD_OUT.read_text()) if name in texts]
+    if not names:
+        raise ValueError("the library has none of the modules held out from the embedded target")
+    return names
+
+
+def write_texts(output: Path, library: Path | None = None, *, embedded: bool) -> None:
     """Write `train.jsonl` and `held-out.jsonl` below `output`, each with a "text" per line.
 
     A training text is a whole module. Held-out modules are cut into passages, for more prompts.
+
+    Args:
+        embedded: whether they are the embedded target's held-out modules, and not those that
+            `prepare` chooses.
+
+    Raises:
+        ValueError: there are none of the embedded target's.
     """
     texts = read_library(library)
-    held_out = choose_held_out({name: len(text.encode()) for name, text in texts.items()})
+    sizes = {name: len(text.encode()) for name, text in texts.items()}
+    held_out = embedded_held_out(texts) if embedded else choose_held_out(sizes)
     training = [texts[name] for name in sorted(texts.keys() - set(held_out))]
     prompts = [passage for name in sorted(held_out) for passage in passages(texts[name])]
     output.mkdir(parents=True, exist_ok=True)

@@ -2,9 +2,9 @@
 
 Stage `prepare` reads the running Python's standard library and trains the tokenizer. Stage `train`
 trains the target, then the draft on the target's distribution, evaluates both on the held-out
-modules and exports them. Stage `texts` writes the training and the held-out modules for
-`emsjax distil`. Stage `eagle3` writes them too, and trains an EAGLE-3 drafter with that command for
-the embedded target. It is also the last part of all stages, for the target that they trained.
+modules and exports them. Stage `texts` writes the embedded target's training and held-out modules
+for `emsjax distil`. Stage `eagle3` writes them too, and trains an EAGLE-3 drafter with that command
+for the embedded target. It is also the last part of all stages, for the target that they trained.
 """
 
 import argparse
@@ -181,7 +181,7 @@ def train_pair(output: Path, steps: dict[str, int]) -> dict:
 def train_eagle3(output: Path, pair: Path) -> None:
     """Train an EAGLE-3 drafter for the target of a pair, and compare it with the pair's draft."""
     texts = output / "texts"
-    corpus.write_texts(texts)
+    corpus.write_texts(texts, embedded=pair == FOLDER)
     paths = {
         "--target": pair / "target",
         "--data": texts / "train.jsonl",
@@ -203,7 +203,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--draft-steps", type=int, default=12000)
     options = parser.parse_args(arguments)
     if options.stage == "texts":
-        corpus.write_texts(options.output)
+        corpus.write_texts(options.output, embedded=True)
         return
     if options.stage == "eagle3":
         train_eagle3(options.output, FOLDER)
