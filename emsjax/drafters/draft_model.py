@@ -14,9 +14,9 @@ from emsjax.decode.cache import KVCache
 from emsjax.decode.kernels import resolve_kernels
 from emsjax.decode.pack import AcceptedPath, pack
 from emsjax.decode.prefill import prefill
-from emsjax.device import tree_bytes
 from emsjax.drafters.growing import GrowingDrafter, Randomness
 from emsjax.engine.adapt import check_is_model
+from emsjax.engine.memory import sizes_of
 from pallas_kernels.common.indexing import take
 
 DEFAULT_DRAFT_TOKENS = 4
@@ -180,10 +180,7 @@ class DraftModel(GrowingDrafter):
 
     def state_bytes(self, max_len: int) -> int:
         """Bytes per sample for the cache and the distributions of one step's drafts."""
-        leaves = lambda: jax.tree.leaves(self.draft_model.init_cache(1, max_len).layers)
-        parallel = getattr(self.draft_model, "parallel", None)
-        devices = 1 if parallel is None else parallel.size  # that have different heads
-        return tree_bytes(jax.eval_shape(leaves)) // devices + self.probs_bytes
+        return max_len * sizes_of(self.draft_model).token_bytes + self.probs_bytes
 
     @property
     def probs_width(self) -> int:

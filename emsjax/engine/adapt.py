@@ -218,7 +218,9 @@ def check_drafter(
         return None
     most = config.max_position_embeddings
     check_at_least("drafter.max_draft_tokens", drafter.max_draft_tokens, 1, most)
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(unwrapped(drafter))]
+    given = unwrapped(drafter)
+    parts = jax.tree_util.tree_leaves_with_path(given, is_leaf=lambda x: x is not given)
+    paths = [path for path, _ in parts]
     if any(getattr(path[0], "name", None) == "max_draft_tokens" for path in paths if path):
         raise ValueError(
             "drafter.max_draft_tokens must be static, as it shapes the program, and is data of the "

@@ -6,6 +6,7 @@ Other attention than this library's own is used here too, as it need not know tr
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from emsjax.decode.cache import KVCache
@@ -54,6 +55,7 @@ def plan_groups(
     total = sum(map(len, given))
     longest = max(len(prompts[one.prompt]) + len(one.tokens) for own in given for one in own)
     slots = min(batch_size or MOST_AT_ONCE, _power_of_two(total))
+    weights = jax.tree.leaves(run.model)
     while True:
         groups = list(_groups(prompts, given, slots))
         # Prompts are shared if this saves at least half of their prefill.
@@ -64,7 +66,8 @@ def plan_groups(
                 run.model,
                 slots=slots,
                 prompt_slots=held if shares else slots,
-                device=device_of(run.model),
+                device=device_of(weights),
+                weights=weights,
                 max_len=round_up_length(longest),
                 max_draft_tokens=-(-LOGIT_ROWS // slots) - 1,  # as many rows get logits
             )

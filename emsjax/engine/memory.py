@@ -27,10 +27,9 @@ from pallas_kernels.attention.xla import MOST_SCORES
 
 
 class Sizes(NamedTuple):
-    """Sizes of a model's weights, packed rows and cached tokens, each on one device.
+    """Sizes of a model's packed rows and cached tokens, each on one device.
 
     Attributes:
-        weight_bytes: bytes of all weights.
         row_bytes: bytes of one packed row: its queries, keys and values in all layers, and its
             activations.
         token_bytes: bytes of one cached token in all layers.
@@ -38,7 +37,6 @@ class Sizes(NamedTuple):
         query_heads: query heads of a layer.
     """
 
-    weight_bytes: int
     row_bytes: int
     token_bytes: int
     layer_token_bytes: int
@@ -56,7 +54,7 @@ def sizes_of(model: Model) -> Sizes:
     formats = (getattr(model, name, None) for name in ("quantization", "kv_dtype", "parallel"))
     kind = (type(model), model.config, jnp.dtype(model.dtype), *formats)
     if kind in _known:
-        return _known[kind]._replace(weight_bytes=device_bytes(model))
+        return _known[kind]
 
     def trace(model: Model):
         cache, one = model.init_cache(1, 1), jnp.ones(1, jnp.int32)
@@ -69,8 +67,8 @@ def sizes_of(model: Model) -> Sizes:
     query_heads = (fresh[0].shape[1] - 2 * layers[0][0].shape[2]) // devices
     row_bytes = tree_bytes(fresh) // devices + model.row_bytes
     of_layers = (tree_bytes(layers) // devices, tree_bytes(layers[0]) // devices)
-    _known[kind] = Sizes(0, row_bytes, *of_layers, query_heads)
-    return _known[kind]._replace(weight_bytes=device_bytes(model))
+    _known[kind] = Sizes(row_bytes, *of_layers, query_heads)
+    return _known[kind]
 
 
 def _attend_to_nothing(query, *rest, **options):
@@ -138,7 +136,7 @@ class MemoryPlan:
         if processor_bytes_per_slot is not None:
             processors = logits + 2 * slots * processor_bytes_per_slot  # those of fresh slots too
         return cls(
-            weights=sizes.weight_bytes,
+            weights=device_bytes(model),
             caches=cached * max_len * sizes.token_bytes,
             prefill_chunk=chunk * sizes.row_bytes,
             # The logits and their log-softmax, then the step's fresh rows and activations.
@@ -180,6 +178,7 @@ def check_fits(
     prompt_slots: int,
     refilled: bool = False,
     device: jax.Device | None = None,
+    weights: Any = None,
     **sizes: int,
 ) -> MemoryPlan:
     """Plans a run for which the target's and the drafter's weights are loaded already.
@@ -188,6 +187,8 @@ def check_fits(
         model: the target.
         slots, prompt_slots, refilled, sizes: as for `MemoryPlan.for_run`.
         device: the device to run on; None: the default device.
+        weights: the target's arrays, as flattening a model takes about a millisecond; None: they
+            are those of `model`.
 
     Raises:
         ValueError: the run does not fit; the message gives the total and the largest batch size
@@ -203,7 +204,8 @@ def check_fits(
         counts = {"slots": slots, "prompt_slots": prompt_slots}
         return MemoryPlan.for_run(model, **counts, refilled=refilled, **sizes)
 
-    wanted, available = plan(slots, prompt_slots, refilled), _available(model, device)
+    available = _available(model if weights is None else weights, device)
+    wanted = plan(slots, prompt_slots, refilled)
     fits = lambda plan: available is None or plan.total - plan.weights <= available
     if fits(wanted):
         return wanted
@@ -231,10 +233,10 @@ def forest_fits(model: Model, rows: int, device: jax.Device | None) -> bool:
     return available is None or needed <= available
 
 
-def _available(model: Model, device: jax.Device | None) -> int | None:
-    """Free memory of the model's devices, the least if several processes must decide alike."""
+def _available(weights: Any, device: jax.Device | None) -> int | None:
+    """Free memory of the devices of these arrays, the least if several processes decide alike."""
     own = available_bytes(device)
-    if own is None or is_of_one_process(model):
+    if own is None or is_of_one_process(weights):
         return own
     return int(process_allgather(np.float32(own)).min())
 

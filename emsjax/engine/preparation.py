@@ -1,6 +1,7 @@
 """Prepares a run: checks requests, makes the drafter ready to be traced and plans memory."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -90,7 +91,8 @@ def check_memory(run: Run, requests: Requests, slots: int, *, refilled: bool = F
     Raises:
         ValueError: the run does not fit, or its parts lie on different devices.
     """
-    check_devices(run)
+    weights = jax.tree.leaves(run.model)  # once, as this takes about a millisecond
+    check_devices(run, weights)
     k, max_len = run.max_draft_tokens, requests.max_len
     most_new = int(requests.max_new_tokens.max())
     cache_length = run.layout.cache_length(max_len, most_new, slots, k + 1)
@@ -99,7 +101,8 @@ def check_memory(run: Run, requests: Requests, slots: int, *, refilled: bool = F
         slots=slots,
         prompt_slots=slots if refilled else prompt_slots(slots, requests.num_sequences),
         refilled=refilled,
-        device=device_of(run.model),
+        device=device_of(weights),
+        weights=weights,
         max_len=cache_length,
         max_draft_tokens=k,
         drafter_bytes_per_slot=0 if run.drafter is None else run.drafter.state_bytes(max_len),
@@ -119,18 +122,20 @@ def _processor_bytes(run: Run, requests: Requests) -> int | None:
     return tree_bytes(jax.eval_shape(begin, prompts, lengths))
 
 
-def check_devices(run: Run) -> None:
+def check_devices(run: Run, weights: Sequence[Any]) -> None:
     """Raises ValueError if the drafter's arrays were put on other devices than the model's.
 
     Arrays that were not put anywhere follow the model. On a mesh, a draft model must have been put
     there, as it would otherwise be copied to every device in each call.
+
+    Args:
+        weights: the model's arrays.
     """
     check_shared_cache(run)
-    of_model, of_drafter = _devices(run.model), _devices(run.drafter)
+    own = jax.tree.leaves(run.drafter)
+    of_model, of_drafter = _devices(weights), _devices(own)
     if len(of_model) > 1 and not of_drafter:
-        of_drafter = _devices(
-            [x for x in jax.tree.leaves(run.drafter) if _is_weight(x)], every=True
-        )
+        of_drafter = _devices([x for x in own if _is_weight(x)], every=True)
     if of_model and of_drafter and of_model != of_drafter:
         listed = [", ".join(sorted(map(str, devices))) for devices in (of_drafter, of_model)]
         raise ValueError(
@@ -161,10 +166,10 @@ def check_one_process(run: Run) -> None:
         )
 
 
-def _devices(tree: Any, *, every: bool = False) -> set[jax.Device]:
-    """The devices that the arrays of a pytree were put on, or that `every` array is on."""
+def _devices(arrays: Sequence[Any], *, every: bool = False) -> set[jax.Device]:
+    """The devices that arrays were put on, or that `every` array is on."""
     found = set()
-    for leaf in jax.tree.leaves(tree):
+    for leaf in arrays:
         if isinstance(leaf, jax.Array) and not is_traced(leaf) and (every or leaf.committed):
             found |= leaf.devices()
     return found
@@ -174,9 +179,13 @@ def _is_weight(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-def device_of(model: Any) -> jax.Device | None:
-    """Returns the model's device, or this process's first; None while the model is traced."""
-    weight = jax.tree.leaves(model)[0]
+def device_of(weights: Any) -> jax.Device | None:
+    """Returns a model's device, or this process's first; None while the model is traced.
+
+    Args:
+        weights: the model's arrays, or the model, which takes longer.
+    """
+    weight = jax.tree.leaves(weights)[0]
     if isinstance(weight, jax.core.Tracer):
         return None
     return min(weight.sharding.addressable_devices, key=lambda device: device.id)
