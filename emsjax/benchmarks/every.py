@@ -85,7 +85,8 @@ ON_ONE = {
     "--draft-quantize int4",
     "drafting-opt-6.7b": "emsjax bench drafting --sources suffix,tree --kv-dtype int8 "
     "--context 1850 --batch-sizes 64",
-    "draft-length": "emsjax bench draft-length --shape opt-6.7b",
+    "draft-length": "emsjax bench draft-length --shape opt-6.7b --draws 2 "
+    "--workloads llma,mixed,draft-model,candidates,first-candidates",
     "drafters": "emsjax bench drafters",
     "peers": "emsjax bench peers --shape opt-6.7b --repeats 5",
     "refill": "emsjax bench refill --repeats 5",
