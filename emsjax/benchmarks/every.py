@@ -87,7 +87,9 @@ ON_ONE = {
     "--context 1850 --batch-sizes 64",
     "draft-length": "emsjax bench draft-length --shape opt-6.7b --draws 2 "
     "--workloads llma,mixed,draft-model,candidates,first-candidates",
-    "drafters": "emsjax bench drafters",
+    "draft-length-int8": "emsjax bench draft-length --shape opt-6.7b --draws 2 --workloads llma "
+    f"{NARROW['int8']}",
+    "drafters": "emsjax bench drafters --draft-tokens 8",
     "peers": "emsjax bench peers --shape opt-6.7b --repeats 5",
     "refill": "emsjax bench refill --repeats 5",
     "buckets": "emsjax bench buckets",
