@@ -207,8 +207,10 @@ class DraftModel(GrowingDrafter):
         )
         last_rows = jnp.clip(rows.offsets + rows.counts - 1, 0, out.hidden.shape[0] - 1)
         logits = self.draft_model.logits(take(out.hidden, last_rows))
+        # On CPUs XLA copies a cache unless it must be read before it is written.
+        logits, fresh = lax.optimization_barrier((logits, out.fresh))
         path = AcceptedPath.prefix(rows, rows.counts)
-        return logits[:, : self.vocab_size], cache.commit(out.fresh, rows, path, kernels.update)
+        return logits[:, : self.vocab_size], cache.commit(fresh, rows, path, kernels.update)
 
     def _prefill(self, cache: KVCache, tokens, lengths) -> KVCache:
         kernels = resolve_kernels(self.attention_implementation)
